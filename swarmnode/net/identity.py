@@ -68,7 +68,7 @@ class IdentitySlot:
 
 
 class SigningKey:
-    """Ed25519 key that signs records: the private and the public key."""
+    """Ed25519 key for signatures: the private and the public key."""
 
     def __init__(self, seed: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(seed)

@@ -68,7 +68,7 @@ class Pipeline:
 
     @property
     def load(self) -> float:
-        """Load for comparing pipelines: the number of sessions with one more, divided by the speed in layers/s."""
+        """Load for comparing pipelines: the number of sessions with one more, divided by the pipeline's speed."""
         return (1 + len(self._passed)) / self._units_per_s
 
     # -- memory

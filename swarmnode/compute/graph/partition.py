@@ -39,7 +39,7 @@ class Partition:
 
 
 def partition(graph: Graph, units: int = UNITS) -> Partition:
-    """Cut a graph into pieces of about 1 / `units` of its time and weights each, and return it with remarks.
+    """Cut a graph into pieces of at most about 1 / `units` of its time and weights each, and return it with remarks.
 
     The last piece computes all means over labels, since it receives their shares.
     """

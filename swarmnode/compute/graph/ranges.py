@@ -21,7 +21,8 @@ Given = Mapping[str, Any]
 
 
 class RangeCheck:
-    """Check that the indexes and numbers that a graph's operators take from other peers are in range, for one pass at a time."""
+    """Check that the indexes and numbers that a graph's operators take from samples and from other peers are in range, for one
+    pass at a time."""
 
     def __init__(self) -> None:
         self._wrong: Tensor | None = None  # bool, on the device

@@ -86,28 +86,28 @@ class Prologue(asyncio.BufferedProtocol):
             self._settled(self)
 
     async def word(self) -> bytes:
-        """Return the token that the other side sends. Raises PeerLost if the connection closes first."""
+        """Return the word (token or welcome) that the other side sends. Raises PeerLost if the connection closes first."""
         return await asyncio.shield(self._word)
 
     @property
     def shown(self) -> bytes | None:
-        """The token that the other side has sent; None if it has not been read."""
+        """The word (token or welcome) that the other side has sent; None if it has not been read."""
         return self._word.result() if self._word.done() and self._word.exception() is None else None
 
     def say(self, word: bytes) -> None:
-        """Send this side's token, unless the connection is gone."""
+        """Send this side's word (token or welcome), unless the connection is gone."""
         if self._transport is not None:
             self._transport.write(word)
 
     def hand_over(self, stream: DirectStream) -> None:
-        """Give the connection to `stream`, once both sides have shown their tokens."""
+        """Give the connection to `stream`, which reads and writes from now on."""
         assert self._transport is not None
         self._transport.set_protocol(stream)
         stream.connection_made(self._transport)
         self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close the connection at once, without an answer."""
+        """Close the connection at once; unsent bytes are lost."""
         if self._transport is not None:
             self._transport.abort()
 

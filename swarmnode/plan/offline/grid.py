@@ -62,7 +62,7 @@ class Problem:
 
     @property
     def devices(self) -> int:
-        """Number of devices, D; at least D - S R of them stay unused."""
+        """Number of devices, D; a grid leaves D - S R of them unused."""
         return len(self.hop_s)
 
     @classmethod

@@ -171,8 +171,8 @@ def _lot(peer: PeerId) -> int:
 
 
 class _Cuts(NamedTuple):
-    """Numbers of the C layers where a microbatch may change peers, and the layer that each peer can reach from each of them; the
-    cut itself if none."""
+    """Numbers of the C layers where a microbatch may change peers, and the layer that each peer can reach from each of them but
+    the last; the cut itself if none."""
 
     unit_C: Indexes
     reach_PC: Indexes

@@ -22,7 +22,7 @@ FRAME_BYTES = 64  # bytes of a message besides its tensor
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHop:
-    """Hop of a simulated route: a peer, from its start until it vanishes, and the layers that it computes."""
+    """Hop of a simulated route: a peer, until it vanishes or moves, and the layers that it computes."""
 
     peer: Peer
     name: PeerId  # id of the peer in this life

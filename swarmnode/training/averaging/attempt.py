@@ -169,7 +169,8 @@ class Attempt:
         return max(1, min(WINDOW, MAX_PULLED, RECEIVED_BYTES // (2 * self._chunk_bytes * max(1, len(self._sources)))))
 
     def _patience(self, peer: PeerId) -> Patience:
-        """Return how long to wait for a partner, whose parts share its link with those of all other members."""
+        """Return the patience with a partner: how long to wait for it, as its parts share its link with those of all other
+        members."""
         still_s = STILL.wait_s(rtt_s=self.switchboard.rtt_s(peer) or UNKNOWN_RTT_S)
         slowest_s = self._chunk_bytes * len(self.partners) / SLOWEST_BYTES_PER_S
         return Patience(still_s, EXCUSES * still_s + slowest_s)

@@ -89,7 +89,7 @@ class Strikes:
         return self._in_a_row[peer]
 
     def ban(self, peer: PeerId) -> None:
-        """Exclude `peer` from this training for good: it is asked for nothing any more."""
+        """Exclude `peer` from this training for good."""
         self._banned[peer] = None
 
     @property

@@ -70,7 +70,7 @@ class MissedSteps:
         return len(self._steps)
 
     def clear(self) -> None:
-        """Forget all updates that were received in advance, and release their memory."""
+        """Forget all updates that were kept while the stage catches up, and release their memory."""
         while self._steps:
             self._steps.popleft().memory.release()
         self._forgotten_until = 0
