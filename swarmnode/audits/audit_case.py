@@ -290,8 +290,8 @@ class AuditCase:
         return compare(one, other, lambda unit: spec.coarsest(unit, self._end), calibration, adapted=bool(spec.adapter))
 
     def _untold(self, run: TextRun) -> int | None:
-        """Return the first hop that claims to have sent in another codec than the client knows of; None if there is no
-        such hop."""
+        """Return the index of the first hop whose statement names another codec for its output than the client knows of; None if
+        there is none."""
         for index, account in enumerate(run.accounts[:-1]):
             said = account.statement
             if said.codec != self._spec.codec_into(said.end, said.sent.length):

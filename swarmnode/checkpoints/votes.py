@@ -56,7 +56,8 @@ class SecondVoice:
     async def confirmed(
         self, incoming: ChunkFolder, ours: FileContent, others: Iterable[tuple[Source, FileContent]], needed: int
     ) -> bool:
-        """Return whether `needed` of the others have values like those of `ours`. All chunks of `ours` must be in `incoming`."""
+        """Return whether at least `needed` of the `others` (peers with their versions of the file) have values like those of
+        `ours`. All chunks of `ours` must be in `incoming`."""
         for source, theirs in others:
             if needed and theirs.size == ours.size:
                 needed -= await self._agrees(incoming, ours, source, theirs)

@@ -171,7 +171,7 @@ class Claims:
             self._tasks.spawn(self._show(new), f"to {len(new)} peers")
 
     async def shown(self) -> None:
-        """Wait until every pending claim has been delivered or has failed."""
+        """Wait until every claim that is being sent has been delivered or has failed."""
         await self._tasks.idle()
 
     async def close(self) -> None:

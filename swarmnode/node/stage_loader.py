@@ -51,7 +51,7 @@ class StageLoader:
         return await (self._train(checkpoint, span) if self.place.hardware.trains else self._serve(checkpoint, span))
 
     async def take_up(self, kept: KeptSpan) -> Stage:
-        """Serve weights that were kept in memory during a pause."""
+        """Return a stage that serves `kept` again: layers whose weights were kept in memory during a pause."""
         from swarmnode.serving.serving_stage import ServingStage
 
         return await ServingStage.take_up(self.place, kept)

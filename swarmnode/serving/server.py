@@ -77,7 +77,7 @@ class StageServer:
 
     @property
     def load(self) -> int:
-        """Number of sessions held, without those kept for another text."""
+        """Number of sessions in use: those held, without idle ones that are kept to begin another text."""
         return sum(not session.kept for session in self._sessions.values())
 
     def readings(self) -> Readings:

@@ -64,7 +64,7 @@ class CacheBudget:
         return self._ledger is ledger
 
     def claimed(self, claim: Claim) -> int:
-        """Return the bytes of one claim."""
+        """Return the bytes that are claimed for this purpose."""
         return self._claims[claim]
 
     @property
@@ -269,7 +269,8 @@ class CachePool:
                 regroup([([member], member.length) for member in cohort.members], self.span.device, self.windows)
 
     def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
-        """Claim room for a cohort of these members, beside the members that they leave behind. Returns whether there is room."""
+        """Claim memory for one cohort of `members` with `capacity` positions, and for the rest of the cohorts that they come
+        from. Returns whether there is room."""
         before = sum(self._bytes(old.members, old.capacity) for old in _cohorts_of(members))
         after = self._bytes(members, capacity)
         for rest in self._left_behind(members):

@@ -92,7 +92,8 @@ class DeviceLearners:
         return any(learner.has_counted(index, *held) for learner, held in self._among(start, end))
 
     def parameters(self, start: int, end: int) -> dict[int, list[Tensor]]:
-        """Return the parameters of layers [start, end) by block, in order; with an end's, those that the ends share."""
+        """Return the parameters of layers [start, end) by block number, in order. With the first or last layer come the
+        parameters that both share."""
         found = [learner.parameters(*held) for learner, held in self._among(start, end)]
         by_number = {number: tensors for held in reversed(found) for number, tensors in held.items()}
         return dict(sorted(by_number.items()))

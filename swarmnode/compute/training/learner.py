@@ -290,7 +290,8 @@ class Learner:
         return any(self._has(unit, index) for unit in range(start, end))
 
     def parameters(self, start: int, end: int) -> dict[int, list[Tensor]]:
-        """Return the parameters of layers [start, end) by block; with an end's, those that the ends share."""
+        """Return the parameters of layers [start, end) by block number. With the first or last layer come the parameters that
+        both share."""
         return {number: list(self._blocks[number].parameters.values()) for number in self._of(start, end)}
 
     def accumulators(self, start: int, end: int) -> dict[int, Tensor]:
@@ -332,10 +333,8 @@ class Learner:
         return sum(self.squared_norm([block]) * self._apart_factor(block) ** 2 for block in blocks)
 
     def _apart_factor(self, block: int) -> float:
-        """Return the factor from this replica's share of the step's gradient to the mean over its own microbatches.
-
-        0 if it has counted none.
-        """
+        """Return the factor that turns this replica's share of the step's gradient into the mean over the microbatches that it
+        has counted; 0 if it has counted none."""
         count = self.count_of(block)
         return self.run.microbatches / count if count else 0.0
 

@@ -46,7 +46,7 @@ class Evidence:
 
     @property
     def own(self) -> list[str]:
-        """Public addresses that are this machine's own."""
+        """Public addresses of this peer whose IP address is one of this machine's interfaces."""
         return [address for address in self.direct if host_of(address) in self.interfaces]
 
     @property

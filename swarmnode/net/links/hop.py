@@ -265,8 +265,8 @@ async def _answer(channel: Channel, ready: asyncio.Future[int]) -> int:
 
 
 def _front(entry: Entry, count: int) -> Entry:
-    """Return the entry with its first `count` positions. If these are not the first bytes the payload stays whole; the entry sent
-    after it cuts it."""
+    """Return the entry with its first `count` positions. The payload stays whole if these are not its first bytes; then the entry
+    sent after it cuts it."""
     if not _is_divisible(entry):
         return replace(entry, count=count)
     info = entry.body.tensor

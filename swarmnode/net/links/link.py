@@ -354,7 +354,8 @@ class Link:
         self._timer = self._loop.call_at(at_s, self._tick, at_s)
 
     def _tick_soon(self) -> None:
-        """Advance the next beat, which an idle link has far ahead."""
+        """Bring the next check of the link's heartbeat forward to `busy_s` seconds from now; on an idle link it would come much
+        later."""
         soon_s = self._loop.time() + self._config.heartbeat.busy_s
         if self._timer is not None and not self.closed and self._timer.when() > soon_s:
             self._timer.cancel()

@@ -117,7 +117,7 @@ class Calibration:
 
     @property
     def most(self) -> float:
-        """Upper limit of the noise factor; `MAX_FACTOR` until `VOICES` peers are known."""
+        """Upper limit of the model's noise factor; `MAX_FACTOR` until the ratios of `VOICES` peers are known."""
         if len(self.of) < VOICES:
             return MAX_FACTOR
         return min(MAX_FACTOR, max(1.0, SPREAD * statistics.median(self.of.values())))

@@ -148,14 +148,15 @@ def part_shares(lines_bps: Sequence[float]) -> tuple[int, ...]:
 
 
 def _share(ratio: float) -> int:
-    """Return the share for a line that is `ratio` times the median one; `USUAL_SHARE` if `ratio` is not positive."""
+    """Return the share of the work for a member whose line is `ratio` times as fast as the median one; `USUAL_SHARE` if `ratio`
+    is not positive."""
     bounded = min(ratio, MOST_SHARE / USUAL_SHARE)
     return max(LEAST_SHARE, round(USUAL_SHARE * bounded)) if ratio > 0 else USUAL_SHARE
 
 
 def gathering(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
-    """Return [gatherer, owner]: how much of the owner's part, as a share of the whole vector, the gatherer sums up for its
-    own cluster."""
+    """Return an array [gatherer, owner] of shares of the whole vector: what the gatherer sums up, for its own cluster, of the
+    parts that the owner settles."""
     share_N = np.asarray(shares, dtype=float) / sum(shares)
     labels_N = np.asarray(clusters)
     inside_NN = labels_N[:, None] == labels_N[None, :]

@@ -72,7 +72,8 @@ class Resettling:
         return MUCH_SOONER * self._longest_s if self._longest_s > LONG_S and not self._may_go(peer) else 0.0
 
     def _secures_others(self, peer: int) -> bool:
-        """Return whether some layers have fewer than two holders besides this peer, and none of its own place do."""
+        """Return whether some layers of the model have fewer than `HOLDERS` holders besides this peer, and none of the layers of
+        its present place do."""
         others = [span for one, span in enumerate(self._peers.spans) if one != peer]
         lacking_U = held_units(others, self._forecast.load.units).sum(axis=0) < HOLDERS
         return bool(lacking_U.any() and not lacking_U[slice(*self._places[peer])].any())

@@ -127,7 +127,7 @@ class StepLedger:
             self._leases.pop(lease.lease, None)
 
     def released(self, lease: int, peer: PeerId) -> OutstandingLease | None:
-        """Note that a stage has forgotten a lease; return the lease if that was the last stage, else None."""
+        """Note that the stage of `peer` has forgotten a lease. Returns the lease if no other stage still has to, else None."""
         found = self._leases.get(lease)
         if found is None or not found.called_back:
             return None
@@ -227,8 +227,8 @@ class StepLedger:
         return sum(mask.bit_count() for mask in self.holdings[peer].masks.values())
 
     def counts(self, peer: PeerId, units: Sequence[int]) -> int:
-        """Return the number of microbatches that a replica has counted for one of these layers, at most; 0 for a listener. A
-        replica of both ends of the model adds to what these share even if all microbatches came in elsewhere."""
+        """Return the number of microbatches that `peer` has counted, at that one of the layers `units` where it has counted most.
+        0 if it holds none of them or has reported no counts."""
         holding = self.holdings.get(peer)
         if holding is None:
             return 0

@@ -188,8 +188,8 @@ class _PlayedMicrobatch(Passage):
 
 
 class ExpectedStep:
-    """Expected seconds of a run's next step, corrected by the errors of the last forecasts: trainers, updates and commands
-    are in no model. `expected_s`: seconds of the current step; 0 if unknown."""
+    """Expected seconds of a run's next step: its forecast times the median ratio of real to forecast seconds of the last steps,
+    since no forecast includes trainers, updates and commands. `expected_s`: seconds of the current step; 0 if unknown."""
 
     def __init__(self) -> None:
         self.expected_s = 0.0

@@ -222,7 +222,8 @@ class _Cheapest:
             self._enter(cut)
 
     def _enter(self, cut: int) -> None:
-        """Compute the least cost of entering each peer at `cut`, its best later cut, and the best next peer."""
+        """Compute for `cut`: the least cost of entering each peer there, the later cut where a microbatch best leaves it, and the
+        best peer to hand on to."""
         unit, stops = self.cuts_C[cut], self.cuts_C[cut + 1 :]
         compute_PS = (self.booked_P[:, None] + stops - unit) * self.unit_s_P[:, None]
         within_PS = stops <= self.reach_PC[:, cut, None]

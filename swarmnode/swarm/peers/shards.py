@@ -66,7 +66,8 @@ SAMPLE = Shard(ALL, 0, 0)
 
 @lru_cache(maxsize=4096)
 def homes(swarm_id: bytes, peer: PeerId, places: tuple[Place, ...]) -> frozenset[bytes]:
-    """Return the digests of all keys that a peer at these places may use, for any estimate of the swarm's size."""
+    """Return the digests of all DHT keys under which a peer at these places may announce itself, for any estimate of the swarm's
+    size."""
     shards = [
         Shard(place, level, _number(peer, level)) for place in (ALL, WIDE, *places) for level in range(MAX_LEVEL + 1)
     ]
@@ -223,10 +224,10 @@ class ShardSampling:
         return place
 
     def _some_of(self, place: Place) -> list[Shard]:
-        """Return the shards to read at a place.
+        """Return the shards to read at `place`.
 
-        A small place is read whole. Of another place one shard is read, or one at each possible level if its level is
-        only guessed.
+        All are read if the place is small and the last read found a peer. Otherwise one is drawn at random; if the size of the
+        place is only guessed, one at each possible level.
         """
         size, misses = self.size(place), self._misses[place]
         if size <= WHOLE and not misses:
@@ -282,7 +283,8 @@ class ShardSampling:
     # -- writing
 
     def own_shards(self, peer: PeerId, span: tuple[int, int]) -> list[Shard]:
-        """Return the shards of the own announcement; near the threshold those of a small and of a large swarm."""
+        """Return the shards where `peer`, with the layers `span`, announces itself; near the threshold those of a small and of a
+        large swarm."""
         own = [SAMPLE] if is_in_sample(peer, self.peers) else []
         if self.peers < LARGE * UNCERTAINTY:
             own.append(own_shard(ALL, peer, self.peers))

@@ -67,8 +67,8 @@ class InviteUses:
 
     @staticmethod
     def _wins_a_place(users: dict[PeerId, InviteUse], use: InviteUse, now: float) -> bool:
-        """Free the place of the latest use heard of just now, if `use` was admitted before it. Returns whether a place
-        was freed."""
+        """Free the place of the use admitted last, of those heard of within RACE_S seconds, if `use` was admitted before it, and
+        also within RACE_S. Returns whether a place was freed."""
         if abs(now - use.member.admitted_at) > RACE_S:
             return False
         racing = [other for other in users.values() if now - other.heard_at <= RACE_S]

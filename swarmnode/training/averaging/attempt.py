@@ -276,7 +276,8 @@ class Attempt:
         return heard
 
     async def _finish(self, work: _Work) -> None:
-        """Settle those of our own parts that other clusters contribute to, from our cluster's sums and theirs."""
+        """Settle the parts of this peer that other clusters contribute to: add the sum of its own cluster and the sums of the
+        others."""
         while (next_ := await work.gathered[self.peer].get()) is not None:
             part, own = next_
             assert isinstance(own, Contribution)
@@ -288,7 +289,8 @@ class Attempt:
                 self.partners[peer].taken(agreed=False)
 
     def _join(self, work: _Work, part: GatheredPart, own: Contribution, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
-        """Add the clusters' sums: our own first, then the others in their order."""
+        """Return the agreed sum of `part`, encoded: our own cluster's sum `own` plus those of the other clusters, in their
+        order."""
         heard = [own]
         for peer in part.elsewhere:
             with _blaming(peer):
@@ -304,7 +306,8 @@ class Attempt:
             await self.partners[owner].push(work.head(part.number), gathered)
 
     async def _take(self, work: _Work, source: PeerId) -> None:
-        """Take the sums that `source` settled. Those that our cluster receives from us are passed on unchanged."""
+        """Receive the agreed sums of the parts that `source` settles, and write them into the vector. Those that members of our
+        cluster await from this peer are passed on unchanged."""
         partner = self.partners[source]
         for part, place in work.duties.takes[source]:
             chunk = await partner.next(work.head(part, agreed=True))

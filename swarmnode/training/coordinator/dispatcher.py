@@ -194,8 +194,8 @@ class Dispatcher:
                 del self._proven[next(iter(self._proven))]
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
-        """Call back a microbatch that the trainer gave up. If it names a stage, that stage and the hop before it are suspects, else
-        the trainer."""
+        """Call back a microbatch that the trainer gave up. The suspects are the stage that it names and the hop before; only the
+        trainer if it names no stage of the route or misses labels."""
         record = self.ledger.find(failed.lease, trainer.peer)
         if record is None:
             return

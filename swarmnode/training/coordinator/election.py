@@ -174,7 +174,8 @@ class CoordinatorElection:
         self._coordinator.start()
 
     def _followed(self, peer: PeerId) -> None:
-        """Handle that our stage follows a coordinator; if it is another peer's, ours resigns."""
+        """Note that this peer's stage follows the coordinator of `peer`; if that is another peer, the coordinator on this peer
+        resigns."""
         facts = (f"its term is {self.stage.following.term}, the highest that this node has heard of",)
         self._office.decisions.note(Topic.TRAINING, f"follows {peer[-8:]}, who leads", facts, about=(peer,))
         if peer != self.directory.network.peer_id:

@@ -68,8 +68,8 @@ class LabelQueue:
         return self._ledger.count(Account.MESSAGES, size_bytes)
 
     async def take(self, lease: int, within_s: float) -> ReceivedLabels:
-        """Return the labels of a lease, after waiting for them if need be. The lease lasts `within_s` (0: unknown). Raises
-        PeerRefused if they do not arrive in time, PeerLost if the lease ends before."""
+        """Return the labels of a lease. If they have not arrived, waits for them, at most half the `within_s` seconds that the
+        lease lasts (0: unknown). Raises PeerRefused if they do not arrive in time, PeerLost if the lease ends before."""
         waiting = self._waiting.pop(lease, None)
         if waiting is not None:
             waiting.memory.release()

@@ -123,7 +123,8 @@ class TrainingMemory:
         self._for_good[Account.AVERAGING].count(vectors * gradient_bytes + min(CHUNKS_BYTES, gradient_bytes))
 
     def admit(self, place: int) -> bool:
-        """Reserve memory for the microbatch at `place` (see `place_of`) until it is `ended`. Returns False if there is no room."""
+        """Reserve memory for the microbatch with the number `place` (from `place_of`) until it is `ended`. Returns False if there
+        is no room."""
         if place in self._microbatches:
             return True
         first = not self._microbatches

@@ -334,8 +334,8 @@ class TrainingStage:
             line.send(answer)
 
     async def settled(self) -> None:
-        """Wait, at most WAITED_FOR_S, until the update that replicas agree on is committed; otherwise it may be lost with
-        this stage, and all would have to repeat the step."""
+        """Wait, at most WAITED_FOR_S seconds, until the update that the replicas have agreed on is committed. If this stage ended
+        before, the update might be lost with it, and all would have to repeat the step."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._settled.wait(), WAITED_FOR_S)
 

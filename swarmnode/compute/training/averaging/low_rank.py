@@ -43,7 +43,8 @@ def is_worth(shape: Size, rank: int) -> bool:
 
 
 class LowRankCompressor(GradientCompressor):
-    """Compressor by factors. `_matrices` are the places of the tensors that factors make smaller, `_others` those of the rest."""
+    """Compressor that sends two small factors instead of a large matrix. `_matrices` are the numbers of the tensors that factors
+    make smaller, `_others` those of the rest."""
 
     def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
         super().__init__(averaging, shapes)
