@@ -68,7 +68,7 @@ class Throttle:
 
     @contextmanager
     def lending(self, least_s: float) -> Iterator[None]:
-        """Make the enclosed work take at least `least_s` seconds, and rest after it as the share demands."""
+        """Make the enclosed work take at least `least_s` seconds, and rest after it for as long as the lent share demands."""
         began_s = self._clock()
         yield
         took_s = self._clock() - began_s

@@ -38,7 +38,8 @@ class Stream(ABC):
         """Note that the peer that opened the stream has been admitted: the stream no longer counts among those of strangers."""
 
     def give_place_up(self) -> None:  # noqa: B027  # as above
-        """Note that the stream is about to end, and that another one takes its place in the count."""
+        """Note that the stream is about to end, so that it no longer counts against the limit of streams: another one takes its
+        place."""
 
     @abstractmethod
     async def read_into(self, buffer: memoryview) -> int:

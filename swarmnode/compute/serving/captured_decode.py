@@ -169,7 +169,8 @@ class CapturedDecode:
         return output, took_s[0]
 
     def _is_due(self, cohort: Cohort) -> bool:
-        """Return whether the cohort has had enough steady steps, and has room for some more."""
+        """Count a steady step of the cohort. Returns whether its passes should be captured now: after every STEADY_STEPS steps,
+        if the cohort has room for some more and neither a capture of its own nor a refusal."""
         steps = self._steady[cohort] = self._steady.get(cohort, 0) + 1
         is_wanted = not self.refusal and cohort not in self._captured
         return is_wanted and steps % STEADY_STEPS == 0 and cohort.capacity - cohort.end >= LEAST_COLUMNS

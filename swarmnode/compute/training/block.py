@@ -187,7 +187,8 @@ class Block:
 
     @torch.no_grad()
     def average(self, mean_way_N: Tensor) -> None:
-        """Set the values to those that the mean pseudo-gradient of the replicas leads to."""
+        """Set the block's values to those that the outer optimiser computes from the replicas' mean pseudo-gradient
+        `mean_way_N`."""
         assert self.outer is not None
         parts = torch.split(self.outer.update(mean_way_N), [shape.numel() for shape in self.shapes])
         for tensor, part in zip((*self.parameters.values(), *self.statistics.values()), parts, strict=True):

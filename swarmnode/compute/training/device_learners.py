@@ -193,7 +193,8 @@ class DeviceLearners:
             self._follow(self._holders)
 
     def _gather(self) -> None:
-        """Move all sums of a block to its leader, and share the masks of counted microbatches."""
+        """Add the sums of each block to those of its first holder, and let all devices know which microbatches have been
+        counted."""
         for number, (leader, *others) in self._holders.items():
             for other in others:
                 other.block(number).hand_over(leader.block(number))

@@ -53,7 +53,7 @@ class Heartbeat:
             self.heard(at_s)
 
     def left(self, now_s: float) -> None:
-        """Note that held-back data has left: an answer may be expected from now on."""
+        """Note that data which was held back has been sent: an answer may be expected from now on."""
         if self._silent_since_s is None:
             self._silent_since_s = now_s
 

@@ -132,7 +132,8 @@ def _candidates(
 
 
 def _unit_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
-    """Return the seconds per layer of one new token, with its share of the prompt."""
+    """Return the seconds per layer that `peer` takes for one new token and the token's share of the prompt. More sessions count
+    as slower."""
     prompt_share = size.prompt_tokens / max(1, size.new_tokens)
     unit_s = 1 / peer.assumed_units_per_s + prompt_share / peer.assumed_prefill_units_per_s
     return (1 + config.load_weight * peer.sessions) * unit_s

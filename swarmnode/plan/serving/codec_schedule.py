@@ -89,7 +89,8 @@ class CodecSchedule:
         self._changes = {**self._changes, start: codec}  # another thread may be reading the former
 
     def take_up(self, changes: Iterable[tuple[int, Codec]]) -> None:
-        """Add `changes` of other peers; own changes at the same positions stay. Keeps the first `MAX_CHANGES`."""
+        """Add `changes`, pairs of a position and the codec from there on. Changes that are already known at the same positions
+        stay. Keeps the first `MAX_CHANGES`."""
         self._changes = dict(sorted({**dict(changes), **self._changes}.items())[:MAX_CHANGES])
 
     def truncate(self, to: int) -> None:

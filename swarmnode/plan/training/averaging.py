@@ -166,7 +166,8 @@ def gathering(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
 
 
 def crossing(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
-    """Return [N, N]: the share of the vector that each contributor sends to each other one, contributions and sums together."""
+    """Return an array [from, to]: the share of the vector that each contributor sends to each other one, contributions and sums
+    together."""
     gathered_NN = gathering(shares, clusters)
     labels_N: Indexes = np.asarray(clusters)
     each_N = gathered_NN.sum(axis=1)

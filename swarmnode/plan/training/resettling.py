@@ -109,8 +109,8 @@ class Resettling:
         return self._longest_s > LONG_S and self._alone_s[peer] < MUCH_SOONER * self._longest_s
 
     def _first_to(self, place: Span) -> int | None:
-        """Return the peer that fetches the state of `place` first, for the others, too: one that is on its way, or the
-        fastest to fetch it of those that could go. None if there is none."""
+        """Return the peer that should fetch the state of `place` first, so that others can fetch it from there: one that is on
+        its way, or the fastest of those that could go. None if there is none."""
         able = (one for one in self._able if self._places[one] == place)
         return min(able, key=lambda one: (not self._is_on_its_way(one), self._alone_s[one], one), default=None)
 
@@ -135,7 +135,7 @@ class Resettling:
         return self._forecast.fetching_s(then, peer, self._places[peer])
 
     def _missed(self) -> float:
-        """Return the share of speed that the swarm loses meanwhile: that of the layer with the largest loss."""
+        """Return the share of speed that the swarm loses while peers are on their way: that of the layer with the largest loss."""
         held_NU = held_units(self._learnt, self._forecast.load.units) * self._forecast.network.work_per_s_N[:, None]
         stays_N1 = np.array([[one not in self._coming] for one in range(len(self._learnt))])
         return float(1 - ((held_NU * stays_N1).sum(axis=0) / np.maximum(held_NU.sum(axis=0), 1e-12)).min())

@@ -108,8 +108,8 @@ class FirstPlaces:
         return f"<FirstPlaces, {'awaited' if self.awaited else 'taken'}>"
 
     def note(self, peers: Sequence[PeerView], *, elsewhere: bool, patience_s: float) -> None:
-        """Note the present places. `elsewhere`: whether a move of all peers pays. From then on the moves are awaited, until
-        no peer is on its way, or no peer has changed its place for `patience_s`."""
+        """Note the present places. `elsewhere`: whether a move of all peers pays. If so the moves are awaited, until no peer is
+        on its way, or no peer has changed its place for `patience_s`."""
         on_the_way = any(peer.span.units and peer.state in ON_THE_WAY for peer in peers)
         places = {peer.peer: (peer.span, peer.state in ON_THE_WAY) for peer in peers}
         if places != self._places or (elsewhere and not self._awaited):

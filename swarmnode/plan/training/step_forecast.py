@@ -134,7 +134,7 @@ class Clusters:
 
 
 def _scales(heights: Floats) -> list[Floats]:
-    """Return the heights in at most `LEVELS` groups, cut at the largest ratios between neighbours."""
+    """Cut the ascending `heights` into at most `LEVELS` groups, at the largest ratios between neighbours."""
     steps = np.diff(np.log(np.maximum(heights, 1e-9)))
     cuts = np.sort(np.argsort(-steps, kind="stable")[: LEVELS - 1])
     return np.split(heights, cuts + 1)

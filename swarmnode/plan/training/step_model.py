@@ -172,7 +172,8 @@ class _PlayedMicrobatch(Passage):
         self._play, self._route = play, route
 
     def takes_s(self, way: Way, hop: int) -> float:
-        """Return the share that this way has of what the stage takes there and back."""
+        """Return the seconds that the stage at `hop` computes for this microbatch in one direction: its share of the forward and
+        backward pass."""
         peer, span = self._route[hop]
         share = FORWARD_SHARE if way is Way.FORWARD else 1 - FORWARD_SHARE
         return share * span.units * self._play.workers[peer].assumed_unit_s

@@ -147,7 +147,8 @@ class VirtualLines:
             self._send_piece(path, PIECES)
 
     def _carry(self, path: Path, share: float) -> float:
-        """Return when a share of a microbatch's values that is handed over now has left by its path."""
+        """Send `share` of a microbatch's values along `path` (from, to), from now on or when its lines are free. Returns the time
+        in seconds when all have been sent."""
         here, there = path
         begins_s = max(self.clock.now_s, self._free_s[here])
         if self.homes is not None and self.homes.parts(here, there):

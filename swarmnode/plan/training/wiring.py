@@ -180,7 +180,8 @@ class _Cuts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _cuts(spans: Sequence[Span], fixed: Sequence[int]) -> _Cuts:
-    """Return the cuts for peers with `spans`; `fixed` gives by number the peer that must take each layer."""
+    """Return the layers where peers with `spans` can hand on microbatches, and how far each peer can compute from there. `fixed`
+    gives by number the peer that must take each layer."""
     able_PU = _able(spans, fixed)
     unit_C = np.concatenate([[0], 1 + np.flatnonzero((able_PU[:, 1:] != able_PU[:, :-1]).any(axis=0)), [len(fixed)]])
     return _Cuts(unit_C, _reach(able_PU)[:, unit_C[:-1]])

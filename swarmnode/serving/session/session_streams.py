@@ -44,7 +44,8 @@ class Ring:
     async def bind(
         self, opened: Open, start: Callable[[], int], on_fault: Callable[[PeerError | NetworkDown], None]
     ) -> None:
-        """Subscribe at the last hop to the outputs of an epoch, from position `start()` on, unless the epoch is over.
+        """Subscribe at the last hop to the outputs of the route in `opened`, from position `start()` on, unless the session goes
+        on with a newer OPEN.
 
         `on_fault` gets the error if the last hop cannot be reached or is lost.
         """

@@ -111,7 +111,7 @@ class Transcript:
 
     @property
     def told(self) -> Edge:
-        """Edge of the tokens that the last hop sent out; empty at other hops, or if nothing is kept."""
+        """Digest and positions of the tokens that the last hop sent out; an empty Edge at other hops, or if nothing is kept."""
         base, ids = self._output_stream.drawn() if self._keeps else (0, ())
         return Edge(ids_digest(torch.tensor(ids)), base, base + len(ids)) if ids else Edge()
 

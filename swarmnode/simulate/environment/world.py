@@ -132,7 +132,8 @@ class World:
         self.directory.know_now()
 
     def _find_places(self) -> None:
-        """Let the peers choose again in turn, until none changes its span or each has decided `DECISIONS` times."""
+        """Let all peers choose their spans again, one after another, until none changes its span or each has decided `DECISIONS`
+        times."""
         for _ in range(DECISIONS - 1):
             turns = self.chance.sample(list(self.by_id.values()), len(self.by_id))
             if not sum(self._chooses_anew(peer) for peer in turns):

@@ -184,7 +184,7 @@ class Training:
             does[action]()
 
     def _in_turn(self, seconds: float, does: Callable[[], None]) -> None:
-        """Call `does` after `seconds`, unless another turn (candidacy or roll call) has begun by then."""
+        """Call `does` after `seconds`, unless this function is called again before (for a candidacy or a roll call)."""
         turn = self._turn = self._turn + 1
         self.clock.after(seconds, lambda: does() if self._turn == turn else None)
 

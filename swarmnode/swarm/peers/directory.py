@@ -290,7 +290,7 @@ class Directory:
         await self._remember()
 
     def _enough(self, keys: Mapping[Shard, bytes]) -> Enough | None:
-        """Return the condition that ends a read of these keys early; None if all keepers must be asked."""
+        """Return the condition that ends a read of these keys early; None if every peer that keeps them must be asked."""
         now = self._now()
         others = {peer: known for peer, known in self._peer_table.live.items() if peer != self.network.peer_id}
         fresh_until = now + self.config.fresh_s(self.crowd)

@@ -221,7 +221,8 @@ class TrainingParts:
     # -- memory
 
     def average(self, run: Run) -> None:
-        """Count the memory for averaging with other peers' replicas; it takes place on the first device."""
+        """Reserve memory for averaging with other peers' replicas; it is counted on the first device, where averaging takes
+        place."""
         first, *others = self.replicas[0]
         gradient_bytes = sum(part.memory.gradient_bytes for part in (first, *others))
         copies = any(part.segment.device != first.segment.device for part in others)

@@ -51,7 +51,7 @@ def source_of(error: Exception) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Return whether code of this file is the module's, not torch's or ours."""
+    """Return whether the code in `file` is the user's own, not torch's or that of swarmnode's export."""
     return not file.startswith((_TORCH, _HERE, "<"))
 
 

@@ -224,10 +224,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def seen_by_tracing() -> Iterator[None]:
-    """Make parts visible to tracing that it would lose.
+    """Make tracing see parts of a model that it would lose.
 
-    These are the inside of reentrant checkpoints and of torch's own functions, the lack of gradients in inference mode, and source
-    lines of functions other than forward.
+    These are the inside of reentrant checkpoints and of torch's own functions, the lack of gradients in inference mode, and
+    source lines of functions other than forward.
     """
 
     def apply(function: Any, _preserve_random_state: bool, *args: Any) -> Any:

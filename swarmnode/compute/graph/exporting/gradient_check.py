@@ -127,7 +127,8 @@ class _Check:
             self._check_mean()
 
     def _compare(self, scale: float) -> Gradients:
-        """Compare the gradients of the loss times `scale`, and return the module's own. Raises UsageError."""
+        """Compare the gradients that the graph and the module itself compute for the loss times `scale`; return the module's.
+        Raises UsageError if they or the losses differ, or if the module cannot be trained."""
         with _same_buffers(self.module):
             loss = self._own_loss()
             try:

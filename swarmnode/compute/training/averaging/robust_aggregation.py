@@ -242,7 +242,7 @@ class OutlierDetector:
         self._attempt, self._members = [], set()
 
     def clipping(self, group: Hashable, contributors: Sequence[str], members: Iterable[str]) -> CentredClipping:
-        """Return the clipping that sums the contributions of these peers to a group in this attempt."""
+        """Return the clipping that sums the contributions of `contributors` to a group's mean in this attempt."""
         clipping = self._clippings.get(group)
         if clipping is None or clipping.members != contributors:
             clipping = self._clippings[group] = CentredClipping(self._seed, contributors)
