@@ -165,7 +165,7 @@ def without_hidden_counts(graph: Graph, weights: Mapping[str, Tensor]) -> Graph:
 def _told(weight: Weight, tensor: Tensor) -> Weight:
     if tensor.numel() > MAX_TOLD or not tensor.isfinite().all():
         raise UsageError(
-            f"labels are counted by {weight.tensor}, which must be finite and of {MAX_TOLD} elements at most"
+            f"the loss counts labels by {weight.tensor}: make its values finite, and at most {MAX_TOLD} of them"
         )
     return msgspec.structs.replace(weight, values=tuple(map(float, tensor.flatten().tolist())))
 

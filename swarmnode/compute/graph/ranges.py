@@ -50,7 +50,7 @@ class RangeCheck:
         return call
 
     def begin(self) -> None:
-        """Forget the faults of the pass before."""
+        """Begin another pass: forget the faults of the one before."""
         self._wrong = None
 
     def all_well(self) -> bool:

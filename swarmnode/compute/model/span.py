@@ -94,7 +94,7 @@ class ModelSpan:
 
     @property
     def has_head(self) -> bool:
-        """Whether the span returns logits: it holds the head."""
+        """Whether the span has the model's head, and so returns logits."""
         return self.end == self.family.units
 
     @property

@@ -262,7 +262,8 @@ class StageRunner:
         return min(cached.max_length - cached.length, self._before_switch(cached) or cached.max_length)
 
     def _before_switch(self, cached: CachedSession) -> int:
-        """Return the number of positions before longrope switches its frequencies; 0 if they have been switched."""
+        """Return how many more positions the session can take before LongRoPE switches its frequencies: 0 if they have been
+        switched, `max_length` if the model does not switch them."""
         if self._switch is None:
             return cached.max_length
         return max(0, self._switch - (cached.length - min(cached.padding)))

@@ -109,7 +109,7 @@ def _levels(device: torch.device, signed: bool) -> Tensor:
 
 @cache
 def _codes_by_bits(device: torch.device, signed: bool) -> Tensor:
-    """Return the nearest level's code for each float16, by its bits as an int16 plus 2**15.
+    """Return a table of the nearest level's code for each float16 value; its index is the value's bits as an int16, plus 2**15.
 
     Squares are not rounded down to zero: the first moment would then be divided by epsilon alone, a thousandfold update.
     """

@@ -42,7 +42,7 @@ def read_block(path: Path, *, step: int, block: int, run: bytes) -> dict[str, Te
         raise CheckpointError(f"{path}: not readable as a training state: {error}; fetch it again") from error
     for key, wanted in _metadata(step, block, run).items():
         if found.get(key) != wanted:
-            raise CheckpointError(f"{path}: a state of {key} {found.get(key)}, not {wanted}")
+            raise CheckpointError(f"{path}: a state of {key} {found.get(key)}, not {wanted}; fetch it again")
     return tensors
 
 

@@ -32,7 +32,7 @@ def key_id(key: bytes) -> int:
 
 
 def id_bytes(place: int) -> bytes:
-    """Return a place as the 20 bytes for messages and validators."""
+    """Return a place in the table (a number) as the 20 bytes for messages and validators."""
     return place.to_bytes(ID_BITS // 8, "big")
 
 
@@ -42,10 +42,11 @@ class _Known(NamedTuple):
 
 
 class RoutingTable:
-    """A bucket of peers for each length of the prefix shared with the own place.
+    """Table of known peers: a bucket for each length of the prefix that a peer's place, a number made from its id, shares with
+    the own one.
 
-    Known peers that answer stay: newcomers, which cost nothing to make, do not push them out, except for peers of an address group
-    with more than its share.
+    Known peers that answer stay: newcomers, which cost nothing to make, do not push them out, except for peers of an address
+    group with more than GROUP_PEERS peers in the bucket.
     """
 
     def __init__(self, own: PeerId, clock: Callable[[], float] = time.monotonic) -> None:

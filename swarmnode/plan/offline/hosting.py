@@ -369,7 +369,8 @@ class Planner:
         )
 
     def _offer(self, stages: int, replicas: int) -> list[float]:
-        """Return the bytes of the smallest device in each of `stages` groups of `replicas`; groups are of the roomiest devices."""
+        """Return the memory in bytes of the smallest device in each of `stages` groups; the roomiest devices are put into groups
+        of `replicas`, in order of their memory."""
         roomiest = np.sort(self._room_bytes)[::-1][: stages * replicas]
         rooms: list[float] = roomiest.reshape(stages, replicas).min(axis=1).tolist()
         return rooms

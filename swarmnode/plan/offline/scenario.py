@@ -76,7 +76,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = read_bounded(path, MAX_FILE_BYTES)
         if content is None:
-            raise UsageError(f"larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a scenario that can be planned on")
+            raise UsageError(f"larger than {MAX_FILE_BYTES >> 20} MiB, so it is no scenario; give another file")
         values = json.loads(content)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}") from None

@@ -37,7 +37,7 @@ def bottleneck_matching(cost: FloatArray, columns: Sequence[int] | None = None) 
 
 
 def _allowed(cost: FloatArray, most: float) -> list[int]:
-    """Return, for each row, the columns of cost `most` or less, as bits."""
+    """Return, for each row of `cost`, the columns of cost `most` or less, as the bits of a number."""
     packed = np.packbits(cost <= most, axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in packed]
 

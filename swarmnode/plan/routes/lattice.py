@@ -68,7 +68,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A peer's possible part in the route: any part of its span, or if `exact` the span as it is."""
+    """A peer's possible part in the route: any part of its span, or if `exact` the span as it is. `unit_s`: seconds per layer."""
 
     peer: PeerId
     span: Span

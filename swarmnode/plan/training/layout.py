@@ -305,8 +305,8 @@ def _stage_numbers(forecast: StepForecast, stages: Sequence[Span], along: Indexe
 
 
 def _whole_stages(forecast: StepForecast, stages: Sequence[Span], along: Indexes) -> Indexes:
-    """Return the stage number of each peer: stages are filled one after another with the next peers along the clusters, each
-    until its speed matches its length."""
+    """Return the stage number of each peer, for peers in the order `along`. Stages are filled one after another, each until its
+    share of the peers' speed matches its share of the layers."""
     work_per_s = forecast.network.work_per_s_N[along]
     middle_C = (work_per_s.cumsum() - work_per_s / 2) / work_per_s.sum()
     ends_S = np.array([stage.end for stage in stages]) / forecast.load.units

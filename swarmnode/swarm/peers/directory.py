@@ -192,7 +192,8 @@ class Directory:
         return self._peer_table.live
 
     def ready_after(self) -> Mapping[PeerId, int]:
-        """Return, for each peer that is ready with layers, the training step of their earlier holders when the peer came.
+        """Return a step for each peer that is ready with layers: the training step that earlier holders of these layers had
+        reached when the peer came.
 
         The step is -1 if the layers had no holder, or if the peer came before this machine watched the swarm.
         """

@@ -67,7 +67,7 @@ class Machine(Section, frozen=True, kw_only=True):
 
 
 class WorkSpeeds(Section, frozen=True, kw_only=True):
-    """Computing speeds; a speed that was not measured is UNSET. Filled by the capability."""
+    """Computing speeds that a peer announces, as its `Capability` fills them in; a speed that was not measured is UNSET."""
 
     decode_units_per_s: float | UnsetType = UNSET
     prefill_units_per_s: float | UnsetType = UNSET

@@ -92,14 +92,14 @@ async def load_units(checkpoint: Checkpoint, part: DevicePart, hardware: Hardwar
 
 
 def _loading(checkpoint: Checkpoint, device: str) -> LoadUnits:
-    """Return a function that loads the weights that the swarm was created with, for a range of layers."""
+    """Return a function that loads any range of layers onto `device`, with the weights that the swarm was created with."""
     if isinstance(checkpoint, GraphCheckpoint):
         return functools.partial(load_graph_segment, checkpoint.path, device=device)
     return functools.partial(load_segment, checkpoint, device=device)
 
 
 async def load_served(checkpoint: Checkpoint, device: int, segment: Segment) -> LoadedSpan:
-    """Load the serving twin of a segment, which shares its weights with the training."""
+    """Return the layers of a training segment for serving; both share the same weights in memory."""
     assert isinstance(segment, SpanSegment)
     return LoadedSpan(device, await asyncio.to_thread(load_twin, checkpoint, segment))
 

@@ -89,7 +89,7 @@ class TrainingPart:
         """Load one layer after another: there may be no room for a second copy of all. Raises LocalError if the part has no
         loader."""
         if self.load is None:
-            raise LocalError("this device has no way to load the weights that the swarm began with")
+            raise LocalError("this device cannot load the weights that the swarm began with; restart the node")
         held = self.segment.parameters()
         for unit in range(self.segment.start, self.segment.end):
             tensors = (tensor for block in (unit, SHARED) for tensor in held.get(block, {}).values())

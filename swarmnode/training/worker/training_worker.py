@@ -222,7 +222,7 @@ class TrainingWorker(Stage):
             yield from self.serving.readings()
 
     def _sends(self) -> dict[bytes, int]:
-        """Return the strongest codec in use for each peer, by digest."""
+        """Return the strongest codec in use on links to each peer; the keys are digests of the peers' ids."""
         sends: dict[bytes, int] = {}
         for (peer, _), choice in self.training.compressor.choices.items():
             if choice.codec:

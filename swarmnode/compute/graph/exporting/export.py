@@ -322,7 +322,7 @@ def _open_no_grad(module: Any) -> None:
 
 
 def _written(node: Any) -> Any:
-    """Return the placeholder that a region's value was written over; None if it was not written in place."""
+    """Return the node whose value the in-place operators that end in `node` overwrite; None if `node` is no in-place operator."""
     inside = node
     while isinstance(inside.target, torch._ops.OpOverload) and inside.target._schema.is_mutable:
         inside = inside.args[0]
