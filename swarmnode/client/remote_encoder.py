@@ -101,7 +101,8 @@ class RemoteEncoder:
         return ids
 
     async def _shortened(self, ids: Sequence[int], most_tokens: int) -> Sequence[int]:
-        """Return at most `most_tokens` ids (-1: the model's limit), with the special tokens at the end."""
+        """Return at most `most_tokens` ids (-1: the model's limit), with the special tokens at the end. Raises UsageError if no
+        other token has room beside these."""
         positions = self._limits.positions
         limit = positions if most_tokens < 0 else min(most_tokens, positions or most_tokens)
         if limit is None or len(ids) <= limit:
