@@ -19,7 +19,7 @@ LEAST_SHARE = 0.01
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Settings of the serving role."""
+    """Settings of a node that serves sessions of other peers; times are in seconds."""
 
     orphan_grace_s: float = 10.0  # how long a session without upstream keeps its cache
     idle_s: float = 5.0  # silence after which a session makes room for peers that have less
@@ -39,7 +39,7 @@ class ServerConfig:
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Settings of a client's sessions."""
+    """Settings of a client's sessions; times are in seconds."""
 
     prompt_chunk_tokens: int = 128  # prompts travel in chunks, so that hops work on them at once
     patience_s: float = 60.0  # how long to look for a route before giving up
@@ -78,11 +78,12 @@ class StageConfig:
             raise UsageError(f"--device {self.device}: choose auto, cpu, cuda, cuda:N, mps, all, or {several}")
         if not LEAST_SHARE <= self.share <= 1:
             raise UsageError(
-                f"--cpu-share {self.share:.3g}: a node that computes for less than 1% of the time is of no use"
+                f"--cpu-share {self.share:.3g}: a node that computes for "
+                "less than 1% of the time is of no use; give at least 1%"
             )
         numbers = [int(number) for number in re.findall(r"\d+", self.device)]
         if len(set(numbers)) < len(numbers):
-            raise UsageError(f"--device {self.device}: the same device twice")
+            raise UsageError(f"--device {self.device}: the same device twice; name each device once")
         for option, text, choices in (
             ("--dtype", self.dtype, DTYPES),
             ("--quantize", self.quantize, QUANTIZATIONS),

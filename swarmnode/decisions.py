@@ -18,12 +18,12 @@ MAX_CHARS = 240  # of a sentence: parts of it come from other peers
 
 
 def names_unit(subject: str) -> bool:
-    """Return whether `subject` is the number of a unit; ids of peers and sessions are longer."""
+    """Return whether `subject` is the number of a layer; ids of peers and sessions are longer."""
     return subject.isdecimal() and len(subject) <= MAX_UNIT_DIGITS
 
 
 class Topic(str, Enum):
-    """Subject area of a decision."""
+    """Subject area of a recorded decision, as `swarmnode why` shows it."""
 
     PLACEMENT = "placement"
     ROUTING = "routing"
@@ -51,7 +51,7 @@ class Decision:
     times: int = 1
 
     def concerns(self, subject: str) -> bool:
-        """Return whether the decision is about `subject`: the number of a unit, or the beginning or end of the id of a peer or
+        """Return whether the decision is about `subject`: the number of a layer, or the beginning or end of the id of a peer or
         session. Always true if `subject` is empty."""
         if names_unit(subject):
             return self.units[0] <= int(subject) < self.units[1]
@@ -82,7 +82,8 @@ class DecisionLog:
         about: tuple[str, ...] = (),
         units: tuple[int, int] = (0, 0),
     ) -> None:
-        """Record a decision just taken. The oldest of its topic goes if there are more than KEPT."""
+        """Record a decision just taken, with the `facts` behind it. Each topic keeps at most KEPT decisions; the oldest goes
+        first."""
         ring, key = self._rings[topic], (what, *about[:1])
         decision = Decision(
             topic, self._now(), what[:MAX_CHARS], tuple(fact[:MAX_CHARS] for fact in facts), about, units

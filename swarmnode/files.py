@@ -16,7 +16,7 @@ from swarmnode.errors import LocalError
 
 
 def existing(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
+    """Return `folder` or, if it does not exist, its nearest existing parent."""
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -120,7 +120,7 @@ def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None
                 Path(temporary).unlink()
             raise
     except OSError as error:
-        raise LocalError(f"cannot write {path}: {error.strerror or error}") from error
+        raise LocalError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
 
 
 def make_private(folder: Path) -> None:

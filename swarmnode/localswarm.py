@@ -31,7 +31,7 @@ else:
 
 
 class Process(Protocol):
-    """Process of a member: the part of `subprocess.Popen` that `NodeProcess` uses."""
+    """Interface to the process of a member: the part of `subprocess.Popen` that `NodeProcess` uses."""
 
     pid: int
     stdout: IO[bytes] | None
@@ -195,7 +195,7 @@ class LocalSwarm:
         return self.start(name, arguments, inside)
 
     def trainer(self, name: str, *extra: str, inside: Sequence[str] = ()) -> NodeProcess:
-        """Start a trainer without waiting; its events are its steps."""
+        """Start a process that trains the swarm, without waiting for it."""
         return self.start(name, ["train", str(self.file), "--json", *extra], inside)
 
     def server(self, name: str, *extra: str) -> NodeProcess:

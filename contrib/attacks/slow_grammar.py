@@ -83,7 +83,7 @@ class Hop:
         return await done
 
     async def draw(self, session: int, compiler: GrammarCompiler) -> int:
-        """A text by the slow grammar; how many tokens it came to."""
+        """Draw a text by the slow grammar, and return its number of tokens."""
         grammar = Grammar(GrammarKind.LARK, AMBIGUOUS)
         matcher = compiler.compile(grammar)
         matcher.__class__ = Heavy

@@ -107,7 +107,7 @@ class Replica:
         return torch.cat([value.detach().view(-1) for value in self.parameters])
 
     def load(self, values_N: Tensor) -> None:
-        """Go on from the parameters `values_N`."""
+        """Set the replica's parameters to `values_N`."""
         pieces = torch.split(values_N, [value.numel() for value in self.parameters])
         with torch.no_grad():
             for value, piece in zip(self.parameters, pieces, strict=True):
@@ -146,7 +146,8 @@ class Replicas:
         return statistics.mean(loss for loss, _ in learnt)
 
     def _average(self) -> None:
-        """Average the replicas' ways since the last averaging, and take a step of the outer optimizer with the mean."""
+        """Average the replicas' changes of parameters since the last averaging, and take a step of the outer optimizer with the
+        mean."""
         means = self._agree([outer.way(one.values()) for outer, one in zip(self._outer, self.members, strict=True)])
         for one, outer, mean_N in zip(self.members, self._outer, means, strict=True):
             one.load(outer.update(mean_N))

@@ -49,14 +49,14 @@ class LocalProcess:
         self.close()
 
     def measure(self) -> dict[str, float]:
-        """`decode_tokens_per_s` and `prefill_s`, taken now."""
+        """Measure now, and return `decode_tokens_per_s` and `prefill_s`."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return dict(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
-        """End the process."""
+        """End the process that measures."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

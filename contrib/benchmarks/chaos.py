@@ -74,7 +74,7 @@ class Report:
     waits: list[Wait] = field(default_factory=list)
 
     def between(self, *, calm: bool) -> list[float]:
-        """Seconds between tokens of a text, before the first fault or since then."""
+        """Return the seconds between tokens of a text, before the first fault (`calm`) or since then."""
         return [wait.seconds for wait in self.waits if not wait.first and (wait.after == NOTHING) is calm]
 
     def to_json(self) -> dict[str, Any]:

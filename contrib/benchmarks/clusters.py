@@ -88,7 +88,7 @@ def _units_per_s(world: World, peer: PeerId, tokens: int) -> float:
 
 
 def model_of(hidden: int) -> Model:
-    """Layers of a transformer."""
+    """Return a model made of transformer layers of this hidden size."""
     parameters = (12 * hidden**2,) * UNITS
     return Model(f"layers of {hidden}", parameters, parameters, (4 * hidden,) * UNITS, hidden)
 
@@ -170,7 +170,7 @@ def arrangements(case: Case, capacity_units: int) -> Iterator[list[Span]]:
 
 
 def _holders(sizes: Sequence[int], stages: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """The stage of each member of each cluster: all ways that give each stage as many holders, give or take one."""
+    """Yield all ways to give each member of each cluster a stage, such that stages have equally many holders, give or take one."""
     total, seen = sum(sizes), set[tuple[tuple[int, ...], ...]]()
     ways = [itertools.combinations_with_replacement(range(stages), size) for size in sizes]
     for holders in itertools.product(*ways):

@@ -79,7 +79,7 @@ def seconds(call: Callable[[], object], device: torch.device, calls: int = 1) ->
 
 
 def measure(subjects: dict[str, Subject], tensor: Tensor, runs: int, calls: int) -> dict[str, dict[str, float]]:
-    """Median seconds of one encode and one decode of `tensor`, by subject."""
+    """Return the median seconds of one encode and one decode of `tensor`, by subject."""
     encoded = {name: subject.encode(tensor) for name, subject in subjects.items()}
     times: dict[str, dict[str, list[float]]] = {name: {"encode": [], "decode": []} for name in subjects}
     for _ in range(runs + 1):  # the first round warms up

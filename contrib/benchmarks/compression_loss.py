@@ -45,7 +45,7 @@ class Boundary:
     sent_bytes: int = field(default=0, init=False)
 
     def cross(self, values: tuple[Tensor, ...], codec: Codec) -> tuple[Tensor, ...]:
-        """The values as they arrive."""
+        """Encode and decode `values` by `codec`, and return them as they arrive; their bytes are counted."""
         infos, payloads = encode_values(values, codec, self.keep)
         payload = b"".join(payloads)
         self.sent_bytes += len(payload)

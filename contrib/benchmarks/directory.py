@@ -76,7 +76,7 @@ class Kademlia:
             known.update(self._nearest(self._table(ahead[0]), key, BUCKET_PEERS))
 
     def _table(self, peer: int) -> list[int]:
-        """The routing table of a peer."""
+        """Return the routing table of `peer`, drawn at random by its id."""
         dice, table = random.Random(peer), []
         for bit in range(ID_BITS - 1, -1, -1):
             low = ((peer >> bit) ^ 1) << bit
@@ -271,7 +271,7 @@ def knowledge(watchers: Sequence[Watcher]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Parse, run, print."""
+    """Parse the options, run the simulation and print its result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", type=int, default=10_000)
     parser.add_argument("--units", type=int, default=40)

@@ -28,21 +28,21 @@ TRIALS = 7
 
 
 def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model of the training benchmark: hidden 512, 8 layers, 128 tokens."""
+    """Return the model of the training benchmark (hidden 512, 8 layers) and a batch of 4 samples of 128 tokens."""
     config = GPT2Config(n_embd=512, n_layer=8, n_head=8, n_positions=128, vocab_size=4096, use_cache=False)
     ids = torch.randint(0, 4096, (4, 128))
     return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
 
 
 def resnet() -> tuple[nn.Module, dict[str, Tensor]]:
-    """ResNet-50 at half width, on small images."""
+    """Return ResNet-50 at half width, and a batch of small images."""
     config = ResNetConfig(embedding_size=32, hidden_sizes=[128, 256, 512, 1024], num_labels=10)
     images = torch.randn(8, 3, 128, 128)
     return ResNetForImageClassification(config), {"pixel_values": images, "labels": torch.zeros(8, dtype=torch.int64)}
 
 
 def unet() -> tuple[nn.Module, dict[str, Tensor]]:
-    """The U-Net of the tests, 32 channels wide, on images of 64 x 64."""
+    """Return the U-Net of the tests, 32 channels wide, and a batch of images of 64 x 64."""
     images = torch.randn(4, 3, 64, 64)
     return UNet(32), {"noisy": images, "clean": images}
 
@@ -51,7 +51,7 @@ MODELS: dict[str, Any] = {"gpt2": gpt2, "resnet": resnet, "unet": unet}
 
 
 def main(names: list[str]) -> None:
-    """Print one object per model."""
+    """Print one JSON object for each model in `names`, or for all models."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rates = measure_rates()

@@ -76,7 +76,7 @@ def stream_over(model: Path, folder: Path, nodes: int, tokens: int) -> dict[str,
 
 
 def alone_us(work: Callable[[], object], repeats: int = 2000) -> float:
-    """The median time of one call in this process."""
+    """Return the median microseconds of one call of `work` in this process."""
     durations = []
     for _ in range(repeats):
         began_s = time.perf_counter()
@@ -116,7 +116,7 @@ def parts_alone() -> dict[str, float]:
 
 
 async def round_trips(count: int = 2000) -> dict[str, float]:
-    """Half a round trip of a small frame: over a Link, a bare p2pd stream, and TCP."""
+    """Measure half a round trip of a small frame over a Link, a bare p2pd stream, and TCP."""
     server, addresses, tcp_port = link.spawn_server()
     with tempfile.TemporaryDirectory() as folder:
         engine = await link.start_engine(folder)

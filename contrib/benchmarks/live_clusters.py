@@ -62,7 +62,7 @@ RUNS = {"activations": Run(128, 6, 256, 4, 0.04), "gradients": Run(256, 6, 16, 4
 
 
 def by_hand(units: int) -> dict[str, dict[str, list[str]]]:
-    """Spans at each place, by name."""
+    """Return arrangements made by hand: by their names, the spans of the nodes at each place."""
     whole, first, last = f"0:{units}", f"0:{units // 2}", f"{units // 2}:{units}"
     return {
         "a pipeline at each place": {"west": [first, last], "east": [first, last]},
@@ -127,7 +127,7 @@ class Bench:
 
 
 def held_by(node: NodeProcess) -> list[str]:
-    """The spans that a node has held, one after another."""
+    """Return the spans that a node has held, in order, each with the event that announced it."""
     while not node._events.empty():
         event = node._events.get()
         if event is not None:

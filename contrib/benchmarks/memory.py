@@ -155,22 +155,22 @@ def llama(dtype: str) -> Callable[[Path, Sizes], None]:
 
 
 def serving(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """GPT-2, float32."""
+    """Measure the memory of serving GPT-2 in float32."""
     return compare(gpt2, lambda at, _shape: serve(at, BYTES), sizes, folder)
 
 
 def serving_large(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Llama, bf16."""
+    """Measure the memory of serving a Llama in bf16."""
     return compare(llama("bfloat16"), lambda at, shape: serve(at, shape, "--dtype", "bfloat16"), sizes, folder)
 
 
 def training(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """GPT-2, AdamW."""
+    """Measure the memory of training GPT-2 with AdamW."""
     return compare(gpt2, train, sizes, folder)
 
 
 def training_large(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """Llama, SGD."""
+    """Measure the memory of training a Llama with SGD."""
     return compare(llama("float32"), lambda at, shape: train(at, shape, "--optimizer", "sgd"), sizes, folder)
 
 

@@ -71,7 +71,7 @@ def with_cards(scenario: Scenario, cards: Sequence[str], seed: int) -> Scenario:
 
 
 def drawn(seed: int) -> Scenario:
-    """A network: places on a map of 60 ms, each with some devices, fast inside a place and as slow between two as chance has it."""
+    """Draw a network of places with several devices each: fast inside a place, and of random speed between two places."""
     chance = np.random.default_rng(seed)
     places, devices = int(chance.integers(2, 8)), int(chance.integers(24, 65))
     place_N = np.sort(chance.integers(places, size=devices))
@@ -105,19 +105,19 @@ def places(
 
 
 def slow_member() -> Scenario:
-    """Two places of twelve, one of whose devices has a tenth of the others' speed."""
+    """Return a network of two places of twelve devices; one device has a tenth of the others' speed."""
     flops = np.full(24, 6e13)
     flops[-1] /= 10
     return places("slow_member", [12, 12], [0.001, 0.02], [5e9, 5e8], flops)
 
 
 def chain() -> Scenario:
-    """Three places in a row: a quarter of the bandwidth from the first to the last."""
+    """Return a network of three places in a row, with the least bandwidth from the first to the last."""
     return places("chain", [12, 12, 12], [0.0005, 0.015, 0.03], [5e9, 1e9, 2.5e8], np.full(36, 6e13))
 
 
 def asymmetric() -> Scenario:
-    """Homes with two to ten times as much bandwidth down as up."""
+    """Return a network of homes with two to ten times as much bandwidth down as up."""
     chance = np.random.default_rng(1)
     up_bps = 10 ** chance.uniform(8.3, 9.3, 32)
     homes = places("asymmetric", [1] * 32, [0.0, 0.01], [0.0, 0.0], np.full(32, 6e13))
@@ -126,7 +126,7 @@ def asymmetric() -> Scenario:
 
 
 def few_fast() -> Scenario:
-    """Four places of ten; one device of twenty has ten times the others' speed."""
+    """Return a network of four places of ten devices; one device of twenty has ten times the others' speed."""
     flops = np.full(40, 2e13)
     flops[:2] *= 10
     return places("few_fast", [10] * 4, [0.0005, 0.02], [2e9, 6e8], flops)

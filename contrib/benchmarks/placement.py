@@ -29,7 +29,7 @@ PLENTY, SCARCE = (2.0, 6.0), (1.3, 2.0)
 
 
 def random_swarm(chance: random.Random, copies: tuple[float, float]) -> tuple[int, list[Joiner]]:
-    """A model's units and the peers that lend themselves to it."""
+    """Draw the number of a model's units, and the peers that lend memory for it."""
     units = chance.choice(UNITS)
     cards = [chance.choice(list(known_gpus().values())) for _ in range(chance.randint(8, 64))]
     lent_bytes = [card.memory_bytes * chance.uniform(0.4, 0.9) for card in cards]

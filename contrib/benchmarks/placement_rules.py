@@ -86,7 +86,7 @@ class Settling:
         return True
 
     def quality(self) -> float:
-        """Throughput relative to the max-flow upper bound of any placement; 0 where a unit has no holder."""
+        """Return the throughput relative to the max-flow upper bound of any placement; 0 if a unit has no holder."""
         spans = [(*view.span, joiner.decode_units_per_s) for joiner, view in self.peers.values()]
         most = bound(
             self.units, ((joiner.capacity_units, joiner.decode_units_per_s) for joiner, _ in self.peers.values())
@@ -95,7 +95,7 @@ class Settling:
 
 
 def petals() -> Rule:
-    """Petals' rule."""
+    """Return the placement rule of Petals."""
     return Rule("Petals", _petals_join, _petals_again)
 
 
@@ -116,7 +116,7 @@ def _petals_again(view: View, joiner: Joiner) -> Span | None:
 
 
 def _throughputs(units: int, peers: Iterable[PeerView]) -> list[float]:
-    """Per block, the sum over its servers of speed / blocks served."""
+    """Return for each block the sum over its servers of speed / blocks served."""
     totals = [0.0] * units
     for peer in peers:
         for unit in range(*peer.span):
@@ -132,7 +132,7 @@ class Stages:
     size: int
 
     def spans(self) -> list[Span]:
-        """The stages in order."""
+        """Return the spans of the stages, in order."""
         return [Span(start, min(start + self.size, self.units)) for start in range(0, self.units, self.size)]
 
     def loads(self, view: View) -> dict[Span, float]:

@@ -330,7 +330,7 @@ def sessions(sizes: Sizes, folder: Path) -> dict[str, Any]:
 
 
 def context(sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """A long text through a hop that dies at three quarters of it, beside the same undisturbed; and a prefill of as much."""
+    """Measure a long text through a hop that dies at three quarters of it, the same text undisturbed, and a prefill of as much."""
     shape = {**SMALL.llama, "max_position_embeddings": sizes.positions}
     make_llama(folder / "model", shape, dtype="float32")
     new, before = sizes.positions * 5 // 16, sizes.positions // 16

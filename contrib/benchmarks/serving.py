@@ -60,7 +60,7 @@ def spans(nodes: int) -> list[str]:
 
 
 def wire_bytes(pids: set[int]) -> tuple[int, int]:
-    """(payload bytes, segments) that the open TCP connections of these processes have sent."""
+    """Return the payload bytes and the segments that the open TCP connections of these processes have sent."""
     output = subprocess.run(["ss", "-tinpHO"], capture_output=True, text=True, check=True).stdout
     payload = segments = 0
     for line in output.splitlines():
@@ -173,7 +173,7 @@ async def measure(model: Path, folder: Path, nodes: int, repeats: int, local: Lo
 
 
 def memory_before_weights(folder: Path) -> dict[str, Any]:
-    """PSS of a node that serves a model of almost no weights, all its processes."""
+    """Measure the memory (PSS) of all processes of a node that serves a model of almost no weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 def make_checkpoint(folder: Path, size_bytes: float) -> int:
-    """A Llama of hidden 2048 in bf16 with as many layers as the size allows, sharded; its number of units."""
+    """Write a sharded Llama of hidden 2048 in bf16, with as many layers as `size_bytes` allows, and return its number of units."""
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -106,7 +106,7 @@ async def start_engine(folder: Path) -> Engine:
 
 
 async def give_raw(folder: Path) -> None:
-    """A source process: whoever opens a stream says how many bytes it wants."""
+    """Run a source process that sends, on each stream, as many bytes as the opener asks for."""
     engine = await start_engine(folder)
     piece = os.urandom(PIECE_BYTES)
 
@@ -145,7 +145,7 @@ async def take_raw(folder: Path, sources: list[list[str]], pids: list[int], size
 
 
 def raw(folder: Path, size_bytes: int) -> dict[str, float]:
-    """Two bare sources into one process."""
+    """Measure the rate of two bare sources that send into one process."""
     sources = [
         subprocess.Popen(
             [sys.executable, __file__, "--give", str(folder / f"raw{number}")],
@@ -214,7 +214,7 @@ def plain_hash(path: Path) -> bytes:
 
 
 def founding(model: Path) -> dict[str, float]:
-    """Hashing as `create` does it, beside plain sha256 of each file, a thread for each core."""
+    """Measure the rate of hashing a model as `create` does, beside plain sha256 of each file with a thread for each core."""
     files = checkpoint_files(model)
     total = sum(file.stat().st_size for file in files)
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -34,7 +34,7 @@ WAYS = {  # prompt, steps
 
 
 def crossing(prompt: Codec, steps: Codec) -> Callable[[Any, Any, Any], Any]:
-    """A hook that rounds hidden_BTH as two codecs do."""
+    """Return a forward hook that rounds hidden_BTH as two codecs do: one for the `prompt`, one for the `steps` after it."""
 
     def cross(_block: object, _inputs: object, output: Any) -> Any:
         hidden_BTH: Tensor = output[0] if isinstance(output, tuple) else output
@@ -47,7 +47,8 @@ def crossing(prompt: Codec, steps: Codec) -> Callable[[Any, Any, Any], Any]:
 
 @torch.no_grad()
 def likeliest(model: Any, ids_BT: Tensor, way: Sequence[Codec] | None) -> Tensor:
-    """ids_BT that follow each position from the prompt's last one on, where states travel in this way."""
+    """Return the likeliest ids_BT after each position from the prompt's last one on, with hidden states rounded by the codecs
+    `way`."""
     hooks = [] if way is None else [model.model.layers[at].register_forward_hook(crossing(*way)) for at in LINKS]
     logits_BTV = model(input_ids=ids_BT).logits
     for hook in hooks:

@@ -55,7 +55,7 @@ def _bytes(files: Sequence[Path]) -> Tensor:
 
 
 def batches(tokens: Tensor, seed: int) -> Iterator[Tensor]:
-    """Endless ids_BT, drawn from anywhere."""
+    """Yield batches ids_BT from random places of `tokens`, without end."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(tokens) - LENGTH, (BATCH,), generator=generator)
@@ -63,7 +63,7 @@ def batches(tokens: Tensor, seed: int) -> Iterator[Tensor]:
 
 
 def train_model(tokens: Tensor, steps: int, seed: int) -> LlamaForCausalLM:
-    """A small Llama that has learnt a little of the text."""
+    """Return a small Llama that was trained on the text for `steps` steps."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -121,7 +121,7 @@ def arrived(hidden_BTH: Tensor, codec: Codec) -> Tensor:
 
 
 def inverter(kind: str) -> nn.Module:
-    """hidden_BTH -> logits_BTV over the token that stood at the same position."""
+    """Return an untrained model from hidden_BTH to logits_BTV over the token at the same position."""
     normed = nn.LayerNorm(WIDTH)
     if kind == "linear":
         return nn.Sequential(normed, nn.Linear(WIDTH, VOCABULARY))
@@ -133,19 +133,20 @@ Seen = Callable[[Tensor], tuple[list[Tensor], Tensor]]
 
 
 def what_passes(model: LlamaForCausalLM, attack: str, codec: Codec) -> Seen:
-    """The hidden states and the tokens at their positions, or the gradients and the labels."""
+    """Return a function from ids_BT to what passes by: hidden states and their tokens, or gradients and labels for the "gradient"
+    attack."""
     if attack == "gradient":
         return lambda ids_BT: (gradients(model, ids_BT, codec), ids_BT[:, 1:])
     return lambda ids_BT: (hidden_states(model, ids_BT, codec), ids_BT)
 
 
 def nearest(embedding_VH: Tensor, state_BTH: Tensor) -> Tensor:
-    """logits_BTV: the cosines of the angles."""
+    """Return logits_BTV: the cosines of the angles between the states and the embeddings."""
     return nn.functional.normalize(state_BTH, dim=-1) @ nn.functional.normalize(embedding_VH, dim=-1).T
 
 
 def learn(kind: str, seen: Seen, known: Tensor, steps: int, seed: int) -> list[nn.Module]:
-    """An inverter for each boundary, trained on known text."""
+    """Return an inverter for each boundary, trained on known text."""
     torch.manual_seed(seed)
     inverters = [inverter(kind) for _ in BOUNDARIES]
     optimizer = torch.optim.AdamW([p for one in inverters for p in one.parameters()], lr=2e-3)

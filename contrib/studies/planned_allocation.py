@@ -46,7 +46,7 @@ LOOKS_S = (15.0, 60.0, 240.0, 960.0, 3840.0)  # simulated, until a step is done
 
 
 def with_cards(scenario: Scenario) -> Scenario:
-    """DT-FM's V100s, whose memory and speed the scenarios do not say."""
+    """Return the scenario with DT-FM's V100s, whose memory and speed its file does not say."""
     card = find_gpu(GPU)
     assert card is not None
     count = scenario.devices
@@ -80,7 +80,7 @@ def step_s(scenario: Scenario, grid: Grid, train: TrainSettings) -> float:
 
 
 def allocations(scenario: Scenario, train: TrainSettings, orders: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Seconds of a step by what the grid was planned for, and DT-FM's cost of the planned and of random ones."""
+    """Return the seconds of a step by what the grid was planned for, and DT-FM's cost of the planned grid and of random ones."""
     sent = traffic(train)
     terms = {
         "planned": sent,
@@ -101,7 +101,7 @@ def allocations(scenario: Scenario, train: TrainSettings, orders: Sequence[Seque
 
 
 def megatron(scenario: Scenario, train: TrainSettings, orders: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Seconds of a step that does not know the network, and its shape."""
+    """Return the seconds and the shape of a step that is laid out without knowledge of the network."""
     device = device_of(scenario, 0, MODEL)
     step = Step(
         layers=MODEL.units,

@@ -47,7 +47,8 @@ MODEL = transformer("16 layers of 1024", LAYERS, 1024)
 
 
 def preemptions(peers: int, hours: float, seed: int) -> list[Change]:
-    """Every ten minutes the cloud has other room: above it cards are taken at once, below it they come one by one."""
+    """Return changes of a cloud whose room changes every ten minutes: cards above it are taken at once, missing ones come one by
+    one."""
     chance = random.Random(seed)
     up, down, changes = set(range(peers)), set[int](), list[Change]()
     room = 0.85 * peers
@@ -116,7 +117,7 @@ def longest_queues(view: View, _: Joiner) -> Span:
 
 
 def rebalance_stages(world: World, period_s: float) -> None:
-    """SWARM's rule, once in every period."""
+    """Apply SWARM's rule of rebalancing once in every period."""
     ready: dict[Span, list[Peer]] = {stage: [] for stage in STAGES}
     for peer in world.by_id.values():
         if peer.state is State.READY:

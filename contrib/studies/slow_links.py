@@ -84,7 +84,7 @@ TASKS: dict[str, Callable[[], Task]] = {"gpt2-xl": gpt2_xl, "resnet-101": resnet
 
 
 def testbed(seed: int, clusters: int, members: int, least_bps: float) -> Scenario:
-    """Clusters of equal cards; between two of them, or inside one, all links are alike."""
+    """Return a network of clusters of equal cards. All links inside a cluster, or between two clusters, are alike."""
     chance = random.Random(seed)
     delay_s, bandwidth_bps = np.zeros((clusters, clusters)), np.zeros((clusters, clusters))
     for one, other in itertools.combinations_with_replacement(range(clusters), 2):
@@ -163,7 +163,7 @@ def _entering_s(scenario: Scenario, task: Task, order: Sequence[int], ratio: flo
 
 
 def clustered(scenario: Scenario, task: Task, ratio: float | None) -> Pipeline:
-    """Cluster after cluster: of all orders of clusters the fastest, and of equals the one whose slow links take the least time."""
+    """Return the fastest pipeline that goes through cluster after cluster; among equals that with the least time on slow links."""
     groups = clusters(scenario)
 
     def crossing_s(order: Sequence[int]) -> float:

@@ -107,7 +107,7 @@ class Comparison:
     @property
     def near_hop(self) -> int | None:
         """Index of the first hop with a near miss; None if there is none. The last of `judgements` is left out."""
-        states = self.judgements[:-1]  # the last hop sends tokens, a few of which may honestly differ
+        states = self.judgements[:-1]  # the last hop sends tokens, and a few tokens may honestly differ
         return next((index for index, judged in enumerate(states) if judged.near), None)
 
     def agree_at(self, index: int, compared: int = 0) -> bool | None:
@@ -137,7 +137,7 @@ def compare(
     unless `adapted`.
 
     Args:
-        codec_at: Gives the coarsest codec through which states have passed when they enter a unit.
+        codec_at: Gives the coarsest codec through which states have passed when they enter a layer.
         adapted: Whether the text was computed with a LoRA adapter, whose noise is larger.
     """
     judgements: list[Judgement] = []
@@ -290,8 +290,8 @@ class AuditCase:
         return compare(one, other, lambda unit: spec.coarsest(unit, self._end), calibration, adapted=bool(spec.adapter))
 
     def _untold(self, run: TextRun) -> int | None:
-        """Return the first hop that claims to have sent in another codec than the client knows of; None if there is no
-        such hop."""
+        """Return the index of the first hop whose statement names another codec for its output than the client knows of; None if
+        there is none."""
         for index, account in enumerate(run.accounts[:-1]):
             said = account.statement
             if said.codec != self._spec.codec_into(said.end, said.sent.length):
@@ -341,7 +341,7 @@ class AuditCase:
     # -- asking
 
     async def _ask(self, session: bytes, route: Route) -> list[HopAccount]:
-        """Fetch the account of every hop. Raises the first error of a fetch."""
+        """Fetch from every hop of the route its signed account of the session. Raises the first error of a fetch."""
         return list(await asyncio.gather(*(self._fetch(hop.peer, session) for hop in route)))
 
     async def _fetch(self, peer: PeerId, session: bytes) -> HopAccount:
@@ -359,7 +359,7 @@ class AuditCase:
         announced = referee.host.directory.peers().get(peer)
         if announced is not None and announced.number_format != account.statement.number_format:
             referee.standing.forfeit(peer)
-            raise ProtocolError("the statement is in another number format than the peer announced", peer=peer)
+            raise ProtocolError("its statement has another number format than it announced", peer=peer)
         return account
 
     async def _run_again(self, route: Sequence[HopSpec], *avoided: PeerId) -> TextRun | None:

@@ -90,7 +90,8 @@ class Auditor(Referee):
             self.on_found(case.accused.statement.peer, session.route, session.spec)
 
     def afford(self, cost: SessionCost) -> bool:
-        """Return whether the budget has room for `cost` beside the audits of own sessions, and spend it if so."""
+        """Spend `cost` of the budget for audits, if there is room for it beside the audits of own sessions. Returns whether there
+        was."""
         return self._budget.afford(cost)
 
     async def close(self) -> None:

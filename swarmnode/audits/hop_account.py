@@ -65,7 +65,7 @@ async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: 
     said = account.statement
     asked = (peer, question.session, question.seed, question.first, question.count)
     if (said.peer, said.session, said.seed, said.first, said.count) != asked:
-        raise ProtocolError("the statement answers another question", peer=peer)
+        raise ProtocolError("its statement answers another question", peer=peer)
     return account
 
 
@@ -74,7 +74,7 @@ def read_account(raw: bytes, payload: Buffer, swarm: bytes) -> HopAccount:
     signed them."""
     statement = open_statement(raw, swarm, verify)
     if hashlib.sha256(payload).digest() != statement.sketches:
-        raise ProtocolError("the peer did not sign these sketches", peer=statement.peer)
+        raise ProtocolError("it did not sign these sketches", peer=statement.peer)
     size_bytes = statement.count * SKETCH_BYTES
     received_TK = read_sketches(payload[:size_bytes], statement.count) if statement.start > 0 else None
     rest = payload[size_bytes:] if received_TK is not None else payload
@@ -90,7 +90,7 @@ def _joined(parts: Sequence[HopAccount]) -> HopAccount:
         said = part.statement
         as_last = msgspec.structs.replace(said, first=last.first, count=last.count, sketches=last.sketches)
         if as_last != last or (part.sent_TK is None) != (parts[-1].sent_TK is None):
-            raise ProtocolError("two statements about one session contradict each other", peer=last.peer)
+            raise ProtocolError("two of its statements about one session contradict each other", peer=last.peer)
     received_TK, sent_TK = (
         _together(edge) for edge in zip(*((part.received_TK, part.sent_TK) for part in parts), strict=True)
     )

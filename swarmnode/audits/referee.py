@@ -52,7 +52,7 @@ class FixedRoute(Router):
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
         if avoid:
-            raise NoRoute("a hop of the fixed route failed")
+            raise NoRoute("a peer of the fixed route failed")
         return self._route
 
     def suspect(self, peer: PeerId, reason: str) -> None:
@@ -166,7 +166,7 @@ class Referee:
         self.host.decisions.note(Topic.AUDIT, what, (*facts, trust), about=(peer,))
 
     async def idle(self) -> None:
-        """Wait until no audit is under way."""
+        """Wait until no audit is in progress."""
         await self._tasks.idle()
 
     async def close(self) -> None:

@@ -71,11 +71,11 @@ class Reports:
     # -- telling
 
     async def told(self) -> None:
-        """Wait until all findings are published."""
+        """Wait until all reports about false work are published."""
         await self._telling.idle()
 
     def tell(self, accused: PeerId, route: Route, spec: SessionSpec) -> None:
-        """Try `accused` on `route` in the background with random texts, and publish a report if it computes falsely."""
+        """Test `accused` in the background: draw random texts along `route`, and publish a report if it computes falsely."""
         self._telling.spawn(self._tell(accused, route, spec), f"tell of {accused}")
 
     async def _tell(self, accused: PeerId, route: Route, spec: SessionSpec) -> None:

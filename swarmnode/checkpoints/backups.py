@@ -2,7 +2,7 @@
 "Backups").
 
 A writer offers a state that too few peers hold. The disk's node fetches it from the writer chunk by chunk, verifies each
-chunk, and answers once the state is on the disk. It refuses a writer whose announcement does not include the unit.
+chunk, and answers once the state is on the disk. It refuses a writer whose announcement does not include the layer.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class BackupServer:
         await self._offer()
 
     async def close(self) -> None:
-        """Stop taking states."""
+        """Stop accepting other peers' training states."""
         await self._server.close()
         await self._tasks.close()
         await self._board.close()
@@ -210,7 +210,7 @@ class BackupServer:
             raise disk_error(self._host.config.home, error) from error
 
     def _check(self, writer: PeerId, state: StateEntry) -> None:
-        """Raise PeerRefused unless the directory knows the writer as a holder of the state's unit."""
+        """Raise PeerRefused unless the directory knows the writer as a holder of the state's layer."""
         manifest, directory = self._host.swarm.manifest, self._host.directory
         assert manifest is not None
         # A leaving node is under suspicion of the peers that worked with it, yet hands over its states.
@@ -227,7 +227,7 @@ class BackupServer:
         incoming = store.incoming(state.step)
         hashes = bytes(await source.hashes(file))
         if not verify_hashes(file, hashes):
-            raise ProtocolError(f"peer {writer} sends hashes that do not match its state", peer=writer)
+            raise ProtocolError("it sends hashes that do not match its state", peer=writer)
         await asyncio.to_thread(incoming.keep_hashes, file, hashes)
         for number in await asyncio.to_thread(incoming.missing, file, range(file.chunks())):
             began_s = asyncio.get_running_loop().time()
@@ -243,14 +243,14 @@ class BackupServer:
     ) -> None:
         async for _, chunk in source.chunks(file, number, 1):
             if not verify_chunk(hashes, number, bytes(chunk)):
-                raise ProtocolError(f"peer {source.name} sends a false chunk of its state", peer=source.name)
+                raise ProtocolError("it sends a false chunk of its state", peer=source.name)
             await asyncio.to_thread(incoming.write, file, number, bytes(chunk))
 
 
 class BackupSender:
     """Sender of a stage's states to other peers' disks, in the background.
 
-    `store()` returns the stage's states, or None. Each unit should have `wanted` holders or disks; below 2 nothing is sent.
+    `store()` returns the stage's states, or None. Each layer should have `wanted` holders or disks; below 2 nothing is sent.
     """
 
     def __init__(self, host: Host, store: Callable[[], StateStore | None], wanted: int) -> None:
@@ -276,7 +276,7 @@ class BackupSender:
             self._tasks.spawn(self._send_forever(), "sends")
 
     async def close(self) -> None:
-        """Stop sending."""
+        """Stop sending this node's training states to other peers."""
         await self._tasks.close()
         await self._board.close()
 
@@ -354,7 +354,7 @@ class BackupSender:
     async def _send(
         self, store: StateStore, step: int, block: int, file: FileContent, *, count: int, rate_bps: float
     ) -> bool:
-        """Have `count` disks keep a block. Returns whether they do."""
+        """Ask peers with free disk space to keep the state of `block` at `step`, until `count` have it. Returns whether they do."""
         now_s = asyncio.get_running_loop().time()
         announced, own = self._announced(), self._host.peer_id
         alive = backups.disks(announced, own, block, self._units, 0)
@@ -378,11 +378,11 @@ class BackupSender:
         question = BackUp(encode_run(store.run), state, rate_bps)
         try:
             async for _ in ask(self._board, disk, question, silence_s=within_s):
-                raise ProtocolError("the peer sent another answer than END to a backup", peer=disk)
+                raise ProtocolError("it answered a backup with something other than END", peer=disk)
         except (PeerError, NetworkDown) as error:
             retry_s = error.retry_s if isinstance(error, PeerRefused) else None
             self._rests_until_s[disk] = asyncio.get_running_loop().time() + max(REST_S, retry_s or 0.0)
-            log.info("peer %s does not keep a backup of step %d of unit %d: %s", disk, state.step, state.block, error)
+            log.info("peer %s does not keep a backup of step %d of layer %d: %s", disk, state.step, state.block, error)
             return False
         self.sent_bytes += state.size
         return True

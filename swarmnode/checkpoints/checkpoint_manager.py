@@ -127,12 +127,12 @@ class CheckpointManager:
         blocks: Collection[int],
         units: int,
     ) -> int | None:
-        """Fetch the newest step that is available for all units, and keep the states of its run from now on.
+        """Fetch the newest step that is available for all layers, and keep the states of its run from now on.
 
         Args:
             peers: returns the peers to ask.
             blocks: the blocks to fetch.
-            units: number of the model's units.
+            units: number of the model's layers.
 
         Returns:
             The step; None if there is none or it is already here. Backups count.

@@ -131,7 +131,7 @@ async def export(
 
     Raises:
         UsageError: if `out` is taken.
-        PeerRefused: if the peers do not have all units together in time.
+        PeerRefused: if the peers do not have all layers together in time.
         LocalError: if the disk is full.
     """
     check_free(out, force=force)
@@ -194,8 +194,8 @@ def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing], electorate: 
             "no peer of the swarm has a training state: is it being trained, and has it reached its first checkpoint?"
         )
     if missing:
-        return f"no peer has a training state of units {missing}; the model can be exported when one is there again"
-    text = "the peers have no step of all units together yet; try again after the next checkpoint of the training"
+        return f"no peer has a training state of layers {missing}; try again when a peer with them is back"
+    text = "the peers have no step of all layers together yet; try again after the next checkpoint of the training"
     run = of_one_run(listings)
     differ = None if run is None else Votes(run[1], electorate).disagreement(units)
     return text if differ is None else f"{text}: {differ}"

@@ -111,7 +111,8 @@ class StateServer(ChunkServer):
             store.hold(newest, HOLD_S)
 
     async def _refresh(self, at_least: int) -> None:
-        """Make a snapshot; requests that arrive meanwhile wait for the same one."""
+        """Write a snapshot of the training state of step `at_least` or later. Requests that arrive meanwhile wait for the same
+        snapshot."""
         if self._refreshing is None or self._refreshing.done():
             self._refreshing = self._tasks.spawn(self._make_snapshot(at_least), "snapshot")
         await asyncio.shield(self._refreshing)
@@ -148,7 +149,7 @@ class StateServer(ChunkServer):
         return None if self._backups is None else self._backups.find(root)
 
     def _forget_offers(self) -> None:
-        """Withdraw the offers of removed steps."""
+        """Offer the states of removed steps to other peers no longer."""
         for root in [root for root in self._offers if self._find(root) is None]:
             del self._offers[root]
             self._hashing.pop(root, None)
@@ -162,7 +163,7 @@ class StateServer(ChunkServer):
 
 
 def listed_of(store: StateStore, *, backup: bool = False) -> list[StateEntry]:
-    """Return the entries of all states in a store."""
+    """Return entries for all training states in a store. `backup` marks them as kept for another peer."""
     return [
         StateEntry(step, block, file.size, file.root, backup)
         for step in store.steps()

@@ -45,7 +45,7 @@ NAME = "this machine"
 
 
 class LocalSource(Source):
-    """The backups on this machine, as a source of chunks."""
+    """Source of chunks that reads the training states which this machine keeps for other peers."""
 
     def __init__(self, backups: BackupFolder) -> None:
         self.name = NAME
@@ -59,9 +59,9 @@ class LocalSource(Source):
         try:
             hashes = await asyncio.to_thread(matching_hashes, path, file)
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}; check the disk") from error
         if hashes is None:
-            raise CheckpointError(f"{path} was changed or damaged")
+            raise CheckpointError(f"{path} was changed or damaged; other peers have copies")
         return hashes
 
     async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
@@ -70,12 +70,12 @@ class LocalSource(Source):
             for number in range(first, first + count):
                 yield number, await asyncio.to_thread(_read, path, number)
         except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from error
+            raise CheckpointError(f"cannot read {path}: {error.strerror or error}; check the disk") from error
 
     def _path(self, file: FileContent) -> Path:
         found = self._backups.find(file.root)
         if found is None:
-            raise CheckpointError(f"{file.name} is not among the backups here")
+            raise CheckpointError(f"{file.name} is not among the backups on this node; ask another peer")
         return found[-1]
 
 
@@ -94,12 +94,12 @@ class Listing:
 
     @property
     def run_id(self) -> bytes:
-        """Id of the run, 32 bytes."""
+        """Id of the training run, 32 bytes."""
         return hashlib.sha256(self.run).digest()
 
     @property
     def roots(self) -> frozenset[bytes]:
-        """The roots of all listed states."""
+        """Hashes that identify the listed states."""
         return frozenset(entry.root for entry in self.entries)
 
 
@@ -122,11 +122,11 @@ async def list_states(
     silence_s = LISTING_S if at_least else KNOWN_S
     async for _, body in ask(board, peer, ListStates(at_least, tuple(blocks), run_id), silence_s=silence_s):
         if not isinstance(body, States) or (run and run != body.run):
-            raise ProtocolError("the peer sent something other than a list of states", peer=peer)
+            raise ProtocolError("it sent something other than a list of states", peer=peer)
         run = body.run
         entries += body.entries
         if len(entries) > MAX_LISTED:
-            raise ProtocolError("the peer lists more states than allowed", code=ErrorCode.TOO_LARGE, peer=peer)
+            raise ProtocolError("it lists more states than allowed", code=ErrorCode.TOO_LARGE, peer=peer)
     return Listing(run, entries)
 
 
@@ -230,7 +230,10 @@ async def fetch_states(
                 idle_since = asyncio.get_running_loop().time()
         if asyncio.get_running_loop().time() - idle_since > patience_s:
             what = "state" if step is None else f"state of step {step}"
-            text = f"the peers have no {what} of all units {list(fetch.blocks)} that more than half of a unit's holders agree on"
+            text = (
+                f"the peers have no {what} of all layers {list(fetch.blocks)} "
+                "that more than half of a layer's holders agree on"
+            )
             differ = votes.disagreement(fetch.blocks)
             raise PeerRefused(text if differ is None else f"{text}: {differ}", code=ErrorCode.NOT_FOUND)
         await asyncio.sleep(AGAIN_S)
@@ -238,7 +241,7 @@ async def fetch_states(
 
 @dataclass(repr=False)
 class _Fetch:
-    """The state of a `fetch_states` over its rounds."""
+    """Arguments and progress of one call of `fetch_states`."""
 
     board: Switchboard
     peers: Callable[[], Iterable[PeerId]]
@@ -317,7 +320,7 @@ class _Fetch:
         for block, lacking in chosen.lacking.items():
             others = [(sources[peer], file_of(block, own)) for peer, own in votes.others(chosen, block).items()]
             if not await self._second_voice.confirmed(incoming, files[block], others, lacking):
-                log.warning("no other peer confirms a version of unit %d at step %d", block, chosen.step)
+                log.warning("no other peer confirms a version of layer %d at step %d", block, chosen.step)
                 self._failed.add(chosen.versions[block])
                 return False
         self.disputed.clear()
@@ -338,7 +341,7 @@ class _Fetch:
 
 
 def listing_of(backups: BackupFolder, run: Run) -> Listing:
-    """Return the states of a run that this machine keeps for others."""
+    """Return the list of a run's training states that this machine keeps for other peers."""
     entries = [entry for store in backups.of_run(run.id) for entry in listed_of(store, backup=True)]
     return Listing(encode_run(run), entries)
 

@@ -5,7 +5,7 @@ it (both, if there are two), and so does a version. A version with too few votes
 versions hold nearly the same values, since devices round differently (`SecondVoice`). A backup of a step makes its keeper a
 holder for this step only: whether it has backups of other steps says nothing.
 
-If peers that announce a unit as ready list its state, only they vote, and on a step only those that were ready before it.
+If peers that announce a layer as ready list its state, only they vote, and on a step only those that were ready before it.
 Each owner has one vote, however many peers it has. The state of a single voter is used, and called unconfirmed.
 """
 
@@ -57,7 +57,8 @@ class SecondVoice:
     async def confirmed(
         self, incoming: ChunkFolder, ours: FileContent, others: Iterable[tuple[Source, FileContent]], needed: int
     ) -> bool:
-        """Return whether `needed` of the others have values like those of `ours`. All chunks of `ours` must be in `incoming`."""
+        """Return whether at least `needed` of the `others` (peers with their versions of the file) have values like those of
+        `ours`. All chunks of `ours` must be in `incoming`."""
         for source, theirs in others:
             pair = (source.name, theirs, ours)
             if needed and theirs.size == ours.size and pair not in self._compared:
@@ -119,16 +120,16 @@ class Electorate:
 
     @classmethod
     def of(cls, directory: Directory) -> Electorate:
-        """Return the peers that a directory knows now."""
+        """Return the electorate of the peers that `directory` knows now."""
         return cls(directory.peers(), directory.ready_after())
 
     def owner(self, peer: PeerId) -> str:
-        """Return the owner of the peer's vote; the peer itself if it is unknown."""
+        """Return the voter that `peer` belongs to: peers of one address group share a vote. An unknown peer votes for itself."""
         known = self.announced.get(peer)
         return peer if known is None else owner_of(Claimant(wide_group(known.addresses), peer))
 
     def is_ready(self, peer: PeerId, block: int) -> bool:
-        """Return whether a peer announces that it is ready with a block. It is ready with the shared block if it holds any unit."""
+        """Return whether a peer announces that it is ready with a block; with the shared block if it holds any layer."""
         known = self.announced.get(peer)
         if known is None or known.life is not State.READY:
             return False
@@ -140,7 +141,8 @@ class Electorate:
 
 
 class Votes:
-    """The versions that peers list, one for each peer, step and block."""
+    """Versions of training states that peers list, one for each peer, step and block of parameters; the versions compete by
+    majority."""
 
     def __init__(self, listings: Mapping[PeerId, Sequence[StateEntry]], electorate: Electorate = Electorate()) -> None:
         self._electorate = electorate
@@ -197,14 +199,17 @@ class Votes:
         return ChosenStep(step, versions, lacking, tuple(unconfirmed))
 
     def _listed(self, step: int, block: int) -> dict[str, Version]:
-        """Return the version of a block that each owner votes for."""
+        """Return, for each owner of peers, the version of a block's state at `step` that it votes for."""
         listed = self._versions[step].get(block, {})
         voters = self._having_a_say(step, block, listed)
         return {self._electorate.owner(peer): listed[peer] for peer in sorted(voters, reverse=True)}
 
     def _having_a_say(self, step: int, block: int, peers: Collection[PeerId]) -> Collection[PeerId]:
-        """Return the voters among `peers`: those that were ready with the block before `step`; those that are ready now if there
-        are none; all of `peers` if no ready peer lists an own state of the block at any step."""
+        """Return the peers among `peers` that may vote on the state of a block at `step`.
+
+        These are the peers that were ready with the block before `step`; if there are none, those that are ready now. If no ready
+        peer lists a state of its own for the block, all of `peers` may vote.
+        """
         ready = [peer for peer in self._newest.get(block, {}) if self._electorate.is_ready(peer, block)]
         voters = [peer for peer in ready if self._electorate.was_ready(peer, step)] or ready
         return [peer for peer in peers if peer in voters] if voters else peers
@@ -263,5 +268,5 @@ def _sentence(step: int, block: int, listed: Mapping[PeerId, Version], holders: 
 
 
 def named(block: int) -> str:
-    """Return the block's name in texts for users."""
-    return "what the first and the last unit share" if block == SHARED else f"unit {block}"
+    """Return the name of a block of parameters in texts for users: its layer, or the weights that two layers share."""
+    return "the weights that the first and the last layer share" if block == SHARED else f"layer {block}"

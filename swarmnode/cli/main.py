@@ -52,7 +52,7 @@ OTHER_NAMES = {  # for hands that know other tools
 
 
 class Commands(GroupedHelp):
-    """All commands; each is imported when it is needed."""
+    """Group of all commands; the module of a command is imported when it is used."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -1,4 +1,4 @@
-"""Observer of a swarm: its peers with their units, the links between them, and the traces that they remember."""
+"""Observer of a swarm: its peers with their layers, the links between them, and the traces that they remember."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SwarmObserver:
 
     @property
     def swarm(self) -> Swarm:
-        """The swarm, as this machine knows it."""
+        """Description of the observed swarm on this machine: id, name and manifest."""
         return self._host.swarm
 
     def readings(self) -> Readings:
@@ -67,11 +67,11 @@ class SwarmObserver:
 
     @property
     def units(self) -> int:
-        """Number of units of the model."""
+        """Number of layers of the model."""
         return self.manifest.model.units
 
     def status(self) -> dict[str, Any]:
-        """Return the peers and the units that they hold, in the format of `swarmnode status --json`."""
+        """Return the peers and the layers that they hold, in the format of `swarmnode status --json`."""
         return picture_of(self._host.swarm, self._host.directory.peers(), self._host.standing)
 
     @property
@@ -80,12 +80,12 @@ class SwarmObserver:
         return self._host.directory.revision
 
     async def changed(self) -> None:
-        """Wait until the picture of the swarm changes."""
+        """Wait until the known peers of the swarm change."""
         directory = self._host.directory
         await self._host.supervisor.watch(directory.changed(directory.revision))
 
     def links(self, most: int) -> dict[str, Any]:
-        """Return the links between the peers that hold units, for at most `most` peers; see `link_matrix`."""
+        """Return the links between the peers that hold layers, for at most `most` peers; see `link_matrix`."""
         return link_matrix(self._host, self.units, most)
 
     def network(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class SwarmObserver:
         return measured_network(self._host.swarm, self._host.directory.peers())
 
     async def bandwidth(self, most_peers: int = 3) -> Bandwidth:
-        """Measure the upload and the download of this machine with up to `most_peers` peers that hold units. It sends and receives
+        """Measure the upload and the download of this machine with up to `most_peers` peers that hold layers. It sends and receives
         at most half a megabyte per peer, less on a slow line. Raises NetworkDown."""
         prober = Prober(self._host, busy=lambda: False)
         try:
@@ -107,7 +107,7 @@ class SwarmObserver:
         return self._host.link_config.peer_versions
 
     async def traces(self, trace: bytes) -> dict[PeerId, Trace]:
-        """Return the steps that the peers which hold units remember of the session with the trace id `trace`, even if it is over.
+        """Return the steps that the peers which hold layers remember of the session with the trace id `trace`, even if it is over.
         Peers that remember nothing are left out."""
         return await fetch_traces(self._host, self._holders(), trace)
 

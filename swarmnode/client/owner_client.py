@@ -43,8 +43,8 @@ class OwnerClient:
 
     @classmethod
     async def join(cls, swarm: Swarm, home: Path, *, platform: Platform = MACHINE) -> OwnerClient:
-        """Join the swarm as a client, and read what it knows of its members. Raises NetworkDown, NotAdmitted, or UsageError if it
-        has no owner."""
+        """Join the swarm as a client, and read what it knows of its members. Raises NetworkDown, NotAdmitted, or UsageError if
+        the swarm has no owner."""
         _check_owned(swarm)
         async with joining(swarm, home, platform=platform) as host:
             self = cls(host)

@@ -65,7 +65,10 @@ class RemoteEncoder:
             text = await self._shortened(text, most_tokens)
         ids = self._limits.ids(text)
         if given and self._tokenizer is not None and (unused := self._tokenizer.unused(ids)) is not None:
-            raise UsageError(f"token id {unused} stands for nothing in the model's vocabulary, so these are {FOREIGN}")
+            raise UsageError(
+                f"token id {unused} stands for nothing in the model's "
+                f"vocabulary, so these are {FOREIGN}; use the model's tokenizer"
+            )
         return self._checked(ids)
 
     async def pair_ids(self, first: str, second: str) -> list[int]:
@@ -75,10 +78,15 @@ class RemoteEncoder:
         """
         tokenizer, positions = self._known_tokenizer(), self._limits.positions
         if isinstance(tokenizer, ByteTokenizer):
-            raise UsageError("this swarm's model reads bytes: it cannot rank documents")
+            raise UsageError(
+                "this swarm's model reads bytes: it cannot rank documents; choose a swarm of a cross-encoder"
+            )
         ids, marked = await asyncio.to_thread(tokenizer.encode_pair, first, second, positions)
         if marked and self._has_segments:
-            raise UsageError("this cross-encoder marks the document by segment ids, which a swarm does not take")
+            raise UsageError(
+                "this cross-encoder marks the document by segment ids, which "
+                "a swarm does not take; choose a model without segment ids"
+            )
         return self._checked(self._limits.ids(ids))
 
     def _known_tokenizer(self) -> Tokenizer | ByteTokenizer:
@@ -93,7 +101,8 @@ class RemoteEncoder:
         return ids
 
     async def _shortened(self, ids: Sequence[int], most_tokens: int) -> Sequence[int]:
-        """Return at most `most_tokens` ids (-1: the model's limit), with the special tokens at the end."""
+        """Return at most `most_tokens` ids (-1: the model's limit), with the special tokens at the end. Raises UsageError if no
+        other token has room beside these."""
         positions = self._limits.positions
         limit = positions if most_tokens < 0 else min(most_tokens, positions or most_tokens)
         if limit is None or len(ids) <= limit:
@@ -101,7 +110,9 @@ class RemoteEncoder:
         specials = [] if self._tokenizer is None else await asyncio.to_thread(self._tokenizer.encode, "")
         tail = next((size for size in range(len(specials), 0, -1) if list(ids[-size:]) == list(specials[-size:])), 0)
         if tail >= limit:
-            raise UsageError(f"a text of {limit} tokens has no room beside the model's special tokens")
+            raise UsageError(
+                f"a text of {limit} tokens has no room beside the model's special tokens; allow more tokens"
+            )
         return [*ids[: limit - tail], *ids[len(ids) - tail :]]
 
     async def vectors(self, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:

@@ -150,7 +150,7 @@ class SwarmClient(SwarmObserver):
         return {cause_of(code): count for code, count in self._meter.reroutes.items()}
 
     def readings(self) -> Readings:
-        """Return the metrics of this client, for Prometheus."""
+        """Return the metrics of this client, its audits and its connections, for Prometheus."""
         yield from self._meter.readings()
         yield from self.auditor.readings()
         yield from self._host.readings()
@@ -161,10 +161,10 @@ class SwarmClient(SwarmObserver):
         return {**super().status(), "max_model_len": self.known_positions}
 
     def why(self, about: str = "") -> dict[str, Any]:
-        """Return facts and decisions about a peer, a unit or a session.
+        """Return facts and decisions about a peer, a layer or a session.
 
         Args:
-            about: A peer's name, its id or the id's end; a unit's number; or the beginning of a session's trace id. If empty, a
+            about: A peer's name, its id or the id's end; a layer's number; or the beginning of a session's trace id. If empty, a
                 route is chosen as for a new session, and the result is about this client.
 
         Returns:
@@ -320,7 +320,8 @@ class SwarmClient(SwarmObserver):
         """Raise UsageError if the swarm has no language model."""
         if self.manifest.kind == GRAPH:
             raise UsageError(
-                f"the swarm {self.manifest.name} has no language model: it {self.manifest.purpose}, and cannot generate text"
+                f"the swarm {self.manifest.name} has no language model: it "
+                f"{self.manifest.purpose}, and cannot generate text; choose another swarm"
             )
 
     def _new_session(self, router: DirectoryRouter, spec: SessionSpec, config: ClientConfig) -> ClientSession:
@@ -356,7 +357,9 @@ class SwarmClient(SwarmObserver):
         self._host.supervisor.check()
         if self.manifest.kind != GRAPH or self.manifest.mode != SERVE:
             does = "trains its model" if self.manifest.mode == TRAIN else "serves a language model"
-            raise UsageError(f"the swarm {self.manifest.name} {does}: it has no module that takes arrays")
+            raise UsageError(
+                f"the swarm {self.manifest.name} {does}: it has no module that takes arrays; choose another swarm"
+            )
         if self._module is None or (self._module.done() and self._module.exception() is not None):
             self._module = asyncio.ensure_future(self._open_module())
         return await asyncio.shield(self._module)
@@ -401,7 +404,9 @@ class SwarmClient(SwarmObserver):
     async def encoder(self, task: str) -> RemoteEncoder:
         """Return the swarm's encoder for `task`: `embed` or `classify`. Raises UsageError if the swarm's model has another task."""
         if self.manifest.task != task:
-            raise UsageError(f"the model of {self.manifest.name} {self.manifest.purpose}: it cannot {task}")
+            raise UsageError(
+                f"the model of {self.manifest.name} {self.manifest.purpose}: it cannot {task}; choose another swarm"
+            )
         module, tokenizer, limits = await self.remote_module(), await self.tokenizer(), await self.limits()
         if task != CLASSIFY:
             return RemoteEncoder(module, tokenizer, limits, [])

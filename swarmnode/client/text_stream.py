@@ -51,7 +51,7 @@ class StopStrings:
 
     @property
     def held(self) -> str:
-        """The text held back at the moment."""
+        """Generated text that may be the beginning of a stop string, and is held back until that is clear."""
         return self._held
 
     def flush(self) -> str:
@@ -96,7 +96,7 @@ class TextStream:
 
     @property
     def prompt(self) -> list[int]:
-        """The token ids of the prompt."""
+        """Token ids of the prompt."""
         return self._ring.prompt
 
     @property

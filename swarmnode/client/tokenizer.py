@@ -107,7 +107,9 @@ class Tokenizer:
                     self._folder, local_files_only=True, trust_remote_code=False
                 )
         except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"the checkpoint's tokenizer cannot be used: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint's tokenizer cannot be used: {error}; give token ids instead of text"
+            ) from error
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return the token ids of a prompt; with `special_tokens`, also those that the model expects around it. Raises UsageError
@@ -127,7 +129,7 @@ class Tokenizer:
         try:
             encoded = self.own(first, second, verbose=False, **cut)
         except Exception as error:  # tokenizers raise an Exception of no type of its own
-            raise UsageError(f"the first text leaves no room for the second one: {error}") from None
+            raise UsageError(f"the first text leaves no room for the second one: {error}; shorten it") from None
         return list(encoded["input_ids"]), any(encoded.get("token_type_ids") or ())
 
     @functools.cached_property
@@ -202,7 +204,9 @@ class Tokenizer:
         try:
             return self._chat_ids(turns, offered, {**variables, **ending.value})
         except (TemplateError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"the checkpoint's chat template cannot be used: {error}") from error
+            raise CheckpointError(
+                f"the checkpoint's chat template cannot be used: {error}; give plain text instead of messages"
+            ) from error
 
     @functools.cached_property
     def template_settings(self) -> frozenset[str]:

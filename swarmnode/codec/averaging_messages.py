@@ -58,7 +58,7 @@ class MemberSpec(Body, frozen=True):
 
 
 class How(IntEnum):
-    """End of a step for the replicas of a group."""
+    """Way for the replicas of a group of layers to end a training step."""
 
     SUM = 0  # sum their gradients, and update alike
     APART = 1  # update by themselves, each with the mean of its own gradients

@@ -57,14 +57,14 @@ Unit = Annotated[int, Meta(ge=0, le=MAX_UNITS)]
 
 
 class Body(msgspec.Struct, array_like=True, frozen=True):
-    """Base of all bodies."""
+    """Base class of the bodies of all kinds of frames (messages between peers)."""
 
     def check(self) -> None:
         """Raise ProtocolError if the fields, each valid alone, contradict one another."""
 
 
 class HopSpec(Body, frozen=True):
-    """Hop of a route: the peer and the units [start, end) that it computes."""
+    """Hop of a route: the peer and the layers [start, end) that it computes."""
 
     peer: Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
     start: Unit

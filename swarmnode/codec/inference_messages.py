@@ -1,4 +1,4 @@
-"""Bodies of `/swarmnode/infer/1`: forward passes through units of a graph (`protocol/frames.md`).
+"""Bodies of `/swarmnode/infer/1`: forward passes through layers of a graph (`protocol/frames.md`).
 
 INFER, INFERRED             the question and its answer; ERROR from a peer that cannot, or has no room now
 """
@@ -17,7 +17,7 @@ INFER_PROTOCOL = "/swarmnode/infer/1"
 
 
 class Infer(Body, frozen=True):
-    """Question for a pass through units [start, end). The payload is the values before unit `start`, one after another."""
+    """Question for a pass through layers [start, end). The payload is the values before layer `start`, one after another."""
 
     start: Unit
     end: Unit
@@ -32,7 +32,7 @@ class Infer(Body, frozen=True):
 
 
 class Inferred(Body, frozen=True):
-    """Answer to INFER: the values before unit `end`, or after the last unit the graph's results. Ends the conversation."""
+    """Answer to INFER: the values before layer `end`, or after the last layer the graph's results. Ends the conversation."""
 
     values: Values
 

@@ -55,7 +55,7 @@ class TraceStep(Body, frozen=True):
 
 
 class Trace(Body, frozen=True):
-    """Answer to GET_TRACE: the hop's units, and the last steps of the session there, the oldest first."""
+    """Answer to GET_TRACE: the hop's layers, and the last steps of the session there, the oldest first."""
 
     start: Unit
     end: Unit
@@ -63,7 +63,7 @@ class Trace(Body, frozen=True):
 
     def check(self) -> None:
         if self.start >= self.end:
-            raise ProtocolError(f"a TRACE needs units, not {self.start}:{self.end}")
+            raise ProtocolError(f"a TRACE needs a range of layers, not {self.start}:{self.end}")
         if any(step.count > step.end for step in self.steps):
             raise ProtocolError("a TRACE has a step that begins before position 0")
 
@@ -75,7 +75,7 @@ class Ran(Body, frozen=True):
     """Report that a decode step, which ended at position `seq`, has left the sender. It goes to the hop that sent the step, which
     so learns how long it took.
 
-    `later_us` are the microseconds per unit of the hops after the sender, in the order of the route, each measured by the hop
+    `later_us` are the microseconds per layer of the hops after the sender, in the order of the route, each measured by the hop
     before it; 0 if unmeasured. In a ring the first hop comes after the last.
     """
 

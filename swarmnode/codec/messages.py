@@ -124,14 +124,14 @@ class Revocations(Body, frozen=True):
 
 
 class Mode(IntEnum):
-    """Party that chooses the next token."""
+    """Party that chooses the next token of a session: the last peer of the route, or the client."""
 
     RING = 0  # the last hop samples, and feeds the first hop at once
     DRIVEN = 1  # the client drives every step
 
 
 class LinkCodec(Body, frozen=True):
-    """Codec of the states that enter unit `unit`, from position `start` of a session on.
+    """Codec of the states that enter layer `unit`, from position `start` of a session on.
 
     A hop sends it upstream to the client when it has chosen; the client puts it into OPEN, for the peer that sends these positions
     again.
@@ -219,7 +219,7 @@ _INPUT_DTYPES = {2: ID_DTYPES, 3: FLOAT_DTYPES}  # by rank
 
 
 class Input(Body, frozen=True):
-    """Positions [seq, seq + T) of a session. The payload is ids_BT (int64 or int32) if the route begins with unit 0, else
+    """Positions [seq, seq + T) of a session. The payload is ids_BT (int64 or int32) if the route begins with layer 0, else
     hidden_BTH.
 
     `reorder`, if not empty, is applied before the input: for each row of the cache, the row that it continues (beam search).

@@ -44,15 +44,15 @@ def pack_logprobs(logprobs: Iterable[TokenLogprob]) -> bytes:
 def unpack_logprobs(payload: bytes | bytearray | memoryview) -> tuple[TokenLogprob, ...]:
     """Return the logprobs in the bytes. Raises ProtocolError if they are not valid."""
     if len(payload) % LOGPROB_BYTES:
-        raise ProtocolError(f"{len(payload)} bytes are no logarithms of probabilities")
+        raise ProtocolError(f"{len(payload)} bytes cannot be logarithms of probabilities")
     told = tuple(TokenLogprob(*record) for record in _RECORD.iter_unpack(payload))
     if not all(one.id >= 0 and math.isfinite(one.logprob) and one.logprob <= 0 for one in told):
-        raise ProtocolError("logarithms of probabilities are finite and not over 0")
+        raise ProtocolError("logarithms of probabilities must be finite and at most 0")
     return told
 
 
 class GrammarKind(IntEnum):
-    """Notation of a grammar."""
+    """Notation of a grammar that constrains the drawn text."""
 
     JSON_SCHEMA = 0
     LARK = 1
@@ -60,7 +60,7 @@ class GrammarKind(IntEnum):
 
 
 class Grammar(Body, frozen=True):
-    """Grammar that the whole generated text must follow."""
+    """Grammar that the whole generated text must follow: its notation and its text."""
 
     kind: Code
     text: Annotated[str, Meta(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
@@ -91,12 +91,12 @@ class Sampling(Body, frozen=True):
 
     @property
     def counts_prompt(self) -> bool:
-        """Whether the last hop needs the prompt's token ids."""
+        """Whether the last hop needs the token ids of the prompt, as a repetition penalty does."""
         return self.repetition_penalty != 1
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether the last hop needs the tokens drawn before."""
+        """Whether drawing a token depends on the tokens drawn before: by a penalty or a grammar."""
         penalises = self.counts_prompt or self.frequency_penalty != 0 or self.presence_penalty != 0
         return penalises or self.grammar is not None
 
@@ -109,12 +109,12 @@ class Sampling(Body, frozen=True):
     def check(self) -> None:
         ids = [token for token, _ in self.logit_bias]
         if len(set(ids)) < len(ids):
-            raise ProtocolError("a token has one bias")
+            raise ProtocolError("a token may have only one bias")
         if self.grammar is not None:
             if self.grammar.kind not in GrammarKind._value2member_map_:
-                raise ProtocolError(f"a grammar of kind {self.grammar.kind}, which this version does not know")
+                raise ProtocolError(f"a grammar has the kind {self.grammar.kind}, which this version does not know")
             if len(self.grammar.text.encode()) > MAX_GRAMMAR_CHARS:
-                raise ProtocolError(f"a grammar has at most {MAX_GRAMMAR_CHARS} bytes")
+                raise ProtocolError(f"a grammar may have at most {MAX_GRAMMAR_CHARS} bytes")
 
 
 def pack_text(ids: Sequence[int]) -> bytes:

@@ -51,7 +51,7 @@ class Crossing(Body, frozen=True):
 
 
 class MicrobatchRecord(Body, frozen=True):
-    """A stage's work on one microbatch in units [start, end).
+    """A stage's work on one microbatch in layers [start, end).
 
     `labels` are given at the model's end only. `present` says for each sent value whether a gradient came back. `parameters` is the
     SHA-256 of the sketch of the microbatch's part of the parameters' gradients.
@@ -71,7 +71,7 @@ class MicrobatchRecord(Body, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of the record, as in a commitment."""
+        """SHA-256 of the record; a stage's signed commitment covers it."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
@@ -120,7 +120,7 @@ class GetSketches(Body, frozen=True):
 
 
 class BlockTiles(Body, frozen=True):
-    """Length of the sketch of a block's gradients, in tiles."""
+    """Number of tiles in the sketch of the gradients of the block `block`."""
 
     block: Block
     tiles: Annotated[int, Meta(ge=1, lt=MAX_TILES)]

@@ -30,7 +30,7 @@ TOPK2_BLOCK = 256  # elements addressed by indices of a byte
 
 
 class Codec(IntEnum):
-    """Encoding of a payload."""
+    """Encoding of a tensor's values in a message. The numbers are part of the protocol."""
 
     NONE = 0  # the tensor's own bytes, little-endian, row-major
     BF16 = 1
@@ -45,7 +45,7 @@ SPARSE_CODECS = frozenset({Codec.TOPK, Codec.TOPK2})  # with a `param`: the numb
 
 
 class DType(IntEnum):
-    """Type of a decoded tensor's elements."""
+    """Type of the elements of a decoded tensor. The numbers are part of the protocol."""
 
     FLOAT32 = 0
     BFLOAT16 = 1

@@ -63,7 +63,7 @@ def check_values(values: tuple[TensorInfo, ...]) -> None:
         elements += element_count(info.shape)
     if elements > MAX_VALUE_ELEMENTS:
         raise ProtocolError(
-            f"values of {elements} elements; the bound is {MAX_VALUE_ELEMENTS}", code=ErrorCode.TOO_LARGE
+            f"values have {elements} elements; the bound is {MAX_VALUE_ELEMENTS}", code=ErrorCode.TOO_LARGE
         )
 
 

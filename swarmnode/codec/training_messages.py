@@ -58,7 +58,7 @@ from swarmnode.codec.training_fields import (
 
 
 class Forward(Body, frozen=True):
-    """Microbatch at the boundary before the receiver's units. The payload is the values' payloads, one after another."""
+    """Microbatch at the boundary before the receiver's layers. The payload is the values' payloads, one after another."""
 
     term: Term
     lease: LeaseNumber
@@ -102,7 +102,7 @@ class Labels(Body, frozen=True):
 
     @property
     def hop(self) -> int:
-        """Place of the receiver in the route."""
+        """Index of the receiver in the route: the last hop."""
         return len(self.route) - 1
 
     @property
@@ -129,14 +129,15 @@ class Backward(Body, frozen=True):
 
 
 class Lead(Body, frozen=True):
-    """Claim that the sender leads from now on. A stage follows the highest term that it knows, and answers STATUS."""
+    """Message that the sender coordinates the training from now on. A stage follows the highest term that it knows, and answers
+    STATUS."""
 
     term: Term
     key: Key = b""  # key of the seals of this term's leases
 
 
 class Condition(IntEnum):
-    """Condition of a stage's units."""
+    """Readiness of a stage, a peer that trains some layers, as it reports to the coordinator."""
 
     BLANK = 0  # as the swarm was created: no run has begun
     READY = 1  # at `step`, able to work
@@ -144,7 +145,7 @@ class Condition(IntEnum):
 
 
 class Counted(Body, frozen=True):
-    """Microbatches that units [start, end) have counted: the bits set in `mask` (little-endian)."""
+    """Microbatches that layers [start, end) have counted: the bits set in `mask` (little-endian)."""
 
     start: Unit
     end: Unit
@@ -246,7 +247,7 @@ class Work(Body, frozen=True):
 
 
 class Lease(Body, frozen=True):
-    """Attempt at a microbatch, for the trainer to feed along this route."""
+    """Command to a trainer to send a microbatch along a route of stages. Each lease is one attempt."""
 
     term: Term
     lease: LeaseNumber
@@ -319,7 +320,7 @@ class ProgressReport(Body, frozen=True):
 
 
 class Stopped(Body, frozen=True):
-    """Report that the run is over: `code` 0 if all steps are done, else the reason and the unit (-1: unknown)."""
+    """Report that the run is over: `code` 0 if all steps are done, else the reason and the layer (-1: unknown)."""
 
     step: Step
     run: RunId

@@ -89,7 +89,7 @@ def _encode_tiles(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor, outlier_G1:
 
 
 def _rotate_tiles(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor, tiles_T: Tensor) -> None:
-    """Encode these tiles again, rotated, if that makes their scale smaller."""
+    """Encode the tiles `tiles_T` again after a Hadamard rotation, where that makes their scale smaller."""
     rotated_TW = x_GW[tiles_T].float() @ _hadamard(x_GW.device)
     scale_T1 = scales_G1[tiles_T]
     rotated_scale_T1 = torch.empty_like(scale_T1)

@@ -185,7 +185,7 @@ def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, keep: flo
 
 
 def payload_of(buffers: Sequence[Buffer]) -> bytes:
-    """Return the payloads joined, as they arrive."""
+    """Return the buffers of payloads joined into one payload, as they come in a frame."""
     return b"".join(buffers)
 
 

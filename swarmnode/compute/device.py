@@ -33,7 +33,7 @@ class Device:
 
     @property
     def torch_device(self) -> torch.device:
-        """Device in torch's form."""
+        """The device as a torch.device."""
         return torch.device(self.kind, self.index) if self.kind == "cuda" else torch.device(self.kind)
 
     @property
@@ -77,7 +77,7 @@ def probe_devices(wanted: str = "auto") -> tuple[Device, ...]:
     if wanted != "all":
         return tuple(probe_device(name) for name in wanted.split(","))
     if not torch.cuda.is_available():
-        raise LocalError("no device 'all': torch finds no usable card on this machine")
+        raise LocalError("no device 'all': torch finds no usable card on this machine; use cpu")
     return tuple(_probe_cuda(number) for number in range(torch.cuda.device_count()))
 
 
@@ -138,7 +138,7 @@ def usable_cores() -> int:
 def _probe_cpu(index: int) -> Device:
     """Return the CPU as device `index`. Raises LocalError unless `index` is below the number of cores, which share the memory."""
     if index >= usable_cores():
-        raise LocalError(f"no device cpu:{index}: there are {usable_cores()} cores")
+        raise LocalError(f"no device cpu:{index}: there are {usable_cores()} cores, numbered from 0")
     memory = psutil.virtual_memory()
     total_bytes = min(memory.total, _container_limit_bytes() or memory.total)
     return Device("cpu", index, _cpu_name(), total_bytes, min(memory.available, total_bytes), shared=True)
@@ -151,7 +151,7 @@ def _probe_cuda(index: int | None) -> Device:
     """
     count = torch.cuda.device_count()
     if index is not None and index >= count:
-        raise LocalError(f"no device cuda:{index}: there are {count} cards")
+        raise LocalError(f"no device cuda:{index}: there are {count} cards, numbered from 0")
     indices = range(count) if index is None else [index]
     memory = {number: _card_memory(number) for number in indices}
     best = max(memory, key=lambda number: memory[number][0])

@@ -303,7 +303,7 @@ class Executor:
             log.error("%r does not end: its thread is left behind", self)
 
     def _abandon(self, error: ExecutorDied) -> None:
-        """Abandon the running item and all waiting ones."""
+        """Report `error` to the running item and to all waiting items, and drop them."""
         running, self._running = self._running, None
         if running is not None:
             running[0].abandon(error)

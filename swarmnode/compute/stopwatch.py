@@ -55,7 +55,7 @@ def measure_disk(folder: Path, *, clock: Clock = time.perf_counter) -> tuple[flo
                 pass
             read_s = clock() - began_s
     except OSError as error:
-        raise LocalError(f"cannot write {folder}: {error.strerror or error}") from error
+        raise LocalError(f"cannot write {folder}: {error.strerror or error}; choose another folder") from error
     return pieces * len(PIECE) / max(written_s, 1e-9), pieces * len(PIECE) / max(read_s, 1e-9)
 
 

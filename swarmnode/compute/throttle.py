@@ -18,7 +18,7 @@ TRAINING_WORK = FORWARD_WORK + BACKWARD_WORK
 class Throttle:
     """Throttle of one device. Used from one thread.
 
-    A pass takes at least as long as on a device that does `units_per_s` units of single positions (infinity: no limit). The device
+    A pass takes at least as long as on a device that does `units_per_s` layers of single positions (infinity: no limit). The device
     then rests, so that it is busy for a `share` of the time (its duty cycle) while there is work. Later rests make up for
     sleeps that were too long. All rows of a decode pass count as one position, as its cost is that of reading the weights.
     """
@@ -45,12 +45,12 @@ class Throttle:
         return f"Throttle({self.units_per_s:g} units/s, {self.share:.0%} of the time)"
 
     def least_s(self, units: int, positions: int) -> float:
-        """Return the least seconds for `units` units of `positions` positions: 1 means a decode pass, more a prompt chunk."""
+        """Return the least seconds for `units` layers of `positions` positions: 1 means a decode pass, more a prompt chunk."""
         passes = 1.0 if positions == 1 else max(1.0, positions / PREFILL_GAIN)
         return units * passes / self.units_per_s
 
     def least_of_work_s(self, work: float) -> float:
-        """Return the least seconds for training work, in positions times units of a long prompt chunk (see `TRAINING_WORK`)."""
+        """Return the least seconds for training work, in positions times layers of a long prompt chunk (see `TRAINING_WORK`)."""
         return work / PREFILL_GAIN / self.units_per_s
 
     def lent_s(self, took_s: float, least_s: float) -> float:
@@ -59,16 +59,16 @@ class Throttle:
 
     @property
     def slows(self) -> bool:
-        """Whether passes take longer than on the real device."""
+        """Whether the node computes more slowly than its device could, by a share or a speed limit."""
         return self.share < 1 or self.units_per_s < math.inf
 
     def pass_over(self, units: int, positions: int) -> AbstractContextManager[None]:
-        """Slow down one serving pass of `units` units and `positions` positions."""
+        """Return a context that makes one serving pass of `units` layers and `positions` positions take at least its least time."""
         return self.lending(self.least_s(units, positions))
 
     @contextmanager
     def lending(self, least_s: float) -> Iterator[None]:
-        """Make the enclosed work take at least `least_s` seconds, and rest after it as the share demands."""
+        """Make the enclosed work take at least `least_s` seconds, and rest after it for as long as the lent share demands."""
         began_s = self._clock()
         yield
         took_s = self._clock() - began_s

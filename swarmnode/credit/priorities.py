@@ -36,7 +36,7 @@ MAX_WORKERS = 1024  # workers whose credit is remembered; beyond that the smalle
 
 
 class WorkerCredit(NamedTuple):
-    """The credit of one node in one swarm."""
+    """Credit that one node has earned in one swarm."""
 
     swarm: bytes
     worker: PeerId
@@ -55,7 +55,7 @@ def folder_credits(folder: Path) -> list[WorkerCredit]:
 
 
 def summary(one: WorkerCredit) -> dict[str, Any]:
-    """Return the credit as JSON values for scripts, in units times tokens: `signed` is all that clients signed for,
+    """Return the credit as JSON values for scripts, in layers times tokens: `signed` is all that clients signed for,
     `credit` the part that counts."""
     credit = one.credit
     return {
@@ -107,11 +107,11 @@ class Priorities:
         )
 
     async def start(self) -> None:
-        """Start accepting claims."""
+        """Start answering clients that show vouchers to claim priority."""
         await self._server.start()
 
     async def close(self) -> None:
-        """Stop accepting claims."""
+        """Stop answering clients that claim priority."""
         await self._server.close()
 
     async def _answer(self, _asker: Claimant, claim: CreditClaim) -> Answer:
@@ -171,7 +171,7 @@ class Claims:
             self._tasks.spawn(self._show(new), f"to {len(new)} peers")
 
     async def shown(self) -> None:
-        """Wait until every pending claim has been delivered or has failed."""
+        """Wait until every claim that is being sent has been delivered or has failed."""
         await self._tasks.idle()
 
     async def close(self) -> None:

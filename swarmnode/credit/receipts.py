@@ -58,11 +58,11 @@ class ReceiptKeeper:
 
     @property
     def credit(self) -> Credit:
-        """The credit that the kept receipts add up to."""
+        """Credit that the kept receipts add up to."""
         return credit_of(self._folder.receipts)
 
     async def start(self) -> None:
-        """Start accepting receipts."""
+        """Start accepting receipts that clients sign for this node's work."""
         await self._server.start()
         if self._priorities is not None:
             await self._priorities.start()
@@ -113,11 +113,11 @@ class ReceiptKeeper:
         told = 0 if before is None else before.served + before.trained
         more, done = receipt.served + receipt.trained - told, self._completed.unconfirmed(works)
         if not 0 < more <= done:
-            text = f"the receipt adds {more} units x tokens, but {done} were done"
+            text = f"its receipt adds {more} layers x tokens, but {done} were computed"
             raise ProtocolError(text, code=ErrorCode.REFUSED, peer=receipt.client)
         if before is not None and (receipt.served < before.served or receipt.trained < before.trained):
             raise ProtocolError(
-                "the receipt covers less than the one before", code=ErrorCode.REFUSED, peer=receipt.client
+                "its receipt covers less than the one before", code=ErrorCode.REFUSED, peer=receipt.client
             )
         self._completed.confirm(works, more, receipt.client)
 
@@ -148,7 +148,7 @@ class ReceiptIssuer:
         return f"<ReceiptIssuer for {len(self._batches)} peers, {waiting} ids wait>"
 
     def note(self, peer: PeerId, work: bytes, *, served: int = 0, trained: int = 0) -> None:
-        """Record that `peer` did work under the id `work`, in units times tokens, and issue a receipt for it in the
+        """Record that `peer` did work under the id `work`, in layers times tokens, and issue a receipt for it in the
         background.
 
         Ignores work of this node itself, work after `close`, and work beyond MAX_WAITING_IDS ids that wait for a receipt.
@@ -199,7 +199,7 @@ class ReceiptIssuer:
             self._issuing.discard(peer)
 
     async def _gather(self) -> None:
-        """Wait GATHER_S, or until the node leaves."""
+        """Wait GATHER_S seconds for more work on the same receipts, or until the node leaves."""
         try:
             await asyncio.wait_for(self._leaving.wait(), GATHER_S)
         except asyncio.TimeoutError:

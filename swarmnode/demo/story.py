@@ -90,10 +90,10 @@ class Spectators:
     """The audience of the demo. This base class shows nothing; the command line's subclass draws."""
 
     def scene(self, text: str) -> None:
-        """Announce a new scene."""
+        """Announce the next scene of the demonstration with `text`."""
 
     def swarm(self, status: dict[str, Any]) -> None:
-        """Show the swarm's current status."""
+        """Show the swarm's present `status`."""
 
     def step(self, report: StepSummary, steps: int) -> None:
         """Show a finished training step, out of `steps`."""
@@ -139,7 +139,7 @@ class Lesson:
                 done = len(self.reports)
                 await asyncio.wait({training}, timeout=STEP_TIMEOUT_S)
                 if not training.done() and len(self.reports) == done:
-                    raise LocalError(f"no step {done} within {STEP_TIMEOUT_S:.0f} s")
+                    raise LocalError(f"no step {done} within {STEP_TIMEOUT_S:.0f} s; end other programs and try again")
             training.result()
         finally:
             await cancel_and_wait(training)

@@ -90,7 +90,10 @@ def _export(module: nn.Module, config: Any, positions: int) -> Exported:
         module, {IDS: _ids(config, min(EXAMPLE_TOKENS, positions or EXAMPLE_TOKENS))}, trains=False
     )
     if not exported.graph.any_batch:
-        raise CheckpointError(f"{config.model_type} cannot be served: its graph is good for texts of one length only")
+        raise CheckpointError(
+            f"{config.model_type} cannot be served: its graph is "
+            "good for texts of one length only; choose another model"
+        )
     return exported
 
 
@@ -120,7 +123,8 @@ def _try(module: nn.Module, segment: GraphSegment, config: Any, positions: int) 
         error = float((wanted - given).abs().max())
         if not error <= TOLERANCE:
             raise CheckpointError(
-                f"{config.model_type} cannot be served: for {length} tokens its graph differs from the model by {error:.1e}"
+                f"{config.model_type} cannot be served: for {length} tokens its "
+                f"graph differs from the model by {error:.1e}; choose another model"
             )
 
 

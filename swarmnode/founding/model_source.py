@@ -354,7 +354,7 @@ def from_module(
     from swarmnode.compute.graph.serialise import write_graph
 
     if units is not None and not 1 <= units <= MAX_UNITS:
-        raise UsageError(f"--units {units}: a model can be cut into 1 to {MAX_UNITS} units")
+        raise UsageError(f"--units {units}: a model can be cut into 1 to {MAX_UNITS} layers")
     exported = export_source(spec, trains=trains, check=trains)
     cut = partition(exported.graph, units or UNITS)
     if not trains:

@@ -69,7 +69,7 @@ def check_adapter_names(names: list[str]) -> None:
                 "dots and dashes, a letter or digit first"
             )
     if len({name.casefold() for name in names}) < len(names):
-        raise UsageError("two adapters have the same name")
+        raise UsageError("two adapters have the same name; give each a name of its own")
     if len(names) > MAX_ADAPTERS:
         raise UsageError(f"a swarm has at most {MAX_ADAPTERS} adapters, not {len(names)}")
 
@@ -89,7 +89,7 @@ def from_folders(folders: Mapping[str, Path], source: ModelSource, out: Path, *,
 
     check_adapter_names(list(folders))
     if source.kind != CAUSAL_LM:
-        raise UsageError("adapters are for models that generate text")
+        raise UsageError("adapters are for models that generate text; leave --adapter out")
     family = Checkpoint(source.folder).family
     model = outline(family, 0, family.units, dtype=torch.float32)
     with new_folder(out, force=force) as partial:

@@ -1,4 +1,4 @@
-"""Remote module: a swarm as a function from arrays to arrays, with every unit computed by another peer.
+"""Remote module: a swarm as a function from arrays to arrays, with every layer computed by another peer.
 
 The client leads the pass: it sends each hop's results to the next hop. If a hop fails, the client asks another peer with the same
 values.
@@ -70,7 +70,7 @@ log = logging.getLogger(__name__)
 class RemoteModule:
     """Leader of passes through the graph of `layout`. Several passes may run at once. Ended by `close`.
 
-    `router` finds routes over a span of units. `on_served` receives the work that each peer has done. Other peers recompute
+    `router` finds routes over a span of layers. `on_served` receives the work that each peer has done. Other peers recompute
     `audit_share` of the passes. `patience_s` limits how long a pass waits for holders without progress.
     """
 
@@ -105,7 +105,7 @@ class RemoteModule:
     async def infer(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Return the outputs by name for inputs by name.
 
-        Raises UsageError if the inputs do not fit or cannot be computed, NoRoute if units have no holder for `patience_s`, Busy if
+        Raises UsageError if the inputs do not fit or cannot be computed, NoRoute if layers have no holder for `patience_s`, Busy if
         their holders have no room for as long.
         """
         values = await asyncio.to_thread(input_values, self.graph, arrays)
@@ -136,7 +136,7 @@ class RemoteModule:
 
 
 class _Pass:
-    """State of one pass through all units, from its inputs to its results."""
+    """State of one pass through all layers, from its inputs to its results."""
 
     def __init__(self, module: RemoteModule, values: Values) -> None:
         self._module = module
@@ -166,7 +166,7 @@ class _Pass:
         return self._values
 
     async def _take(self, hop: HopSpec, router: Router) -> bool:
-        """Have `hop` compute its units. Returns whether the pass can go on along its route."""
+        """Have `hop` compute its layers. Returns whether the pass can go on along its route."""
         module, began_s = self._module, self._module.clock()
         try:
             values = await module.ask(hop, self._values, self._batch)
@@ -188,7 +188,7 @@ class _Pass:
         """Record that `hop` failed. Raises UsageError if the request itself is at fault."""
         self._last = error
         code = error.code if isinstance(error, PeerRefused) else ErrorCode.PEER_LOST
-        log.info("units %d:%d: %s", hop.start, hop.end, error)
+        log.info("layers %d:%d: %s", hop.start, hop.end, error)
         self._contested = max(self._contested, hop.end)
         retry_s = (error.retry_s or 0.0) if isinstance(error, PeerRefused) else 0.0
         verdict = self._blame.judge(hop, code, retry_s=retry_s)
@@ -222,7 +222,7 @@ class _Pass:
 def _request_error(code: ErrorCode | None) -> UsageError:
     """Return the error for a request that no peer of the swarm can compute."""
     if code is ErrorCode.NOT_FINITE:
-        return UsageError("the model gives NaN for this input")
+        return UsageError("the model gives NaN for this input; give smaller or other numbers")
     if code is ErrorCode.TOO_LARGE:
         return UsageError("no machine of the swarm has memory for so large an input: give fewer samples at a time")
     if code is ErrorCode.INTERNAL:

@@ -1,4 +1,4 @@
-"""Inference server: computes other peers' passes through this peer's units.
+"""Inference server: computes other peers' passes through this peer's layers.
 
 A pass leaves no state behind: a client that loses a pass asks another peer.
 """
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class InferenceServer:
-    """Server of one span of a graph's units. `start` opens it, `close` ends it."""
+    """Server of one span of a graph's layers. `start` opens it, `close` ends it."""
 
     def __init__(self, peer: LocalPeer, segment: GraphSegment, executor: Executor, lent: LentDevice) -> None:
         """Create a server that computes on `executor`, the thread of the device `lent`, which holds `segment`."""
@@ -61,15 +61,15 @@ class InferenceServer:
 
     @property
     def load(self) -> int:
-        """Number of passes that run or wait."""
+        """Number of passes for other peers that run or wait."""
         return len(self._tasks)
 
     def readings(self) -> Readings:
-        """Yield the metrics of running and refused passes."""
+        """Return the metrics of the passes that run and of those that were refused."""
         return self._refusals.readings(self.load)
 
     async def start(self) -> None:
-        """Take passes from now on."""
+        """Start to accept other peers' passes."""
         await self._board.start()
 
     async def finish(self) -> None:
@@ -78,7 +78,7 @@ class InferenceServer:
         await self._tasks.idle()
 
     async def close(self) -> None:
-        """End all passes and links."""
+        """End all passes, and close the links to other peers."""
         self.draining = True
         await self._tasks.close()
         await self._board.close()
@@ -108,7 +108,7 @@ class InferenceServer:
         channel.on_frame = gone  # a valid peer sends nothing but END
 
     async def _answer(self, channel: Channel, asked: Infer, payload: Buffer) -> None:
-        """Compute a pass and send its result, or the error."""
+        """Compute the pass of layers that a peer asks for, and send its results or an error code."""
         try:
             infos, payloads = await self._infer(channel, asked, payload)
             channel.send(Inferred(infos), payload=payloads)
@@ -132,13 +132,13 @@ class InferenceServer:
         """Check and compute a pass on the executor. Raises ProtocolError, Busy, TimeoutError, ExecutorDied."""
         segment = self._segment
         if not segment.start <= asked.start < asked.end <= segment.end:
-            raise ProtocolError(f"this peer does not hold units {asked.start}:{asked.end}", code=ErrorCode.WRONG_SPAN)
+            raise ProtocolError(f"this node does not hold layers {asked.start}:{asked.end}", code=ErrorCode.WRONG_SPAN)
         batch = batch_of(segment.layout, asked.start, told(asked.values))
         need_bytes = self._pass_bytes(asked.start, asked.end, batch)
         limit_bytes = self._lent.ledger.limit_bytes
         is_too_large = limit_bytes is not None and need_bytes > limit_bytes
         if is_too_large or values_bytes(segment.layout.boundaries[asked.end], batch) > MAX_PAYLOAD_BYTES:
-            raise ProtocolError(f"a pass of {need_bytes} bytes is too large for this peer", code=ErrorCode.TOO_LARGE)
+            raise ProtocolError(f"a pass of {need_bytes} bytes is too large for this node", code=ErrorCode.TOO_LARGE)
         with self._lent.ledger.reserve(Account.ACTIVATIONS, need_bytes):
             computing = self._executor.call(
                 Urgency.FORWARD,

@@ -1,4 +1,4 @@
-"""Inference stage: a span of a graph's units, loaded, measured, and open to other peers' passes."""
+"""Inference stage: a span of a graph's layers, loaded, measured, and open to other peers' passes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from swarmnode.swarm.records.sections import Section, ServingLoad
 
 @dataclass(eq=False)
 class InferenceStage(Stage):
-    """Stage that serves a graph's units to other peers. Made by `load`, ended by `close`."""
+    """Stage that serves a graph's layers to other peers. Made by `load`, ended by `close`."""
 
     hardware: Hardware
     server: InferenceServer
@@ -85,7 +85,7 @@ class InferenceStage(Stage):
         await self.server.finish()
 
     def take_on(self) -> None:
-        """Take passes again after `finish`."""
+        """Accept passes again after `finish` has stopped them."""
         self.server.draining = False
 
     async def close(self, *, keep_span: bool = False) -> None:

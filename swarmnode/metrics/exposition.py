@@ -83,7 +83,7 @@ def family(metric: Metric) -> Family:
 
 
 def add(family: Family, reading: Reading, swarm: str) -> None:
-    """Add a reading to its family."""
+    """Add a reading to its metric family, with the swarm's name and the reading's labels."""
     labels, value = (swarm, *reading.labels), reading.value
     if isinstance(family, HistogramMetricFamily):
         assert isinstance(value, Histogram)
@@ -181,7 +181,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for the connection, once there is a place."""
+        """Serve the connection in a thread. If there are too many, close the oldest one of the address with most connections."""
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 most = Counter(self._open.values()).most_common(1)[0][0]
@@ -193,7 +193,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Free the connection's place."""
+        """Close a connection and let another one take its place."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)

@@ -42,7 +42,7 @@ STATE = _gauge("node_state", "1 for the state in which this peer is, 0 for the o
 PEERS = _gauge("directory_peers", "Peers in the live directory, this one included, by state.", "state")
 UNITS = _gauge("units", "Units of the model.")
 UNITS_WITHOUT_HOLDER = _gauge("units_without_holder", "Units that no ready peer holds.")
-LEAST_HOLDERS = _gauge("unit_holders_min", "Ready holders of the unit that has the fewest.")
+LEAST_HOLDERS = _gauge("unit_holders_min", "Ready holders of the layer that has the fewest.")
 DHT_SECONDS = _histogram("dht_seconds", "Time of an operation on the DHT that succeeded.", "operation")
 DHT_FAILURES = _counter("dht_failures", "Operations on the DHT that failed.", "operation")
 MOVES = _counter("moves", "Moves of this node to another span.")
@@ -66,7 +66,7 @@ CODEC_LINKS = _gauge(
 
 # A stage. Its work is to serve (in the phases prefill and decode) or to train (forward and backward).
 TOKENS = _counter("tokens", "Positions computed (samples if the model has no positions).", "span", "phase")
-UNIT_TOKENS = _counter("unit_tokens", "Work done: positions times the units that they passed.", "span", "phase")
+UNIT_TOKENS = _counter("unit_tokens", "Work done: positions times the layers that they passed.", "span", "phase")
 MICROBATCHES = _counter("microbatches", "Inputs computed: of sessions, or of a training step.", "span", "phase")
 HOP_SECONDS = _histogram(
     "hop_seconds", "From an input's arrival to its result: waiting and computing.", "span", "phase"
@@ -96,7 +96,7 @@ CREDIT = _gauge("credit", "Credit for that work after the discount for few clien
 # Training: of a stage
 TRAINING_STEP = _gauge("training_step", "Step that the stage is at.", "span")
 TRAINING_LOSS = _gauge("training_loss", "Mean loss of the last step.", "span")
-TRAINING_NORM = _gauge("training_gradient_norm", "Norm of the last step's gradient, of all units.", "span")
+TRAINING_NORM = _gauge("training_gradient_norm", "Norm of the last step's gradient, of all layers.", "span")
 AVERAGING_SECONDS = _histogram("averaging_seconds", "Time in which replicas agreed on a gradient.", "span")
 NOT_FINITE = _counter("not_finite", "Microbatches in which this stage met NaN or infinity.", "span")
 
@@ -104,7 +104,7 @@ NOT_FINITE = _counter("not_finite", "Microbatches in which this stage met NaN or
 TRAINER_STEP = _gauge("trainer_step", "Last step that is done.")
 TRAINER_LOSS = _gauge("trainer_loss", "Mean loss of the last step.")
 TRAINER_PEERS = _gauge("trainer_peers", "Peers that took part in the last step.")
-TRAINER_WAITING = _gauge("trainer_waiting", "1 while training waits because units have no holder.")
+TRAINER_WAITING = _gauge("trainer_waiting", "1 while training waits because layers have no holder.")
 TRAINER_STEP_SECONDS = _histogram("trainer_step_seconds", "Time of a step.")
 TRAINER_EXPECTED_SECONDS = _gauge(
     "trainer_expected_step_seconds", "Expected time of the last step, estimated when it began."

@@ -73,7 +73,7 @@ class Expectation:
         return f"<Expectation {'unknown' if self._mean is None else f'{self._mean:.3g} +- {self._deviation:.2g}'}>"
 
     def note(self, sample: float) -> None:
-        """Add a sample."""
+        """Update the moving mean and deviation by one more `sample`."""
         if self._mean is None:
             self._mean, self._deviation = sample, sample / 2
             return
@@ -126,7 +126,7 @@ class Backoff:
         return max(pause_s, at_least_s)
 
     def succeeded(self, peer: PeerId) -> None:
-        """Forget the failures of `peer`."""
+        """Forget the failures of `peer`, so that it is used again without a pause."""
         self._pauses.pop(peer, None)
 
     def pause_s(self, peer: PeerId) -> float:
@@ -136,7 +136,7 @@ class Backoff:
 
     @property
     def resting(self) -> frozenset[PeerId]:
-        """Peers that are backing off now."""
+        """Peers that are not used now, because they failed lately."""
         now_s = self._clock()
         return frozenset(peer for peer, (_, until_s) in self._pauses.items() if until_s > now_s)
 

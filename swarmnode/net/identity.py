@@ -65,7 +65,7 @@ class IdentitySlot:
         return f"<IdentitySlot {self.path.name}>"
 
     def release(self) -> None:
-        """Let another process use the identity."""
+        """Release the lock, so that another process can use the identity."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -92,7 +92,7 @@ def hosting_alone(home: Path, swarm_id: bytes, name: str) -> Iterator[None]:
 
 
 class SigningKey:
-    """An Ed25519 private key and its public key."""
+    """Ed25519 key for signatures: the private and the public key."""
 
     def __init__(self, seed: bytes) -> None:
         self._key = Ed25519PrivateKey.from_private_bytes(seed)
@@ -104,7 +104,7 @@ class SigningKey:
 
     @classmethod
     def generate(cls: type[Key]) -> Key:
-        """Generate a new key."""
+        """Generate a key from random bytes."""
         return cls(secrets.token_bytes(SEED_BYTES))
 
     def sign(self, data: bytes) -> bytes:
@@ -126,10 +126,10 @@ class Identity(SigningKey):
     def from_bytes(cls, data: bytes) -> Identity:
         """Return the identity in the bytes of a libp2p key file. Raises LocalError if they are not an Ed25519 private key."""
         if len(data) != len(_PRIVATE_HEAD) + 64 or not data.startswith(_PRIVATE_HEAD):
-            raise LocalError("not an Ed25519 identity")
+            raise LocalError("not an Ed25519 identity key; use a key file that swarmnode wrote")
         identity = cls(data[len(_PRIVATE_HEAD) : len(_PRIVATE_HEAD) + 32])
         if identity.to_bytes() != data:  # torn by a power cut: private and public key do not match
-            raise LocalError("not an Ed25519 identity")
+            raise LocalError("not an Ed25519 identity key; use a key file that swarmnode wrote")
         return identity
 
     def to_bytes(self) -> bytes:
@@ -149,7 +149,7 @@ class Identity(SigningKey):
         except LocalError:
             raise LocalError(f"{path} is not an identity file; move it away to get a new identity") from None
         except OSError as error:
-            raise LocalError(f"cannot read {path}: {error.strerror or error}") from error
+            raise LocalError(f"cannot read {path}: {error.strerror or error}; check its permissions") from error
 
     def save(self, path: Path) -> None:
         """Write the key file with mode 0600, atomically, creating its folder if missing. Raises LocalError."""

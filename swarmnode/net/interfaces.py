@@ -38,7 +38,8 @@ class Stream(ABC):
         """Note that the peer that opened the stream has been admitted: the stream no longer counts among those of strangers."""
 
     def give_place_up(self) -> None:  # noqa: B027  # as above
-        """Note that the stream is about to end, and that another one takes its place in the count."""
+        """Note that the stream is about to end, so that it no longer counts against the limit of streams: another one takes its
+        place."""
 
     @abstractmethod
     async def read_into(self, buffer: memoryview) -> int:
@@ -81,7 +82,7 @@ class Stream(ABC):
     @property
     @abstractmethod
     def unsent_bytes(self) -> int:
-        """Bytes written that this process still holds."""
+        """Bytes that were written to the stream and that this process has not sent yet."""
 
     @property
     def receive_bytes(self) -> int:
@@ -98,7 +99,7 @@ class Stream(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Send what is queued, then close; the peer reads the end of the stream. Calling it again changes nothing."""
+        """Send the queued bytes, then close; the peer reads the end of the stream. Calling it again changes nothing."""
 
     @abstractmethod
     def abort(self) -> None:
@@ -197,7 +198,7 @@ class Network(Protocol):
     @property
     @abstractmethod
     def dht(self) -> Dht:
-        """The table that all peers of the swarm keep together."""
+        """Distributed hash table that the peers of the swarm keep together."""
 
     @abstractmethod
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:

@@ -148,7 +148,7 @@ class Supervisor:
             self.ends_peer(error)
 
     def check(self) -> None:
-        """Raise LocalError if the peer is broken."""
+        """Raise LocalError if an essential part of this peer has failed."""
         if self.failure is not None:
             raise self.failure
 

@@ -34,7 +34,7 @@ class TransportStream(CountedStream):
     # -- asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport; called by asyncio."""
+        """Keep the transport of a new connection; called by asyncio."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, with the same methods
         self._transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
 
@@ -51,7 +51,7 @@ class TransportStream(CountedStream):
         self._writable = self._loop.create_future()
 
     def resume_writing(self) -> None:
-        """Wake waiting writers: the transport takes more."""
+        """Let waiting writers go on: the transport's buffer has room again (called by asyncio)."""
         if self._writable is not None and not self._writable.done():
             self._writable.set_result(None)
         self._writable = None

@@ -1,7 +1,7 @@
 """Node: a volunteer's machine in a swarm, from joining to leaving.
 
 join -> choose a span -> get the weights -> load -> serve -> drain -> leave
-             ^-------------- move, when units lack a holder -----'
+             ^-------------- move, when layers lack a holder -----'
                                                  pause <-'  '-> go on
 
 The owner's commands and rules can pause or finish the node, see `lending`.
@@ -157,7 +157,7 @@ class Node:
         await until_first(self.lending.until(LendingState.RUNNING), _ended(self._life))
         if self._life.done():
             self._life.result()
-            raise LocalError("the node was stopped before it served")
+            raise LocalError("the node was stopped before it served; start it again")
 
     def pause(self, reason: str = "by its program", *, keep: Keep = Keep.DISK) -> None:
         """Let sessions move to other peers, then give back the device and its memory. `keep` says where the weights stay."""
@@ -189,7 +189,7 @@ class Node:
         return {**facts, **measured(self._hardware, own)}
 
     def why(self, about: str = "") -> dict[str, Any]:
-        """Return facts and decisions about `about`: a peer, a unit or a session; this node itself if it is empty.
+        """Return facts and decisions about `about`: a peer, a layer or a session; this node itself if it is empty.
 
         Before the node has joined there are no facts, and only decisions about lending.
         """
@@ -276,7 +276,7 @@ class Node:
                 await executor.look(error)
 
     async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
-        """Join, load and serve, move and pause, until cancelled."""
+        """Join the swarm, load layers, and serve or train, with moves and pauses, until cancelled."""
         yielding = asyncio.ensure_future(self._yield_at_once())
         try:
             loader, place = await self._prepare(host, heavy, services)

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageLoader:
-    """Loader of spans, one after another. `states` is None unless the swarm trains.
+    """Loader of a node's layers, one range after another.
 
-    `awaits_others` returns whether a new stage should wait until other peers are at their places.
+    `states` is None unless the swarm trains. `awaits_others` returns whether a new stage should wait until other peers hold the
+    layers that they are meant to hold.
     """
 
     place: Workplace
@@ -50,7 +51,7 @@ class StageLoader:
         return await (self._train(checkpoint, span) if self.place.hardware.trains else self._serve(checkpoint, span))
 
     async def take_up(self, kept: KeptSpan) -> Stage:
-        """Serve weights that were kept in memory during a pause."""
+        """Return a stage that serves `kept` again: layers whose weights were kept in memory during a pause."""
         from swarmnode.serving.serving_stage import ServingStage
 
         return await ServingStage.take_up(self.place, kept)

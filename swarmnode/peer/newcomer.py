@@ -63,7 +63,7 @@ async def _ask(board: Switchboard, peer: PeerId, swarm: bytes, delay_s: float) -
         async for frame, body in ask(board, peer, GetManifest()):
             if isinstance(body, ManifestReply):
                 if swarm_id(frame.payload) != swarm:
-                    raise ProtocolError("a peer gave a manifest that is not the swarm's", peer=peer)
+                    raise ProtocolError("it gave a manifest that is not the swarm's", peer=peer)
                 return bytes(frame.payload)
     except NetworkDown as error:
         raise PeerLost(str(error), peer=peer) from error

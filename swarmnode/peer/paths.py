@@ -35,7 +35,7 @@ class _Seen:
 
 
 class ObservedLatency:
-    """Seconds for one position through one unit, by peer: moving averages of measurements by this node and by the peers'
+    """Seconds for one position through one layer, by peer: moving averages of measurements by this node and by the peers'
     neighbours. Bounded."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -46,7 +46,7 @@ class ObservedLatency:
         return f"<ObservedLatency with {len(self._seen)} peers>"
 
     def saw(self, peer: PeerId, unit_s: float) -> None:
-        """Record that one position took `unit_s` seconds per unit on `peer`. The peer measured least recently is forgotten
+        """Record that one position took `unit_s` seconds per layer on `peer`. The peer measured least recently is forgotten
         first."""
         now_s = self._clock()
         seen = self._seen.get(peer)
@@ -56,19 +56,19 @@ class ObservedLatency:
         self._seen[peer] = _Seen(seen.unit_s + weight * (unit_s - seen.unit_s), now_s)
 
     def unit_s(self, peer: PeerId) -> float | None:
-        """Return the seconds of one position through one unit on `peer`; None without a fresh measurement."""
+        """Return the seconds of one position through one layer on `peer`; None without a fresh measurement."""
         seen = self._seen.get(peer)
         return None if seen is None or self._clock() - seen.at_s > FRESH_S else seen.unit_s
 
     def section(self) -> Hearsay:
-        """Return the section for the announcement: microseconds per unit, by the digests of the peers."""
+        """Return the section for the announcement: microseconds per layer, by the digests of the peers."""
         seen = self.units_s(most=MAX_UNIT_TIMES)
         return Hearsay(
             unit_us={peer_digest(peer): max(1, min(round(unit_s * 1e6), MAX_UNIT_US)) for peer, unit_s in seen.items()}
         )
 
     def units_s(self, most: int | None = None) -> dict[PeerId, float]:
-        """Return the seconds per unit of at most `most` peers (None: all), those measured last first."""
+        """Return the seconds per layer of at most `most` peers (None: all), those measured last first."""
         known = {peer: unit_s for peer in reversed(self._seen) if (unit_s := self.unit_s(peer)) is not None}
         return dict(list(known.items())[:most])
 
@@ -101,7 +101,7 @@ class Paths:
             self._surveyor.measured(Coordinate.unpacked(announcement.coordinate), rtt_s)
 
     def _is_at_home(self, peer: PeerId) -> bool:
-        """Return whether both peers announce the same public address."""
+        """Return whether `peer` and this node announce the same public address, so that both are behind one line."""
         own, other = self._known(self._peer), self._known(peer)
         home = "" if own is None else home_of(own.addresses)
         return bool(home) and other is not None and home_of(other.addresses) == home

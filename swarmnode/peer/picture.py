@@ -23,7 +23,7 @@ GOOD, DOUBTED, SHUNNED = "good", "doubted", "shunned"
 def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Standing) -> dict[str, Any]:
     """Return the picture as `swarmnode status --json` prints it. `standing` is this peer's findings about the others.
 
-    "bootstraps" lists peers without a span, "missing" the units without a ready holder.
+    "bootstraps" lists peers without a span, "missing" the layers without a ready holder.
     """
     assert swarm.manifest is not None
     units = swarm.manifest.model.units

@@ -1,4 +1,4 @@
-"""Placement of a node: the units that it takes when it joins, by the rule or by a plan, and the reasons to move."""
+"""Placement of a node: the layers that it takes when it joins, by the rule or by a plan, and the reasons to move."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HOLDING = (State.LOADING, State.READY)
 
 
 class PlannedPlace:
-    """The place of one node in a plan, from when it joins; `span` is empty if the plan gives it no units.
+    """The place of one node in a plan, from when it joins; `span` is empty if the plan gives it no layers.
 
     A plan is made for all of its peers. While all of them are at their planned places or still coming, each stays, however much
     better another order may look with half of them here. Once a peer has gone, or is elsewhere, all follow the usual rule.
@@ -69,7 +69,7 @@ class PlannedPlace:
 
 @dataclass(frozen=True)
 class PlacementConfig:
-    """Settings of a node's search for its place."""
+    """Settings of a node's choice of layers: waiting times and intervals in seconds, and the rule for moves."""
 
     settle_s: float = 1.0  # how long a claim must stand before it is taken, so that joiners see one another
     max_settle_s: float = 6.0
@@ -93,14 +93,14 @@ async def at_once() -> None:
 
 @dataclass(frozen=True)
 class _Wish:
-    """Wish to move, and when it arose on the monotonic clock."""
+    """Wish of a node to move to other layers, with the monotonic time at which it arose."""
 
     move: Move
     since_s: float
 
 
 class Placement:
-    """Placement decisions of one node, from the directory alone. `capacity_units` is the number of units that fit into its
+    """Placement decisions of one node, from the directory alone. `capacity_units` is the number of layers that fit into its
     memory."""
 
     def __init__(
@@ -203,7 +203,7 @@ class Placement:
     async def _reconsider(self) -> tuple[View, Move | None]:
         """Return the view of the directory and the move that pays; None if none does.
 
-        The directory of a large swarm is a sample: the table is searched for holders of units before they count as missing.
+        The directory of a large swarm is a sample: the table is searched for holders of layers before they count as missing.
         """
         directory, view = self._host.directory, self._view()
         move = await self._wish_in(view)
@@ -236,7 +236,7 @@ class Placement:
         return not rests and self._clock() - self._wish.since_s >= move.delay_s
 
     def _note_stay(self, view: View, *, fixed: bool) -> None:
-        """Note the decision to stay, and why."""
+        """Record the decision to keep the present layers, with its reason, for `swarmnode why`."""
         own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
         assert own is not None
         reason = f"every layer is on a machine; it moves if one is not, or if the swarm gains {hysteresis:.0%}"

@@ -58,11 +58,11 @@ class QuestionServer:
         return f"<QuestionServer {self._board!r}>"
 
     async def start(self) -> None:
-        """Start to answer."""
+        """Start to answer other peers' questions."""
         await self._board.start()
 
     async def close(self) -> None:
-        """End all links and stop."""
+        """Stop answering, and close the links to other peers."""
         await self._board.close()
         await self._tasks.close()
 

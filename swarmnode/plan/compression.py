@@ -47,8 +47,8 @@ def topk_ratio(rule: str, link_s: float, slowest_s: float, largest: float) -> fl
 def slowest_link_s(told: Iterable[float]) -> float:
     """Return the seconds of the slowest link, given each peer's own slowest; 0 if fewer than two peers report.
 
-    The second longest: a link has two ends, and both have measured it. So one peer alone makes no link the slowest that is not, and
-    hides none but its own.
+    It is the second longest time of all: a link has two ends, and both have measured it. So one peer alone makes no link the
+    slowest that is not, and hides none but its own.
     """
     longest = sorted(told, reverse=True)[:2]
     return longest[1] if len(longest) == 2 else 0.0
@@ -88,7 +88,8 @@ class Controller:
         return f"<Controller {self.choice.codec.name}: {self.choice.reason}>"
 
     def look(self, look: Look) -> Choice:
-        """Return the choice for the next values; the earlier choice if the bandwidth or the beat is unknown."""
+        """Return the choice of a codec for the next values; the earlier choice if the link's bandwidth or the time per microbatch
+        is unknown."""
         if len(self._ladder) == 1:
             self.choice = Choice(self._ladder[0], "the only codec that is allowed")
         elif look.bandwidth_bps and look.beat_s > 0:
@@ -133,7 +134,7 @@ class Controller:
 
 
 def mildest(ladder: Sequence[Codec], values: Sequence[TensorInfo], bandwidth_bps: float, room_s: float) -> Codec:
-    """Return the first codec of `ladder` with which the values cross a link within `room_s` seconds, else the last."""
+    """Return the first codec of `ladder` that lets `values` cross the link within `room_s` seconds; the last if none does."""
     fitting = (codec for codec in ladder if encoded_bytes(values, codec) * 8 <= room_s * bandwidth_bps)
     return next(fitting, ladder[-1])
 

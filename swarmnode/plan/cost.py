@@ -20,7 +20,7 @@ Share = TypeVar("Share", float, Floats)
 
 
 def fragility(missing: Share) -> Share:
-    """Return the acceptable slowdown of a step with all further holders of units, if the share `missing` is missing now."""
+    """Return the acceptable slowdown of a step with all further holders of layers, if the share `missing` is missing now."""
     return 1 + FRAGILE * missing
 
 
@@ -35,7 +35,7 @@ def transfer_s(size_bytes: float | Floats, delay_s: Floats, bandwidth_bps: Float
 def sustained_units_per_s(
     units_per_s: float, span_units: int, position_bytes: float, up_bps: float = 0.0, down_bps: float = 0.0
 ) -> float:
-    """Return the units/s that a peer sustains while each position crosses its span and goes out again.
+    """Return the layers/s that a peer sustains while each position crosses its span and goes out again.
 
     Computing and sending overlap, so the slower of both decides: a fast card behind a slow line is a slow peer.
     """

@@ -1,8 +1,8 @@
-"""Credit: what a peer's receipts add up to.
+"""Credit: the sum of a peer's receipts, discounted if few clients signed them.
 
-Who serves nobody but friends can have any receipt from them, so what counts is how many clients there are: the sum is discounted
-by its concentration, the Herfindahl-Hirschman index H of the clients' shares. Of n clients that were served alike 1 - 1/n of it
-counts, of one alone nothing, and one more client, whatever it signs for, adds at most twice what all others together do.
+A peer's friends may sign any receipt, so the number of clients matters. The sum is multiplied by 1 - H, and H is the
+Herfindahl-Hirschman index of the clients' shares. With n clients of equal work 1 - 1/n of the sum counts; with one client nothing
+counts. One more client, whatever it signs for, adds at most twice the signed work of all others together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ TRAINED_WEIGHT = 3  # backward costs twice what forward does
 
 @dataclass(frozen=True)
 class Credit:
-    """Work of one worker, in units times tokens (samples if the model has no tokens). `by_client` is weighted work."""
+    """Work that clients signed for one worker, in layers times tokens (samples if the model has no tokens).
+
+    `served` is inference and `trained` is training; `by_client` is their weighted sum for each client.
+    """
 
     served: int
     trained: int
@@ -36,12 +39,12 @@ class Credit:
 
     @property
     def signed(self) -> int:
-        """All that clients signed for, weighted."""
+        """Weighted sum of the work that all clients signed for."""
         return sum(self.by_client.values())
 
     @property
     def concentration(self) -> float:
-        """H: the sum of the squares of the clients' shares; 1 of a single client."""
+        """Herfindahl-Hirschman index: the sum of the squares of the clients' shares; 1 with a single client or none."""
         total = self.signed
         return sum((work / total) ** 2 for work in self.by_client.values()) if total else 1.0
 
@@ -52,7 +55,7 @@ class Credit:
 
 
 def weight_of(credit: Credit, units: int) -> float:
-    """Return the weight of an owner with this `credit`, from 1 to below `MOST_WEIGHT`, for a model of `units` units."""
+    """Return the weight of an owner of machines with this `credit`: from 1 to below `MOST_WEIGHT`. The model has `units` layers."""
     tokens = credit.counted / units
     return 1.0 + (MOST_WEIGHT - 1.0) * tokens / (tokens + HALF_CREDIT)
 

@@ -21,7 +21,7 @@ UNMEASURED_UNITS_PER_S = 100.0  # a home machine with a small model, as a first 
 
 
 class Span(NamedTuple):
-    """The units [start, end)."""
+    """Half-open range [start, end) of the model's layers; the embedding and the head count as layers."""
 
     start: int
     end: int
@@ -31,17 +31,17 @@ class Span(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Number of units in the span."""
+        """Number of layers in the span."""
         return self.end - self.start
 
     def overlaps(self, other: Span) -> bool:
-        """Return whether the spans have a unit in common."""
+        """Return whether the spans have a layer in common."""
         return max(self.start, other.start) < min(self.end, other.end)
 
 
 @dataclass(frozen=True, slots=True)
 class PeerView:
-    """Peer as the planners see it. A speed or bandwidth of 0 is unmeasured."""
+    """Peer as the planners see it: its layers, state, speeds and room. A speed or bandwidth of 0 is unmeasured."""
 
     peer: PeerId
     span: Span
@@ -61,12 +61,12 @@ class PeerView:
 
     @property
     def assumed_units_per_s(self) -> float:
-        """Decode speed in units/s; a default if it is unmeasured."""
+        """Decode speed in layers/s; a default if it is unmeasured."""
         return self.decode_units_per_s or UNMEASURED_UNITS_PER_S
 
     @property
     def assumed_prefill_units_per_s(self) -> float:
-        """Prefill speed in units/s; derived from the decode speed if it is unmeasured."""
+        """Prefill speed in layers/s; derived from the decode speed if it is unmeasured."""
         return self.prefill_units_per_s or PREFILL_GAIN * self.assumed_units_per_s
 
     def has_room(self, tokens: int) -> bool:
@@ -79,10 +79,12 @@ class PeerView:
 
 @dataclass(frozen=True)
 class View:
-    """All peers; the round trips measured between them, in seconds, by pairs in either order; and bandwidths by pairs (from, to).
-    What nobody measured follows from network coordinates, of whoever has one, and lines (`plan/routes/delays.py`)."""
+    """Snapshot of all peers, with measured round trips in seconds by pairs and bandwidths in bits/s by pairs (from, to).
 
-    units: int
+    Links that no peer measured are estimated from network coordinates and from the peers' lines (`plan/routes/delays.py`).
+    """
+
+    units: int  # layers of the model
     peers: tuple[PeerView, ...]
     rtt_s: Mapping[tuple[PeerId, PeerId], float] = field(default_factory=dict)
     coordinates: Mapping[PeerId, Coordinate] = field(default_factory=dict)
@@ -100,8 +102,10 @@ class View:
 
     @property
     def with_many_sessions(self) -> View:
-        """The same with the speeds that peers have for many sessions together, which is what a place in the swarm is for; a
-        session's route is chosen by those for one."""
+        """The same view with each peer's decode speed for many sessions together instead of that for one session.
+
+        Placement uses the speed for many sessions; the route of a session is chosen by the speed for one.
+        """
         peers = (
             replace(peer, decode_units_per_s=peer.decode_units_per_s * peer.parallel_speedup, parallel_speedup=1.0)
             for peer in self.peers
@@ -121,12 +125,20 @@ def view_of(
     position_bytes: int = 0,
     trains: bool = False,
 ) -> View:
-    """The view that announcements give, with the round trips that `observer` measured itself and its own coordinate.
+    """Return the planners' snapshot of the peers that signed `announcements`, as seen by the peer `observer`.
 
-    A peer's speed is what those measured who used it: the observer's own experience (`unit_s`, seconds per unit), else the
-    median of what others announce of it, of which an address group has one voice, and none for its own. Its own word counts only
-    where nobody has used it; for an observer no more than the usual speed of those that were measured. All count as much as
-    `weights` says, 1 where nothing is said. Where the swarm `trains`, speeds are those of training, of which sessions tell nothing.
+    Args:
+        units: Number of layers of the model.
+        announcements: The peers' own descriptions, with the links and speeds that they measured.
+        observer: Peer that plans; None for a view without its measurements.
+        rtt_s: Round trips in seconds that the observer measured, by peer.
+        coordinate: Network coordinate of the observer; ignored while its error is too large.
+        unit_s: Seconds per layer that the observer measured, by peer. They come before all other figures of a peer's speed.
+            Next comes the median of other peers' announced measurements, with one vote for each address group and none for the
+            peer's own group. The peer's own figure comes last; for an observer it is at most the median of the measured speeds.
+        weights: Factors on the peers' speeds, by default 1.
+        position_bytes: Bytes of one position between two peers.
+        trains: Whether to use the announced training speeds instead.
     """
     announced = sorted(announcements, key=lambda announcement: announcement.peer)
     by_digest = {peer_digest(announcement.peer): announcement.peer for announcement in announced}
@@ -185,7 +197,7 @@ def _speed(announcement: Announcement, measured_s: float | None, believed: float
 
 
 def _hearsay(announced: Sequence[Announcement], by_digest: Mapping[bytes, PeerId]) -> dict[PeerId, float]:
-    """Seconds per unit by peer, as others announce. What a peer says of itself, or one of its own address group, is not asked."""
+    """Return seconds per layer by peer, as other peers announce. A peer's own address group has no vote on it."""
     groups = {announcement.peer: wide_group(announcement.addresses) or announcement.peer for announcement in announced}
     told: dict[PeerId, dict[str, list[float]]] = {}
     for announcement in announced:
@@ -197,6 +209,6 @@ def _hearsay(announced: Sequence[Announcement], by_digest: Mapping[bytes, PeerId
 
 
 def draw(*parts: object) -> int:
-    """A number that depends on the parts alone and is spread evenly: how ties are broken, so that peers differ."""
+    """Return a 64-bit number that depends on `parts` alone and is spread evenly. Ties are broken by it, so that peers differ."""
     text = "\0".join(map(str, parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -11,11 +11,11 @@ Action = Callable[[], None]
 
 
 class VirtualClock:
-    """Runs actions in the order of their times; those of the same moment in the order in which they were planned."""
+    """Clock of a simulation that runs planned actions in the order of their times; equal times keep the order of planning."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.events = 0  # that have happened
+        self.events = 0  # number of actions that have run
         self._heap: list[tuple[float, int, Action]] = []
         self._numbers = itertools.count()
 
@@ -23,7 +23,7 @@ class VirtualClock:
         return f"<VirtualClock at {self.now_s:.3f} s, {self.events} events done, {len(self._heap)} planned>"
 
     def at(self, time_s: float, action: Action) -> None:
-        """Do something at a moment, or now if that has passed."""
+        """Plan `action` for the time `time_s`, or for now if that time has passed."""
         heapq.heappush(self._heap, (max(time_s, self.now_s), next(self._numbers), action))
 
     def after(self, delay_s: float, action: Action) -> None:
@@ -31,7 +31,7 @@ class VirtualClock:
         self.at(self.now_s + delay_s, action)
 
     def run(self, until_s: float) -> None:
-        """Let everything happen that is planned until then; the clock stands there afterwards."""
+        """Run all actions planned up to `until_s` and set the clock to `until_s`."""
         self._happen(until_s)
         self.now_s = max(self.now_s, until_s)
 

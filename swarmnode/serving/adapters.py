@@ -141,7 +141,7 @@ class StageAdapters:
         held.users.add(key)
 
     def leave(self, key: int) -> None:
-        """Note that a session is over."""
+        """Record that the session `key` has ended and uses no adapter any more."""
         for held in self._held.values():
             held.users.discard(key)
 

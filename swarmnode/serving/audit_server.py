@@ -56,7 +56,7 @@ def audit_server(peer: LocalPeer, author: Author, find: Callable[[bytes], StageS
 def _state(
     author: Author, question: GetStatement, opened: Open, received: Conveyed, sent: Conveyed, told: Edge
 ) -> tuple[bytes, bytes]:
-    """Return the signed statement that answers `question`, and its sketches."""
+    """Return the signed statement of a hop's work that answers `question`, and the sketches of its inputs and outputs."""
     sketched = [edge for edge in (received, sent) if edge.entries and not edge.is_ids]
     hidden = (edge.hidden(question.first, question.count) for edge in sketched)
     payload = b"".join(sketch_bytes(sketch(hidden_TH, question.seed)) for hidden_TH in hidden)

@@ -19,11 +19,11 @@ class Compiler(Protocol):
 
     @property
     def loaded(self) -> bool:
-        """Whether its tokenizer is in memory."""
+        """Whether the compiler's tokenizer is in memory."""
 
     @property
     def tokenizer_bytes(self) -> int:
-        """Memory that its tokenizer takes."""
+        """Bytes of memory that the compiler's tokenizer takes."""
 
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher for the text of one session. Raises ProtocolError (INVALID_REQUEST) if the grammar is
@@ -56,7 +56,7 @@ class Grammars:
         grammars wait, there is no memory for the tokenizer, or it is not compiled in time.
         """
         if self._compiler is None:
-            raise ProtocolError("there is no tokenizer here", code=ErrorCode.INVALID_REQUEST)
+            raise ProtocolError("this node has no tokenizer, which a grammar needs", code=ErrorCode.INVALID_REQUEST)
         if self._waiting >= self._config.max_compiling:
             raise Busy("too many grammars wait to be compiled", retry_s=self._config.retry_s)
         if self._tokenizer is None:

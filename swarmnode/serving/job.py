@@ -68,7 +68,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """Position after the last."""
+        """Position after the job's last position."""
         return self.start + self.count
 
     @property

@@ -58,7 +58,7 @@ class LinkCodecs:
 
     @property
     def _unit(self) -> int:
-        """Unit that the states enter."""
+        """Layer that the states enter."""
         return self._opened.route[self._opened.index].end
 
     def rebound(self, opened: Open, accepted: int) -> None:
@@ -105,7 +105,7 @@ class LinkCodecs:
 
 
 def codec_rules_of(host: Host, dtype: torch.dtype) -> CodecRules:
-    """Return the rules of a node that computes in `dtype`."""
+    """Return the rules of a node that computes in `dtype` for choosing the codecs of hidden states."""
     manifest, links, directory = host.swarm.manifest, host.link_config, host.directory
     allowed = SERVING_CODECS if manifest is None else manifest.codecs
     return CodecRules(frozenset(allowed), DTYPE_OF[dtype], lambda peer: bandwidth_to(peer, links, directory))

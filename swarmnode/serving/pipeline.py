@@ -68,7 +68,7 @@ class Pipeline:
 
     @property
     def load(self) -> float:
-        """Number of sessions, with one more, divided by the speed."""
+        """Load for comparing pipelines: the number of sessions with one more, divided by the pipeline's speed."""
         return (1 + len(self._passed)) / self._units_per_s
 
     # -- memory
@@ -142,13 +142,13 @@ class Pipeline:
             worker.forget(session)
 
     def submit(self, job: Job) -> None:
-        """Queue a job; see `SessionPipeline.submit`."""
+        """Queue a job of a session on the pipeline's devices; see `SessionPipeline.submit`."""
         self.watch.submitted(job.session, job.end, job.count, job.submitted_s)
         after = len(self._passed[job.session]) - 1
         self._submit(replace(job, stages_after=job.stages_after + after) if after else job, 0, None)
 
     def computed(self, job: Job, run: Pass) -> None:
-        """Note that a job came back; see `SessionPipeline.computed`."""
+        """Record that a job was computed in the pass `run`; see `SessionPipeline.computed`."""
         self.watch.computed(job.session, job.end, job.count, run.ended_s - run.began_s, self.clock())
 
     @property
@@ -159,7 +159,7 @@ class Pipeline:
         return self.watch.stalled(self.clock(), longest)
 
     def readings(self) -> Readings:
-        """Yield the metrics of its devices."""
+        """Yield the metrics of the pipeline's devices."""
         for worker in self.workers:
             span, budget = worker.meter.label, worker.runner.pool.budget
             yield from worker.meter.readings()
@@ -200,7 +200,7 @@ class Pipeline:
 
 
 def _part(worker: Worker, opened: Open) -> Span:
-    """Return the units of a session that a worker has; the span has no positive length if it has none."""
+    """Return the layers of a session that a worker has; the span has no positive length if it has none."""
     (start, end), span = units_of(opened), worker.runner.span
     return Span(max(start, span.start), min(end, span.end))
 
@@ -240,7 +240,7 @@ class Replicas:
 
     @property
     def stalled(self) -> list[Pipeline]:
-        """Pipelines whose devices stand still."""
+        """Pipelines (replicas of the node's layers) with a device that makes no progress."""
         return [pipeline for pipeline in self.pipelines if pipeline.stalled]
 
     @property
@@ -258,7 +258,7 @@ class Replicas:
         return max(pipeline.free_cache_tokens(kept) for pipeline in self.pipelines)
 
     def readings(self) -> Readings:
-        """Yield the metrics of all devices."""
+        """Yield the metrics of all devices of all replicas."""
         for pipeline in self.pipelines:
             yield from pipeline.readings()
 
@@ -320,7 +320,7 @@ def _free_oldest(sessions: Sequence[StageSession]) -> bool:
 
 
 def _take(pipeline: Pipeline, key: int, claimant: Claimant, body: Open) -> bool:
-    """Promise memory to a session and return whether there was room."""
+    """Reserve the memory that the session `key` needs in `pipeline`. Returns False if there is no room."""
     cache_bytes, journal = _sizes(pipeline, body)
     return pipeline.memory.take(key, claimant, cache_bytes=cache_bytes, journal_bytes=journal)
 

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class StageServer:
-    """Server of one span of units for the sessions of other peers. `pipelines` are the span's replicas.
+    """Server of one span of layers for the sessions of other peers. `pipelines` are the span's replicas.
 
     Shared state changes without an await in between, so every frame meets a consistent state.
     """
@@ -84,7 +84,7 @@ class StageServer:
 
     @property
     def load(self) -> int:
-        """Number of sessions held, without those kept for another text."""
+        """Number of sessions in use: those held, without idle ones that are kept to begin another text."""
         return sum(not session.kept for session in self._sessions.values())
 
     def readings(self) -> Readings:
@@ -103,7 +103,7 @@ class StageServer:
         return next(running, None) or self._traces.get(trace)
 
     async def start(self) -> None:
-        """Start answering incoming links."""
+        """Start to accept sessions of other peers."""
         await self.switchboard.start()
         await self._trace_server.start()
 
@@ -128,7 +128,7 @@ class StageServer:
             session.free()
 
     def take_on(self) -> None:
-        """Take new sessions again."""
+        """Accept new sessions again after draining."""
         self.draining = False
 
     async def close(self) -> None:
@@ -145,7 +145,7 @@ class StageServer:
     # -- services for sessions
 
     def freed(self, session: bytes) -> None:
-        """Drop a session that is over; see `SessionHost.freed`."""
+        """Drop a session whose memory is free; see `SessionHost.freed`."""
         gone = self._sessions.pop(session)
         self._traces.keep(gone.trace_id, gone.trace)
         self._replicas.of(gone.key).forget(gone.key)
@@ -204,7 +204,7 @@ class StageServer:
 
     @contextlib.contextmanager
     def _refusing(self, channel: Channel, body: Open) -> Iterator[None]:
-        """Answer an OPEN with the ProtocolError or Busy that is raised inside, if any."""
+        """Answer the OPEN of a session with an error code if the `with` block raises ProtocolError or Busy."""
         try:
             yield
         except (ProtocolError, Busy) as error:
@@ -305,7 +305,9 @@ class StageServer:
             raise ProtocolError("this node pauses or leaves", code=ErrorCode.DRAINING)
         limit = self._replicas.position_limit
         if limit is not None and body.max_length > limit:
-            raise ProtocolError("the model has fewer positions", code=ErrorCode.INVALID_REQUEST)
+            raise ProtocolError(
+                "the session asks for more positions than the model has", code=ErrorCode.INVALID_REQUEST
+            )
         pipeline = self._replicas.reserve(key, claimant, body, beside=beside)
         if key in pipeline:
             pipeline.extend(key, body.max_length)

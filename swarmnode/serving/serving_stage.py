@@ -1,4 +1,4 @@
-"""Serving stage: one span of a model, from loading it until the node leaves its units."""
+"""Serving stage: one span of a model, from loading it until the node leaves its layers."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ class ServingStage(Stage):
         await self.server.finish()
 
     def take_on(self) -> None:
-        """Take new sessions again."""
+        """Accept new sessions again after draining."""
         self.server.take_on()
 
     def keep(self, host: MemoryLedger) -> KeptSpan | None:
@@ -166,7 +166,7 @@ class ServingStage(Stage):
         return KeptSpan.of(self.hardware, replicas, host)
 
     async def close(self, *, keep_span: bool = False) -> None:
-        """Free everything, except the weights if `keep_span`."""
+        """Stop serving and free all memory. The weights stay if `keep_span` is true."""
         for part in self._parts:
             part.stop_packing()
         await self.tasks.close()
@@ -180,7 +180,7 @@ class ServingStage(Stage):
 async def _load_part(
     checkpoint: Checkpoint, hardware: Hardware, part: DevicePart, undo: contextlib.AsyncExitStack
 ) -> LoadedSpan:
-    """Load a part of a span onto its device. Raises CheckpointError."""
+    """Load the layers of `part` onto their device, and count their memory until `undo` closes. Raises CheckpointError."""
     lent, (start, end) = hardware.lent[part.device], part.span
     weights = lent.ledger.count(Account.WEIGHTS, hardware.sizes.need_bytes(start, end, 0))
     undo.callback(weights.release)
@@ -200,7 +200,7 @@ async def _load_part(
 
 
 async def _move_back(kept: LoadedSpan, hardware: Hardware, undo: contextlib.AsyncExitStack) -> LoadedSpan:
-    """Move a part that was kept in host memory back to its device."""
+    """Move layers that were kept in host memory during a pause back to their device, and count their memory until `undo` closes."""
     lent, span = hardware.lent[kept.device], kept.span
     weights = lent.ledger.count(Account.WEIGHTS, span.weight_bytes)
     undo.callback(weights.release)

@@ -1,4 +1,4 @@
-"""Parts of a served span: the units on one device, loaded, tried and measured; and a whole span in host memory during a
+"""Parts of a served span: the layers on one device, loaded, tried and measured; and a whole span in host memory during a
 pause."""
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ def try_span(runner: StageRunner) -> None:
         runner.close(TRIAL_SESSION)
     if not bool(torch.stack(outputs).isfinite().all()):
         name = str(span.dtype).removeprefix("torch.")
-        raise PrecisionError(f"units [{span.start}:{span.end}) compute NaN or infinity in {name} on {span.device}")
+        raise PrecisionError(
+            f"layers [{span.start}:{span.end}) compute NaN or infinity in {name} on {span.device}; use --dtype float32"
+        )
 
 
 def _inputs(span: ModelSpan, count: int) -> Tensor:
-    """Return ids_BT or hidden_BTH, the same every time."""
+    """Return trial inputs of `count` positions, the same at every call: token ids for the embedding, else hidden states."""
     generator = torch.Generator().manual_seed(count)
     if span.has_embedding:
         return torch.randint(0, span.vocab_size, (len(PADDING), count), generator=generator)
@@ -55,7 +57,7 @@ def _inputs(span: ModelSpan, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class LoadedSpan:
-    """Units on one device, given by its number. `weights` is their reservation in its ledger, if the stage has its own."""
+    """Layers on one device, given by its number. `weights` is their reservation in its ledger, if the stage has its own."""
 
     device: int
     span: ModelSpan
@@ -64,7 +66,7 @@ class LoadedSpan:
 
 @dataclass(eq=False)
 class SpanPart:
-    """Units of a served span on one device. Made by `start`, ended by `close`."""
+    """Layers of a served span on one device. Made by `start`, ended by `close`."""
 
     loaded: LoadedSpan
     runner: StageRunner
@@ -146,11 +148,11 @@ class SpanPart:
             self.capability.note("prefill_units_per_s", seconds / (units * positions))
 
     def stop_packing(self) -> None:
-        """Stop rearranging weights after the present layer."""
+        """Stop rearranging weights for faster kernels, after the layer in progress."""
         self._closed = True
 
     async def close(self, *, keep_span: bool = False) -> None:
-        """Free everything, except the weights if `keep_span`."""
+        """Stop computing and free all memory of the part. The weights stay if `keep_span` is true."""
         self.stop_packing()
         await self.worker.close()
         self.runner.close_all(keep_span=keep_span)
@@ -187,11 +189,11 @@ class KeptSpan:
 
     @property
     def units(self) -> Span:
-        """Units of the span."""
+        """Layers [start, end) whose weights are kept in host memory."""
         return Span(self.replicas[0][0].span.start, self.replicas[0][-1].span.end)
 
     def release(self) -> None:
-        """Free the weights."""
+        """Free the weights in host memory, and their reservation."""
         for replica in self.replicas:
             for part in replica:
                 part.span.close()

@@ -1,4 +1,4 @@
-"""Stage: the interface of a node (`node/node.py`) to its units, whether they serve a model, serve a graph or train."""
+"""Stage: the interface of a node (`node/node.py`) to its layers, whether they serve a model, serve a graph or train."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Stage(Protocol):
-    """Units of a model that are loaded, and that answer requests of other peers until `close`.
+    """Layers of a model that are loaded, and that answer requests of other peers until `close`.
 
     Each kind has its own `load` (`ServingStage`, `InferenceStage`, `TrainingWorker`). One owner calls, in this order:
     `finish` and `take_on` in turn, any number of times; `drain`, at most once; `close`, also without a `drain`; `keep`, at
@@ -25,7 +25,7 @@ class Stage(Protocol):
 
     @property
     def bound(self) -> bool:
-        """Whether these units hold data that no other node has, so that the node must not leave them for better units."""
+        """Whether these layers hold data that no other node has, so that the node must not leave them for better layers."""
         return False
 
     async def settled(self) -> None:
@@ -37,11 +37,11 @@ class Stage(Protocol):
         return math.inf
 
     def sections(self) -> tuple[Section, ...]:
-        """Return the sections that announce this stage, as of now."""
+        """Return the sections of the node's announcement that describe this stage now."""
         raise NotImplementedError
 
     def readings(self) -> Readings:
-        """Yield the stage's metrics."""
+        """Yield the metrics of these layers."""
         raise NotImplementedError
 
     async def finish(self) -> None:
@@ -52,7 +52,7 @@ class Stage(Protocol):
         return
 
     def take_on(self) -> None:
-        """Take new work again after a `finish`."""
+        """Accept new work again after `finish` has stopped it; does nothing by default."""
         return
 
     async def drain(self, timeout_s: float) -> None:

@@ -95,7 +95,7 @@ class ComputeWatch:
 
     @property
     def waiting(self) -> frozenset[int]:
-        """Sessions with waiting positions."""
+        """Sessions whose positions wait to be computed."""
         return frozenset(self._waiting)
 
     def submitted(self, session: int, end: int, count: int, now_s: float) -> None:
@@ -113,7 +113,7 @@ class ComputeWatch:
             self._waiting.pop(session, None)
 
     def forget(self, session: int) -> None:
-        """Forget the waiting positions of a session."""
+        """Forget the waiting positions of a session that has ended."""
         self._waiting.pop(session, None)
 
     def stalled(self, now_s: float, running: Running | None) -> bool:
@@ -259,7 +259,7 @@ class Worker:
         self._drawing.shutdown(wait=False, cancel_futures=True)
 
     def _draw(self, job: Job, finish: Callable[[], JobResult], run: Pass) -> None:
-        """On the loop: let another thread draw."""
+        """Let another thread draw the tokens by `finish`, and deliver the result on the event loop."""
 
         def drawn(result: asyncio.Future[JobResult]) -> None:
             failed = result.cancelled() or result.exception() is not None
@@ -270,7 +270,7 @@ class Worker:
     # -- below: the compute thread
 
     def put(self, item: Job) -> None:
-        """Add a job to the waiting ones."""
+        """Add a job of a session to those that wait for a pass."""
         self._waiting.setdefault(item.session, deque()).append(item)
         self.scheduler.add(item.session, item.count, stages_after=item.stages_after)
 
@@ -382,7 +382,7 @@ class Worker:
         Raises LocalError if the cache could not be opened, ProtocolError if a token id is not in the vocabulary.
         """
         if job.session not in self.runner:
-            raise LocalError("the session's cache could not be opened")
+            raise LocalError("the session's KV cache could not be opened; open the session again")
         x = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
         x = x[:, job.skip : job.skip + job.count]
         if x.is_floating_point():
@@ -444,7 +444,7 @@ def _finished(job: Job, finish: Finish, fetched: Sequence[Tensor]) -> JobResult:
 
 
 def _told(result: JobResult) -> Finish:
-    """Return the function for a result that is already known."""
+    """Return a function that returns `result`, which needs no outputs of the device."""
     return lambda _fetched: result
 
 

@@ -47,7 +47,7 @@ class Simulation:
     `peers` is the number of peers, 0 for one per device; if the scenario has fewer devices they are repeated in turn. `trace`
     replaces the random churn. `spans` is a plan, one span per peer, that replaces the choices of the peers. `pipelines` fixes
     the routes of microbatches; without them coordinators wire each. Raises UsageError if a device has no known speed or
-    no device holds one unit.
+    no device holds one layer.
     """
 
     scenario: Scenario
@@ -85,7 +85,7 @@ class Simulation:
 
     @property
     def left_out(self) -> list[int]:
-        """Indexes of the peers that the plan gives no units; empty without a plan."""
+        """Indexes of the peers that the plan gives no layers; empty without a plan."""
         return [index for index, span in enumerate(self.spans or ()) if not span.units]
 
     def run(
@@ -143,7 +143,9 @@ def _peers(scenario: Scenario, model: Model, settings: Settings, links: Links, c
         model.capacity_units(device.memory_bytes, trains=trains, cache_tokens=cache_tokens) for device in devices
     ]
     if not any(capacities):
-        raise UsageError(f"no device of {scenario.name} has the memory for one unit of {model.name}")
+        raise UsageError(
+            f"no device of {scenario.name} has the memory for one layer of {model.name}; use larger devices"
+        )
     kinds: list[tuple[SimulatedDevice, int]] = list(zip(devices, capacities, strict=True))
     return [
         Peer(index, "", *kinds[index % len(kinds)], links.uplink_bps(index), links.best_bps(index))

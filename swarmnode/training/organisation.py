@@ -34,7 +34,7 @@ BELIEVED = 4.0  # times the usual speed, at most: no peer can make all others st
 
 
 def training_placement(host: Host, hardware: Hardware, config: PlacementConfig) -> Placement:
-    """Create the placement of one node, which aims at the shortest step and a second holder of every unit."""
+    """Create the placement of one node, which aims at the shortest step and a second holder of every layer."""
     assert host.swarm.manifest is not None
     positions = SAMPLES if host.swarm.manifest.kind == GRAPH else POSITIONS
     rule = training_rule(host.directory, hardware, positions, host.clock.monotonic)
@@ -103,7 +103,8 @@ def step_load_of(run: Run, width: int) -> StepLoad:
 
 
 def training_load(hardware: Hardware, step: StepLoad) -> TrainingLoad:
-    """Return a training's load for the model in `hardware`."""
+    """Return the work and the traffic of one training step, for forecasts: per microbatch, and per layer of the model in
+    `hardware`."""
     size_bytes_U = np.array(hardware.sizes.weight_bytes, dtype=float)
     return TrainingLoad(
         step.microbatches,
@@ -127,5 +128,5 @@ def announced_network(view: View, peers: Sequence[PeerView], positions: int = PO
 
 
 def has_begun(directory: Directory) -> bool:
-    """Return whether a ready peer has learnt a step."""
+    """Return whether a ready peer announces that it has finished a training step."""
     return any(peer.training_step > 0 for peer in directory.peers().values() if peer.life is State.READY)

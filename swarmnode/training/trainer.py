@@ -61,7 +61,7 @@ class Trainer:
     """A trainer of one run.
 
     `coordinators` returns the peers that may lead, the likeliest first. `on_step` is called with each step's report.
-    `on_waiting` is called, once a second while training stands still, with a sentence that says why, and the units without
+    `on_waiting` is called, once a second while training stands still, with a sentence that says why, and the layers without
     a holder. `on_done` is called with the lease of each completed microbatch.
     """
 
@@ -113,7 +113,7 @@ class Trainer:
 
     def _finish(self, stopped: Stopped) -> int:
         if stopped.code == ErrorCode.NOT_FINITE:
-            where = f"unit {stopped.unit}" if stopped.unit >= 0 else "the embedding that the ends share"
+            where = f"layer {stopped.unit}" if stopped.unit >= 0 else "the embedding that the ends share"
             raise NotFinite(
                 f"step {stopped.step}: the loss or the gradient is NaN or infinite, first seen at {where}; the swarm keeps "
                 "the step before. Lower --lr or --clip, or look at the data",
@@ -122,7 +122,8 @@ class Trainer:
         if stopped.code:
             why = self.last_failure or str(refusal(stopped.code))
             raise StepFailed(
-                f"step {stopped.step} fails at every peer that holds unit {stopped.unit}, at last: {why}; the swarm keeps the "
+                f"step {stopped.step} fails at every peer that holds "
+                f"layer {stopped.unit}, at last: {why}; the swarm keeps the "
                 "step before"
             )
         return stopped.step
@@ -138,7 +139,7 @@ class Trainer:
             self.on_step(news)
 
     def _tell_left_out(self, peers: Collection[PeerId]) -> None:
-        """Log each newly left-out peer once."""
+        """Log a warning once for each peer that is newly left out of the training."""
         for peer in set(peers) - self.left_out:
             log.warning("peer %s is left out of the training: what it sends is not what it computes", peer)
         self.left_out.update(peers)
@@ -222,7 +223,7 @@ class _FeedingSession:
         self._end(None)
 
     def _crashed(self, error: BaseException) -> None:
-        """Report a bug in the feeding to the user."""
+        """End the session with `error`, a bug in the code that sends samples."""
         if not self._over.done():
             self._over.set_exception(error)
 

@@ -1,6 +1,6 @@
 """Adapter files of a swarm: read from the founder's folder if this machine has it, else fetched from peers.
 
-Only the chunks for this machine's units are fetched. They are verified by their hashes and offered to other peers.
+Only the chunks for this machine's layers are fetched. They are verified by their hashes and offered to other peers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AdapterFiles:
         return name in self._known
 
     async def bring(self, name: str, span: Span) -> AdapterFile:
-        """Return the adapter `name` after its matrices for the units in `span` are on this machine and verified.
+        """Return the adapter `name` after its matrices for the layers in `span` are on this machine and verified.
 
         Raises PeerRefused (NOT_FOUND) if no peer has them in time, CheckpointError if a file is damaged, LocalError if the
         disk is full.

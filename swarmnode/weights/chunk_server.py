@@ -64,12 +64,12 @@ class ChunkServer:
         ]
 
     async def serve(self) -> None:
-        """Start answering requests."""
+        """Start answering other peers' requests for chunks of weights."""
         for board in self._boards:
             await board.start()
 
     async def close(self) -> None:
-        """Stop answering."""
+        """Stop answering other peers' requests for chunks."""
         await self._tasks.close()
         for board in self._boards:
             await board.close()
@@ -85,7 +85,7 @@ class ChunkServer:
                 return
             asker = self._askers[channel.peer] = _Asker()
         if asker.open >= REQUESTS_PER_PEER:
-            raise ProtocolError("the peer has more requests open than the protocol allows", code=ErrorCode.TOO_LARGE)
+            raise ProtocolError("it has more requests open than the protocol allows", code=ErrorCode.TOO_LARGE)
         asker.open += 1
         self._tasks.spawn(self._answer(channel, body, asker), f"answer {channel.peer}")
 

@@ -76,7 +76,7 @@ class Download:
         return not self._left
 
     def has_work_for(self, source: str, now_s: float) -> bool:
-        """Return whether `take` would give `source` a run."""
+        """Return whether `take` would give chunks to fetch to `source` now."""
         return self._choose(source, now_s) is not None
 
     def take(self, source: str, now_s: float) -> ChunkRange | None:
@@ -124,7 +124,7 @@ class Download:
         return chunk_ranges(run.file, [number for number in run.numbers if (run.file, number) in self._left])
 
     def came(self, file: FileContent, number: int) -> bool:
-        """Count a stored chunk. Returns False if it was not missing."""
+        """Count chunk `number` of `file` as stored. Returns False if it was not missing."""
         if (file, number) not in self._left:
             return False
         self._left.discard((file, number))
@@ -310,7 +310,7 @@ class Fetcher:
         hashes = await self._hashes(source, run.file)
         async for number, data in source.chunks(run.file, run.first, run.count):
             if not await asyncio.to_thread(self._keep, hashes, run.file, number, data):
-                raise ProtocolError(f"{source.name} gave a chunk of {run.file.name} that was tampered with")
+                raise ProtocolError(f"{source.name} gave a chunk of {run.file.name} that does not match its hash")
             if download.came(run.file, number):
                 self.fetched_bytes += len(data)
                 if progress is not None:
@@ -327,6 +327,6 @@ class Fetcher:
         if known is None:
             known = bytes(await source.hashes(file))
             if not await asyncio.to_thread(verify_hashes, file, known):
-                raise ProtocolError(f"{source.name} gave hashes of {file.name} that are not its own")
+                raise ProtocolError(f"{source.name} gave hashes of {file.name} that do not match the file")
             self._cache.keep_hashes(file, known)
         return known

@@ -47,7 +47,7 @@ class Seeder(ChunkServer):
 
     @property
     def units(self) -> tuple[int, int]:
-        """Range [i, j) of the units whose weights this node serves; (0, 0) if none."""
+        """Range [i, j) of the layers whose weights this node serves; (0, 0) if none."""
         whole = all(file.root in self._offers for file in self._manifest.files)
         if whole and not any(self._offers[file.root].cache for file in self._manifest.files):
             return (0, self._manifest.model.units)

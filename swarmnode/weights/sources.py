@@ -83,11 +83,11 @@ class PeerSource(Source):
         number = first
         async for frame, body in ask(self._board, self.name, GetChunks(file.root, first, count)):
             if not isinstance(body, Chunk) or frame.seq != number or number == first + count:
-                raise ProtocolError("the peer sent another chunk than the requested one", peer=self.name)
+                raise ProtocolError("it sent another chunk than the requested one", peer=self.name)
             yield number, frame.payload
             number += 1
         if number != first + count:
-            raise ProtocolError("the peer sent fewer chunks than requested", peer=self.name)
+            raise ProtocolError("it sent fewer chunks than requested", peer=self.name)
 
 
 class HubSource(Source):

@@ -43,7 +43,9 @@ def header_chunks(path: Path, file: FileContent) -> range:
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(HEADER_LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:
-        raise CheckpointError(f"{file.name} declares a header of {length} bytes, more than a safetensors file may have")
+        raise CheckpointError(
+            f"{file.name} declares a header of {length} bytes, more than a safetensors file may have; fetch it again"
+        )
     return range(min(file.chunks(), -(-(HEADER_LENGTH_BYTES + length) // CHUNK_BYTES)))
 
 
@@ -232,7 +234,7 @@ class Weights:
         await directory.changed(directory.revision)
 
     def seeders(self, units: Sequence[Span]) -> list[Source]:
-        """Return the peers that announce any of `units` (if it is empty: any unit), those with the most of them first, then
+        """Return the peers that announce any of `units` (if it is empty: any layer), those with the most of them first, then
         the least busy.
 
         Equal peers are in a different order on each asking node, so that not all ask the same peer. If no peer announces
@@ -246,7 +248,7 @@ class Weights:
         return [PeerSource(self._board, name) for name in names]
 
     def _sources(self) -> list[Source]:
-        """Return the peers for the units being fetched, then the hub if the manifest names one."""
+        """Return the peers for the layers being fetched, then the hub if the manifest names one."""
         sources = self.seeders(self._units)
         if self._manifest.model.hub_id is not None:
             sources.append(HubSource(self._manifest.model))
@@ -259,7 +261,7 @@ class Weights:
 
 
 def _covered(peer: Announcement, units: Sequence[Span]) -> int:
-    """Return how many of `units` the peer seeds. If `units` is empty (config and headers), returns 1 if it seeds any unit,
+    """Return how many of `units` the peer seeds. If `units` is empty (config and headers), returns 1 if it seeds any layer,
     else 0."""
     start, end = peer.seeds
     if not units:

@@ -139,11 +139,11 @@ async def test_what_is_missing_is_told(world: World) -> None:
     with pytest.raises(PeerRefused, match="is it being trained"):
         await world.export(out)
     world.keep(0)
-    with pytest.raises(PeerRefused, match=r"no peer has a training state of units \[2, 3, 4\]"):
+    with pytest.raises(PeerRefused, match=r"no peer has a training state of layers \[2, 3, 4\]"):
         await world.export(out)
     world.stages[1].step = 1
     world.keep(1)
-    with pytest.raises(PeerRefused, match="no step of all units together"):
+    with pytest.raises(PeerRefused, match="no step of all layers together"):
         await world.export(out)
     assert not out.exists()
 

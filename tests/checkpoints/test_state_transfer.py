@@ -265,7 +265,7 @@ async def test_a_fetch_that_was_cut_goes_on_where_it_was(world: World) -> None:
     node = await world.peer("a")
     node.has(10, 0)
     after(node, 4, fail)
-    with pytest.raises(PeerRefused, match=r"no state of all units \[0\]"):
+    with pytest.raises(PeerRefused, match=r"no state of all layers \[0\]"):
         await world.fetch(0, patience_s=0.1)
     await node.die()
     world.restart()
@@ -455,9 +455,9 @@ async def test_an_exported_state_is_what_most_of_its_holders_have(
     if honest > liars:
         assert await world.fetch(0, whole=True) == 10
         world.assert_has(10, 0)
-        assert "liar 0 has another state of unit 0 at step 10" in caplog.text and "honest" not in caplog.text
+        assert "liar 0 has another state of layer 0 at step 10" in caplog.text and "honest" not in caplog.text
     elif honest == liars:
-        with pytest.raises(PeerRefused, match="of unit 0 at step 10 its") as caught:
+        with pytest.raises(PeerRefused, match="of layer 0 at step 10 its") as caught:
             await world.fetch(0, whole=True, patience_s=0.1)
         assert all(name in str(caught.value) for name in world.nodes), "whoever is false, the user hears who says what"
         assert world.store.steps() == {}
@@ -512,7 +512,7 @@ def test_what_ends_share_and_who_agrees_are_not_named() -> None:
     assert Votes(same).disagreement((SHARED, 0)) is None
     differ = Votes({**same, "three": [entry(20, SHARED, b"b")], "four": [entry(20, SHARED, b"c")]})
     found = differ.disagreement((SHARED, 0))
-    assert found is not None and "what the first and the last unit share at step 20" in found
+    assert found is not None and "the weights that the first and the last layer share at step 20" in found
     assert "one, two: " in found and "three" in found and "four" in found
 
 

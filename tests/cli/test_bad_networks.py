@@ -46,14 +46,14 @@ NETWORKS: dict[str, tuple[Any, str]] = {
     "a plan": (plan((0, 6, [0])), "devices is missing"),
 }
 PLANS: dict[str, tuple[Any, str]] = {
-    "other units": (plan((0, 9, [0])), "for 9 units, and the model has 6"),
-    "other devices": (plan((0, 6, [3])), "names device 3, and the network has 3"),
+    "other units": (plan((0, 9, [0])), "for 9 layers, and the model has 6"),
+    "other devices": (plan((0, 6, [3])), "names device 3, but the network has 3"),
     "a gap": (plan((0, 2, [0]), (3, 6, [1])), "do not follow one another"),
-    "one device twice": (plan((0, 2, [0]), (2, 6, [0, 1])), "device 0 stands in two places"),
+    "one device twice": (plan((0, 2, [0]), (2, 6, [0, 1])), "device 0 is in two places"),
     "no stages": (plan(), "do not follow one another"),
     "a network": (network(), "has no 'stages'"),
     "an empty file": ("", "not a plan"),
-    "null": (None, "no JSON object"),
+    "null": (None, "not a JSON object"),
     "not text": (b"\x00\xff", "not a plan"),
 }
 UNUSUAL: dict[str, dict[str, Any]] = {

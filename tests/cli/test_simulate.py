@@ -115,7 +115,7 @@ def test_a_plan_is_carried_out(files, tmp_path):
     )
     done = simulate(files, "--plan", plan_file(tmp_path), *options)
     assert done.returncode == 0 and "tokens trained" in done.stdout
-    assert "units 0 to 2" in page.read_text() and "units 3 to 5" in page.read_text()
+    assert "layers 0 to 2" in page.read_text() and "layers 3 to 5" in page.read_text()
 
 
 def test_who_is_left_out_of_a_plan_stands_by_until_somebody_is_lost(files, tmp_path):
@@ -139,7 +139,7 @@ def test_plans_for_something_else_are_refused(files, tmp_path):
     train = ("--workload", "train")
     assert_clear(simulate(files, "--plan", plan_file(tmp_path)), 2, "--plan works only for training")
     long = plan_file(tmp_path, stages=[{"units": [0, 9], "devices": [0]}])
-    assert_clear(simulate(files, "--plan", long, *train), 2, "for 9 units, and the model has 6")
+    assert_clear(simulate(files, "--plan", long, *train), 2, "for 9 layers, and the model has 6")
     wide = plan_file(tmp_path, stages=[{"units": [0, 6], "devices": [7]}])
     assert_clear(simulate(files, "--plan", wide, *train), 2, "names device 7")
     assert_clear(simulate(files, "--plan", files[0], *train), 2, "not a plan")

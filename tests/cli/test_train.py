@@ -150,7 +150,7 @@ def test_a_module_learns_and_load_state_dict_reads_it(school: Path, monkeypatch:
 def test_a_loss_that_is_not_finite_ends_it_with_the_last_good_step(school: Path) -> None:
     arguments = ("--data", "data.txt", "--steps", "5", "--lr", "1e30", "--clip", "0", "--optimizer", "sgd")
     done = train(school, "text", *arguments, "--log", "bad.jsonl", "--out", "last-good")
-    assert_clear(done, 1, "unit ", "step 1", "last good step is in", "last-good")
+    assert_clear(done, 1, "layer ", "step 1", "last good step is in", "last-good")
     assert len(losses(school / "bad.jsonl")) == 1
     assert (school / "last-good" / "config.json").is_file()
 

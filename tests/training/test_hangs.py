@@ -214,7 +214,7 @@ def test_a_step_that_fails_at_every_holder_ends_the_run_with_the_cause(
             fail(volunteer, at_pass=at_pass)
         for _ in range(2):
             with pytest.raises(
-                StepFailed, match=rf"fails at every peer that holds unit {unit}, at last: peer .* INTERNAL"
+                StepFailed, match=rf"fails at every peer that holds layer {unit}, at last: peer .* INTERNAL"
             ):
                 await scene.train()
         for volunteer in scene.swarm.volunteers[:holders]:

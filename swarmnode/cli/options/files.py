@@ -72,4 +72,4 @@ def write_output(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise LocalError(f"cannot write {path}: {error.strerror or error}") from None
+        raise LocalError(f"cannot write {path}: {error.strerror or error}; choose another path") from None

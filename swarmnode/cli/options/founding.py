@@ -21,7 +21,7 @@ listen_option = partial(option, [], metavar="MADDR")
 
 @dataclass(frozen=True)
 class DoorOptions:
-    """Addresses of a new swarm's bootstrap peer."""
+    """Options for the addresses of a new swarm's bootstrap peer."""
 
     listen: list[str] = listen_option("Where `swarmnode bootstrap` listens; default: a free loopback port.")
     announce: list[str] = option([], "Address at which others reach it, if not --listen's.", metavar="MADDR")

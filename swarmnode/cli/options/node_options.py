@@ -159,7 +159,7 @@ class NodeOptions:
 
     @property
     def host(self) -> HostConfig:
-        """Settings of the node on its network."""
+        """Return the options of the node's network connections as settings."""
         from swarmnode.peer.host_config import HostConfig
 
         return of_same_names(HostConfig, self)

@@ -45,7 +45,7 @@ class Definition:
     details: Mapping[str, Any]
 
     def parameter(self, name: str) -> inspect.Parameter:
-        """Describe the parameter to typer."""
+        """Return the option as a keyword parameter called `name`, in the form that typer reads."""
         flags = () if self.show is typer.Argument else self.flags or (self.flag(name),)
         shown = self.show(self.text, *flags, **self.details)
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=shown, annotation=self.typed)
@@ -81,7 +81,7 @@ def option(default: Any, help_text: str = "", *flags: str, choices: Sequence[str
 
 
 def argument(default: Any, help_text: str, **details: Any) -> Any:
-    """Define an argument; the keywords are those of `option`."""
+    """Define a positional argument of a command; the keywords are those of `option`."""
     return _field(typer.Argument, default, (), help=help_text, **details)
 
 

@@ -72,7 +72,7 @@ def parse_name(text: str, option: str = "--name") -> str:
 
 
 def parse_span(text: str, option: str = "--span") -> Span:
-    """Return a span like 0:6. Raises UsageError for anything else."""
+    """Return the range of layers in a text like 0:6. Raises UsageError for any other text."""
     from swarmnode.plan.view import Span
 
     match = re.fullmatch(r"(\d+):(\d+)", text.strip())

@@ -93,5 +93,5 @@ def read_grammar(json_schema: str, grammar: str) -> Grammar | None:
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read {file}: {error}") from None
+        raise UsageError(f"{file} is not UTF-8 text: {error}; convert it") from None
     return Grammar(GrammarKind.JSON_SCHEMA if json_schema else GrammarKind.LARK, text)

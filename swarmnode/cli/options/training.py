@@ -67,7 +67,7 @@ def _within(bounds: str, is_sound: Callable[[float], bool]) -> Callable[[float, 
 
 @dataclass(frozen=True)
 class AveragingOptions:
-    """Options of averaging. None is not given."""
+    """Options for averaging between replicas. None means that the option was not given."""
 
     average_every: int = option(1, "Steps between two averagings of replicas; above 1 works as DiLoCo does.", min=1)
     average_codec: str = option("none", "Codec of averaging; topk2 is SparseLoCo's.", choices=CODECS)

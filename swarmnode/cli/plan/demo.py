@@ -54,7 +54,7 @@ def demo(
 
 
 def _stage() -> Any:
-    """Return spectators that draw the demo on the terminal."""
+    """Return the display that draws the demonstration on the terminal."""
     from rich.console import Console
     from rich.live import Live
 

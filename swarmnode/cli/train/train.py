@@ -53,7 +53,7 @@ class ScheduleOptions:
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """Options of training in this process, for comparison."""
+    """Options of a training inside this process, without a swarm, for comparison."""
 
     local: bool = option(False, "Train in this process instead, for comparison.")
     out: Path | None = path_option("With --local: write the trained model there.", metavar="DIR")

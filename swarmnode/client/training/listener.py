@@ -32,7 +32,7 @@ class Listener(Protocol):
 
         Args:
             why: A sentence that gives the reason.
-            missing: The units without a holder; may be empty.
+            missing: The layers without a holder; may be empty.
         """
 
 
@@ -70,7 +70,7 @@ class TrainerMeter:
         self._listener.waiting(why, missing)
 
     def readings(self) -> Readings:
-        """Return the metrics of the trainer."""
+        """Yield the metrics of the trainer: waiting time, tokens and, after the first step, its results."""
         yield Reading(table.TRAINER_WAITING, self._waiting)
         yield Reading(table.TRAINER_TOKENS, self._tokens)
         yield Reading(table.TRAINER_STEP_SECONDS, self._step_s)

@@ -81,7 +81,7 @@ async def train_here(
         await asyncio.to_thread(write_checkpoint, language, tensors, folder, output.folder, force=output.force)
     if bad is not None:
         kept = f"the last good step is in {output.folder}" if output is not None else "the step was not applied"
-        raise NotFinite(f"{bad}; {kept}. Lower --lr or --clip, or check the data", unit=bad.unit)
+        raise NotFinite(f"{kept}; {bad}", unit=bad.unit)
     return done
 
 

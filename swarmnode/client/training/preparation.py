@@ -57,11 +57,11 @@ def _check_data(data: Path) -> None:
     if not os.access(data, os.R_OK):
         raise UsageError(f"{data} cannot be read: Permission denied; change its permissions")
     if not (any(data.iterdir()) if is_folder else data.stat().st_size):
-        raise UsageError(f"{data} is empty: there is nothing to train on")
+        raise UsageError(f"{data} is empty: there is nothing to train on; give data with samples")
 
 
 def check_trains(manifest: Manifest) -> None:
-    """Raise UsageError if the swarm does not train."""
+    """Raise UsageError if the swarm only serves its model and does not train it."""
     if manifest.mode != TRAIN:
         raise UsageError(
             f"the swarm {manifest.name} serves its model; to train, create a swarm with `create --mode train`"

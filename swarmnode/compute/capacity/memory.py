@@ -1,4 +1,4 @@
-"""Number of units of a model that fit into memory: exact from the checkpoint's headers, before anything is loaded."""
+"""Number of layers of a model that fit into memory: exact from the checkpoint's headers, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ BUFFER_SHARE = 0.05
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Bytes of each unit of a model: of its weights, and of the KV cache of one token of one row."""
+    """Bytes of each layer of a model: of its weights, and of the KV cache of one token of one row."""
 
     weight_bytes: tuple[int, ...]
     cache_bytes_per_token: tuple[int, ...]
 
     def need_bytes(self, start: int, end: int, cache_tokens: int) -> int:
-        """Return the memory for units [start, end) with a cache of `cache_tokens` (rows x positions)."""
+        """Return the memory for layers [start, end) with a cache of `cache_tokens` (rows x positions)."""
         return sum(self.weight_bytes[start:end]) + cache_tokens * sum(self.cache_bytes_per_token[start:end])
 
 
@@ -53,7 +53,7 @@ def unit_sizes(
 
 
 def graph_sizes(checkpoint: Checkpoint) -> UnitSizes:
-    """Return the sizes of a served graph's units, which cache nothing between passes. A shared tensor counts in each unit."""
+    """Return the sizes of a served graph's layers, which cache nothing between passes. A shared tensor counts in each layer."""
     weights = tuple(
         sum(checkpoint.entries[name].nbytes for name in checkpoint.tensors_of(unit, unit + 1))
         for unit in range(checkpoint.units)
@@ -74,7 +74,7 @@ def training_sizes(checkpoint: Checkpoint) -> UnitSizes:
 
 
 def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, start: int = 1) -> int:
-    """Return the most units from `start` on that fit into `limit_bytes`, with `reserve_bytes` left free for passes."""
+    """Return the most layers from `start` on that fit into `limit_bytes`, with `reserve_bytes` left free for passes."""
     room_bytes = usable_bytes(limit_bytes)
     count = 0
     while start + count < len(sizes.weight_bytes) and (
@@ -85,7 +85,7 @@ def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, sta
 
 
 def most_anywhere(sizes: UnitSizes, limit_bytes: int, cache_tokens: int) -> int:
-    """Return the most units that fit wherever in the model their span lies; 0 if not even one unit fits everywhere."""
+    """Return the most layers that fit wherever in the model their span lies; 0 if not even one layer fits everywhere."""
     units = len(sizes.weight_bytes)
     fits = [units_that_fit(sizes, limit_bytes, cache_tokens, start=start) for start in range(units)]
     return next(
@@ -109,9 +109,9 @@ def limit_bytes_for(need_bytes: int) -> int:
 
 
 def cache_tokens_that_fit(sizes: UnitSizes, limit_bytes: int, start: int, end: int) -> int:
-    """Return the cache positions (rows x positions) that fit beside units [start, end).
+    """Return the cache positions (rows x positions) that fit beside layers [start, end).
 
-    0 if there is no room, or these units cache nothing.
+    0 if there is no room, or these layers cache nothing.
     """
     per_token = sum(sizes.cache_bytes_per_token[start:end])
     left_bytes = usable_bytes(limit_bytes) - sum(sizes.weight_bytes[start:end])

@@ -1,4 +1,4 @@
-"""Speed at which this machine computes its units, measured on the loaded units in less than half a second."""
+"""Speed at which this machine computes its layers, measured on the loaded layers in less than half a second."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRAINING_POSITIONS = 32
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds in positions through one unit per second: singly, inside a prompt, and forward and backward. 0: not measured."""
+    """Speeds in positions through one layer per second: singly, inside a prompt, and forward and backward. 0: not measured."""
 
     decode_units_per_s: float = 0.0
     prefill_units_per_s: float = 0.0
@@ -31,7 +31,7 @@ class Speeds:
 def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = time.perf_counter) -> Speeds:
     """Measure decode steps and prompt chunks in a session of its own, closed at the end. No other session may run meanwhile.
 
-    `few` measures only some units in the middle and assumes that all take as long, for a result that will not hold for long.
+    `few` measures only some layers in the middle and assumes that all take as long, for a result that will not hold for long.
     """
     start, end = runner.span.start, runner.span.end
     if few and end - start > FEW_UNITS:
@@ -82,7 +82,7 @@ def _context(span: ModelSpan) -> int:
 
 
 def _inputs(span: ModelSpan, unit: int, positions: int) -> Tensor:
-    """Return a zero input of `unit`: ids for unit 0, else hidden states."""
+    """Return a zero input of `unit`: ids for layer 0, else hidden states."""
     if unit == 0:
         return torch.zeros((1, positions), dtype=torch.int64)
     return torch.zeros((1, positions, span.hidden_size), dtype=span.dtype)

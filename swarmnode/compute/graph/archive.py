@@ -123,9 +123,12 @@ class Program(nn.Module):
             elif kind == "user_output" and "as_tensor" in content["arg"]:
                 outputs.append(content["arg"]["as_tensor"]["name"])
             elif kind != "user_output":
-                raise UsageError(f"the exported program has a {kind}, which a graph cannot hold")
+                raise UsageError(
+                    f"the exported program has a {kind}, which a graph "
+                    "cannot hold; change the module and export it again"
+                )
         if not outputs:
-            raise UsageError("the exported program returns no tensor")
+            raise UsageError("the exported program returns no tensor; export a module that returns tensors")
         return outputs
 
     def _resolve(self, graph: Json) -> None:
@@ -171,7 +174,9 @@ def _tensor_function(target: str) -> Callable[..., Any]:
     try:
         return resolve(target.removeprefix("torch.ops."), is_source=True)
     except CheckpointError as error:
-        raise UsageError(f"the exported program cannot be used: {error}") from None
+        raise UsageError(
+            f"the exported program cannot be used: {error}; change the module and export it again"
+        ) from None
 
 
 def _argument(argument: Json, values: dict[str, Any]) -> Any:
@@ -199,11 +204,14 @@ def _argument(argument: Json, values: dict[str, Any]) -> Any:
         return torch.strided
     if kind == "as_device":
         return torch.device("cpu")
-    raise UsageError(f"the exported program has an argument of kind {kind}, which a graph cannot hold")
+    raise UsageError(
+        f"the exported program has an argument of kind {kind}, which "
+        "a graph cannot hold; change the module and export it again"
+    )
 
 
 def _store(outputs: list[Json], results: Any, values: dict[str, Any]) -> None:
-    """Store results under their names."""
+    """Store the results of an operator in `values`, by the names in `outputs`."""
     if len(outputs) == 1 and "as_tensors" in outputs[0]:
         outputs = [{"as_tensor": item} for item in outputs[0]["as_tensors"]]
     elif len(outputs) == 1 and not isinstance(results, list | tuple):
@@ -235,12 +243,13 @@ def load_program(file: Path) -> tuple[Program, tuple[Tensor, ...]]:
         with zipfile.ZipFile(file) as archive:
             return _Archive(archive).load()
     except OSError as error:
-        raise UsageError(f"{file}: cannot be read: {error}") from None
+        raise UsageError(f"{file}: cannot be read: {error}; check its name and permissions") from None
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     except _DAMAGE as error:
         raise UsageError(
-            f"{file}: not an exported program, or a damaged one ({type(error).__name__}: {error})"
+            f"{file}: not an exported program, or a damaged one "
+            f"({type(error).__name__}: {error}); save it with torch.export.save"
         ) from error
 
 
@@ -250,7 +259,9 @@ class _Archive:
         self.root = archive.namelist()[0].partition("/")[0]
         self.sizes = {info.filename: info.file_size for info in archive.infolist()}
         if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-            raise UsageError("the archive is compressed, which torch.export.save never does")
+            raise UsageError(
+                "the archive is compressed, which torch.export.save never does; save the program with it again"
+            )
 
     def load(self) -> tuple[Program, tuple[Tensor, ...]]:
         if f"{self.root}/{_MODEL}" not in self.sizes:
@@ -258,7 +269,9 @@ class _Archive:
                 f"the archive has no {_MODEL}: export it with torch 2.8 or newer, torch.export.save(program, file)"
             )
         if self._read("byteorder", 64).strip() != b"little":
-            raise UsageError("the program was saved on a machine of another byte order")
+            raise UsageError(
+                "the program was saved on a machine of another byte order; save it on a little-endian machine"
+            )
         model = self._json(_MODEL)
         if _TRAINING not in model["verifiers"]:
             raise UsageError(
@@ -299,7 +312,8 @@ class _Archive:
             args, kwargs = torch.load(io.BytesIO(raw), weights_only=True)
         except Exception:  # torch may raise anything about a pickle that it does not trust
             raise UsageError(
-                "its example batch is more than tensors: reading it could run code, so it is refused"
+                "its example batch is more than tensors: reading it could run "
+                "code, so it is refused; export it with tensors as the only arguments"
             ) from None
         values = (*args, *kwargs.values())
         if not all(isinstance(value, Tensor) for value in values):
@@ -312,5 +326,7 @@ class _Archive:
     def _read(self, name: str, most: int) -> bytes:
         path = f"{self.root}/{name}"
         if self.sizes.get(path, 0) > most:
-            raise UsageError(f"its {name} has {self.sizes[path]} bytes, more than the bound of {most}")
+            raise UsageError(
+                f"its {name} has {self.sizes[path]} bytes, more than the bound of {most}; export a smaller module"
+            )
         return self.archive.read(path)

@@ -34,7 +34,7 @@ def read_arrays(path: Path) -> Mapping[str, np.ndarray]:
     Raises UsageError if `path` is not a readable .npz file, or holds more than plain arrays.
     """
     if not path.exists():
-        raise UsageError(f"{path}: no such file")
+        raise UsageError(f"{path}: no such file; check its name")
     if not path.is_file() or path.suffix != ARRAYS_SUFFIX:
         raise UsageError(
             f"{path}: the data of a module is an {ARRAYS_SUFFIX} file (numpy.savez) of arrays by input name"
@@ -43,9 +43,11 @@ def read_arrays(path: Path) -> Mapping[str, np.ndarray]:
         with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
             return dict(file)
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}; check its permissions") from None
     except _DAMAGE as error:
-        raise UsageError(f"{path} is not a file of plain numpy arrays, or a damaged one: {error}") from None
+        raise UsageError(
+            f"{path} is not a file of plain numpy arrays, or a damaged one: {error}; write it with numpy.savez"
+        ) from None
 
 
 def array_batches(path: Path, graph: Graph) -> ArrayBatches:
@@ -130,10 +132,11 @@ def _fitting(path: Path, array: np.ndarray, item: GraphInput, batch: int) -> np.
         dtype = np.dtype(item.type.dtype)
     except TypeError:
         raise UsageError(
-            f"the model's input {item.argument!r} is {item.type.dtype}, which numpy does not have"
+            f"the model's input {item.argument!r} is {item.type.dtype}, "
+            "which numpy does not have; export the module with another dtype"
         ) from None
     if array.dtype.kind != dtype.kind and not np.can_cast(array.dtype, dtype):
-        raise UsageError(f"{path}: {item.argument!r} is of {array.dtype}, but the model takes {dtype}")
+        raise UsageError(f"{path}: {item.argument!r} is of {array.dtype}, but the model takes {dtype}; convert it")
     return array.astype(dtype)
 
 
@@ -170,7 +173,7 @@ def _batch(graph: Graph, values: Sequence[Tensor]) -> int:
             batch = item.type.batch_of(tuple(value.shape))
             break
     if batch < 1:
-        raise UsageError("the arrays hold no samples")
+        raise UsageError("the arrays hold no samples; give at least one")
     return batch
 
 
@@ -182,18 +185,20 @@ def _as_tensor(array: Any, item: GraphInput) -> Tensor:
     try:
         array = np.ascontiguousarray(array) if np.ndim(array) else np.asarray(array)
     except ValueError as error:
-        raise UsageError(f"{item.argument!r} is no array: {error}") from None
+        raise UsageError(f"{item.argument!r} is not an array: {error}; give rows of equal length") from None
     dtype: torch.dtype = torch_constant(item.type.dtype)
     kinds = "f" if dtype.is_floating_point else "b" if dtype is torch.bool else "iub"
     if array.dtype.kind not in kinds:
-        raise UsageError(f"{item.argument!r} is of {array.dtype}, but the model takes {item.type.dtype}")
+        raise UsageError(f"{item.argument!r} is of {array.dtype}, but the model takes {item.type.dtype}; convert it")
     if kinds == "f" and np.isnan(array).any():
-        raise UsageError(f"{item.argument!r} holds NaN")
+        raise UsageError(f"{item.argument!r} holds NaN; remove NaN from the data")
     if kinds == "iub" and array.size:
         least, most = int(array.min()), int(array.max())
         bounds = torch.iinfo(dtype)
         if least < bounds.min or most > bounds.max:
-            raise UsageError(f"{item.argument!r} holds numbers that {item.type.dtype} does not have")
+            raise UsageError(
+                f"{item.argument!r} holds numbers that {item.type.dtype} does not have; give numbers in its range"
+            )
     if array.dtype.kind == "u":
         array = array.astype(np.int64)  # torch has few operators for unsigned numbers
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
@@ -247,7 +252,7 @@ def batch_of(layout: Layout, number: int, values: Sequence[Described]) -> int:
 def check_values(layout: Layout, number: int, values: Sequence[Described], batch: int) -> None:
     """Raise ProtocolError if `values` do not fit the boundary before unit `number` for a batch of `batch` samples."""
     if batch < 1:
-        raise ProtocolError("a batch without samples")
+        raise ProtocolError("a batch has no samples")
     _check(layout.boundaries[number], values, batch, f"at boundary {number}", any_batch=layout.graph.any_batch)
 
 
@@ -258,7 +263,7 @@ def check_labels(layout: Layout, labels: Sequence[Described], batch: int) -> Non
 
 def _check(wanted: Sequence[Value], values: Sequence[Described], batch: int, where: str, *, any_batch: bool) -> None:
     if len(values) != len(wanted):
-        raise ProtocolError(f"{len(values)} values {where} of the graph, not {len(wanted)}")
+        raise ProtocolError(f"{len(values)} values {where} of the graph; it needs {len(wanted)}")
     for value, (dtype, shape) in zip(wanted, values, strict=True):
         text = text_of((dtype, shape))
         if len(shape) != len(value.type.shape) or not _fits(dtype, value.type.dtype):
@@ -275,7 +280,8 @@ def check_travel(layout: Layout) -> None:
         for value in boundary:
             if wire_dtype(value.type) not in DTYPE_OF:
                 raise CheckpointError(
-                    f"{value.ref.name} at boundary {number} is {value.type.dtype}, which cannot be sent to other peers"
+                    f"{value.ref.name} at boundary {number} is {value.type.dtype}, "
+                    "which cannot be sent to other peers; convert it in the module"
                 )
 
 
@@ -286,7 +292,7 @@ def wire_dtype(kind: TensorType) -> torch.dtype:
 
 
 def to_wire(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return the values in their transit dtypes."""
+    """Return the values as they are sent: booleans as uint8, others unchanged."""
     return [value.to(torch.uint8) if value.dtype is torch.bool else value for value in values]
 
 

@@ -53,7 +53,7 @@ class Constant(msgspec.Struct, frozen=True, tag_field="is", tag="torch"):
 
 
 class Here(msgspec.Struct, frozen=True, tag_field="is", tag="device"):
-    """Device that the graph runs on."""
+    """Placeholder, among an operator's arguments, for the device that the graph runs on."""
 
 
 Atom = Union[None, bool, int, float, str, Ref, Poly, Real, Constant, Here]
@@ -61,7 +61,7 @@ Argument = Union[None, bool, int, float, str, Ref, Poly, Real, Constant, Here, l
 
 
 class TensorType(msgspec.Struct, frozen=True):
-    """Dtype and shape of a value."""
+    """Dtype and shape of a value in a graph; sizes may depend on the batch."""
 
     dtype: str
     shape: tuple[Size, ...]
@@ -117,7 +117,7 @@ class OperatorCall(msgspec.Struct, frozen=True):
     types: tuple[TensorType | None, ...]
 
     def refs(self) -> Iterator[Ref]:
-        """Yield the values that the call takes."""
+        """Yield references to the values that the operator takes."""
         for argument in (*self.args, *self.kwargs.values()):
             for atom in argument if isinstance(argument, list) else (argument,):
                 if isinstance(atom, Ref):

@@ -72,12 +72,12 @@ class LabelMean:
 
     @property
     def leaves_nothing_out(self) -> bool:
-        """Whether each label counts as 1 unless it is ignored."""
+        """Whether every label counts as 1 unless it has the ignored value."""
         return self.weight is None and self.ignored is not None
 
     @property
     def refs(self) -> tuple[Ref, ...]:
-        """The values that tell how many labels count."""
+        """References to the values that decide how many labels count: the labels and, if there are any, the weights of classes."""
         return (self.labels,) if self.weight is None else (self.labels, self.weight)
 
     @property
@@ -127,7 +127,7 @@ class LabelMean:
             count, labels = self.count(batch)
             counted, there = counted + count, there + labels
         if not counted:
-            raise UsageError("no sample of the data has a label that counts")
+            raise UsageError("no sample of the data has a label that counts; check the labels")
         return not self.leaves_nothing_out or counted < there
 
 
@@ -166,7 +166,7 @@ def without_hidden_counts(graph: Graph, weights: Mapping[str, Tensor]) -> Graph:
 def _told(weight: Weight, tensor: Tensor) -> Weight:
     if tensor.numel() > MAX_TOLD or not tensor.isfinite().all():
         raise UsageError(
-            f"labels are counted by {weight.tensor}, which must be finite and of {MAX_TOLD} elements at most"
+            f"the loss counts labels by {weight.tensor}: make its values finite, and at most {MAX_TOLD} of them"
         )
     return msgspec.structs.replace(weight, values=tuple(map(float, tensor.flatten().tolist())))
 
@@ -333,7 +333,7 @@ def _evaluate(graph: Graph, refs: Iterable[Ref], batch: Batch) -> dict[Ref, Any]
         try:
             output = resolve(node.operator)(*map(filled, node.args), **kwargs)
         except (RuntimeError, IndexError) as error:
-            raise UsageError(f"the labels do not fit the model: {error}") from error
+            raise UsageError(f"the labels do not fit the model: {error}; check the labels in the data") from error
         parts = list(output) if isinstance(output, list | tuple) else [output]
         for item, part in enumerate(parts):
             values[Ref(node.name, item if len(node.types) > 1 else None)] = part

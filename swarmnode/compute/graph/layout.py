@@ -92,7 +92,8 @@ class Layout:
                 continue
             if len(numbers) > 1 and not (weight.trained and numbers == [0, last]):
                 raise CheckpointError(
-                    f"{weight.tensor} is used by units {numbers}; only the first and the last may share"
+                    f"{weight.tensor} is used by layers {numbers}; only the first "
+                    "and the last layer may share a weight; use fewer --units"
                 )
             blocks[weight.name] = numbers[0] if len(numbers) == 1 else SHARED
         return blocks
@@ -144,7 +145,9 @@ class Layout:
             return
         teller = next((ref for ref in crossing[0] if self._types[ref].tells_batch), None)
         if teller is None:
-            raise CheckpointError("no input of the graph tells the size of the batch")
+            raise CheckpointError(
+                "no input of the graph has the size of the batch; export the module with batched inputs"
+            )
         silent = [k for k, refs in enumerate(crossing) if not any(self._types[ref].tells_batch for ref in refs)]
         for refs in crossing[: max(silent, default=-1) + 1]:
             if teller not in refs:

@@ -29,7 +29,10 @@ _CONSTANTS: dict[str, Any] = {
 def torch_constant(name: str) -> Any:
     """Return the dtype, memory format or layout of that name. Raises CheckpointError for any other name."""
     if name not in _CONSTANTS:
-        raise CheckpointError(f"the graph names {name!r:.80}, which is no dtype or format that a graph may use")
+        raise CheckpointError(
+            f"the graph names {name!r:.80}, which is no dtype or "
+            "format that a graph may use; export the module without it"
+        )
     return _CONSTANTS[name]
 
 
@@ -162,12 +165,19 @@ def resolve(operator: str, *, is_source: bool = False) -> Callable[..., Any]:
     known = {base, base.removesuffix("_")} if is_source else {base}
     is_allowed = bool(known & _ALLOWED) or (is_source and operator in INSTEAD)
     if namespace != "aten" or not is_allowed or not overload.replace("_", "").isalnum():
-        raise CheckpointError(f"the operator {operator:.80} is not one that a graph may use")
+        raise CheckpointError(
+            f"the operator {operator:.80} is not one that a graph may use; write the module with other torch operators"
+        )
     function = getattr(getattr(torch.ops.aten, base, None), overload, None)
     if function is None or not isinstance(function, torch._ops.OpOverload):
-        raise CheckpointError(f"the operator {operator:.80} is unknown to this version of torch ({torch.__version__})")
+        raise CheckpointError(
+            f"the operator {operator:.80} is unknown to this version of torch ({torch.__version__}); upgrade torch"
+        )
     if function._schema.is_mutable and operator != BATCH_NORM and not is_source:
-        raise CheckpointError(f"the operator {operator:.80} writes into its arguments, which a graph may not")
+        raise CheckpointError(
+            f"the operator {operator:.80} writes into its arguments, which "
+            "a graph may not; write the module without in-place operators"
+        )
     return function
 
 

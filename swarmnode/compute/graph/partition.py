@@ -32,14 +32,17 @@ _FAR = 0.5  # of the time: users of a weight further apart than this let it be s
 
 @dataclass(frozen=True)
 class Partition:
-    """A cut graph, and remarks on it for the founder."""
+    """Graph cut into pieces that peers can hold, and remarks about the cuts for the person who creates the swarm."""
 
     graph: Graph
     remarks: tuple[str, ...]
 
 
 def partition(graph: Graph, units: int = UNITS) -> Partition:
-    """The graph with its cuts. The last unit computes all means over labels, since it receives their shares."""
+    """Cut a graph into pieces of at most about 1 / `units` of its time and weights each, and return it with remarks.
+
+    The last piece computes all means over labels, since it receives their shares.
+    """
     graph, sums = _means_last(graph)
     batch = graph.batch
     seconds = [0.0, *accumulate(reference_seconds(estimate_nodes(graph, batch).values()))]
@@ -99,7 +102,7 @@ def balance(
     """
     units = len(seconds)
     if not 0 < stages <= units:
-        raise ValueError(f"{units} units cannot be {stages} stages")
+        raise ValueError(f"{units} layers cannot be cut into {stages} stages")
     before = [0.0, *accumulate(seconds)]
 
     def time(start: int, end: int) -> float:
@@ -146,13 +149,13 @@ def _closed_places(graph: Graph, seconds: list[float]) -> tuple[set[int], list[s
         widest, before, after = max(gaps, default=(0.0, 0, 0))
         if widest > _FAR * seconds[-1] and held[name].trained:
             closed |= {*range(1, before + 1), *range(after + 1, len(graph.nodes))}
-            remarks.append(f"{held[name].tensor} is shared by the first and the last unit")
+            remarks.append(f"{held[name].tensor} is shared by the first and the last layer")
         elif len(numbers) > 1:
             closed |= set(range(numbers[0] + 1, numbers[-1] + 1))
             spread.append(((seconds[numbers[-1] + 1] - seconds[numbers[0]]) / seconds[-1], held[name].tensor))
     share, tensor = max(spread, default=(0.0, ""))
     if share > _NEIGHBOURHOOD:
-        remarks.append(f"{tensor} is used all over {share:.0%} of the model, which therefore stays in one unit")
+        remarks.append(f"{tensor} is used all over {share:.0%} of the model, which therefore stays in one layer")
     return closed, remarks
 
 

@@ -21,7 +21,8 @@ Given = Mapping[str, Any]
 
 
 class RangeCheck:
-    """Range check of one pass at a time."""
+    """Check that the indexes and numbers that a graph's operators take from samples and from other peers are in range, for one
+    pass at a time."""
 
     def __init__(self) -> None:
         self._wrong: Tensor | None = None  # bool, on the device
@@ -49,7 +50,7 @@ class RangeCheck:
         return call
 
     def begin(self) -> None:
-        """Begin a new pass."""
+        """Begin another pass: forget the faults of the one before."""
         self._wrong = None
 
     def all_well(self) -> bool:

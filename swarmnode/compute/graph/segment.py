@@ -33,7 +33,7 @@ from swarmnode.errors import CheckpointError, ProtocolError
 
 @dataclass(frozen=True)
 class _Slot:
-    """Place of a value while a unit computes."""
+    """Number of the place where a value is stored while a piece of a graph computes."""
 
     number: int
 
@@ -116,7 +116,8 @@ class GraphSegment(Segment):
     def forward(
         self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
     ) -> Values:
-        """See `Segment`. Raises ProtocolError for values that are not those of the boundary, or out of an operator's range."""
+        """Run layers [start, end), as `Segment.forward` describes. Raises ProtocolError for values that are not those of the
+        boundary, or out of an operator's range."""
         boundary = self.layout.boundaries[start]
         batch = batch_of(self.layout, start, described(values))
         coming, tensors = boundary, values
@@ -135,7 +136,8 @@ class GraphSegment(Segment):
         outputs = tuple(passing.get(value.ref, slots[self._slots[value.ref]]) for value in leaving)
         if not self._ranges.all_well() and is_finite(outputs):  # NaN is the caller's to see, which may know better
             raise ProtocolError(
-                f"units [{start}:{end}) of the graph cannot work with this batch: a number is out of range, or an assumption "
+                f"layers [{start}:{end}) of the graph cannot work with "
+                "this batch: a number is out of range, or an assumption "
                 "of the module does not hold"
             )
         return outputs
@@ -162,7 +164,7 @@ class GraphSegment(Segment):
             with dropout or nullcontext():
                 _interpret(program, slots, batch)
         except (IndexError, torch.linalg.LinAlgError) as error:
-            raise ProtocolError(f"unit {number} of the graph cannot work with this batch: {error}") from error
+            raise ProtocolError(f"layer {number} of the graph cannot work with this batch: {error}") from error
         for buffer, slot in program.moves:
             buffer.data.copy_(slots[slot].detach())  # data: autograd must not see it as a change of kept graphs
 
@@ -218,7 +220,9 @@ def load_segment(folder: Path, start: int, end: int, *, device: torch.device | s
     names = checkpoint.tensors_of(start, end)
     missing = [name for name in names if name not in checkpoint.entries]
     if missing:
-        raise CheckpointError(f"{folder}: the graph needs the tensor {missing[0]}, which the weights lack")
+        raise CheckpointError(
+            f"{folder}: the graph needs the tensor {missing[0]}, which the weights lack; export the module again"
+        )
     copies = {
         name: tensor.clone() for name, tensor in checkpoint.read(names).items()
     }  # training must not write into a mapped file
@@ -248,5 +252,7 @@ def _fill(argument: Any, slots: list[Any], batch: int) -> Any:
 def _as_weight(tensor: Tensor, trained: bool, kind: TensorType, name: str) -> Tensor:
     if tuple(tensor.shape) != kind.shape or str(tensor.dtype) != f"torch.{kind.dtype}":
         (text,) = map(text_of, described([tensor]))
-        raise CheckpointError(f"the tensor {name} is {text}, but the graph has {kind.dtype} {kind.shape}")
+        raise CheckpointError(
+            f"the tensor {name} is {text}, but the graph has {kind.dtype} {kind.shape}; export the module again"
+        )
     return nn.Parameter(tensor) if trained else tensor

@@ -74,7 +74,7 @@ def read_graph(folder: Path) -> Graph:
         with file.open("rb") as stream:
             raw = stream.read(MAX_GRAPH_BYTES + 1)
     except OSError as error:
-        raise CheckpointError(f"{file}: not readable: {error}") from None
+        raise CheckpointError(f"{file}: not readable: {error}; check its name and permissions") from None
     try:
         return decode_graph(raw)
     except CheckpointError as error:
@@ -86,18 +86,20 @@ def encode_graph(graph: Graph) -> bytes:
     check_graph(graph)
     raw = msgspec.json.format(_encoder.encode(graph), indent=0)
     if len(raw) > MAX_GRAPH_BYTES:
-        raise CheckpointError(f"a graph of {len(raw)} bytes is over the bound of {MAX_GRAPH_BYTES}")
+        raise CheckpointError(
+            f"a graph of {len(raw)} bytes is over the bound of {MAX_GRAPH_BYTES}; export a smaller module"
+        )
     return raw
 
 
 def decode_graph(raw: bytes) -> Graph:
     """Decode a graph and check it. Raises CheckpointError if it is damaged, invalid or too large."""
     if len(raw) > MAX_GRAPH_BYTES:
-        raise CheckpointError(f"a graph over the bound of {MAX_GRAPH_BYTES} bytes")
+        raise CheckpointError(f"the graph has more than the bound of {MAX_GRAPH_BYTES} bytes; export a smaller module")
     try:
         graph = _decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError, OverflowError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"the graph is damaged: {error}") from None
+        raise CheckpointError(f"the graph is damaged: {error}; fetch the file again") from None
     check_graph(graph)
     return graph
 
@@ -116,7 +118,7 @@ def check_graph(graph: Graph) -> None:
     }
     for rule, kept in rules.items():
         if not kept:
-            raise CheckpointError(f"the graph is not valid: it needs {rule}")
+            raise CheckpointError(f"the graph is not valid: it needs {rule}; export the module again")
     known = _check_names(graph)
     for node in graph.nodes:
         _check_node(node, known)
@@ -125,13 +127,15 @@ def check_graph(graph: Graph) -> None:
     for move in graph.moves:
         _check_ref(move.value, known)
         if kinds.get(move.buffer) != BUFFER:
-            raise CheckpointError(f"the graph moves {move.buffer[:MAX_TEXT]!r}, which is no buffer")
+            raise CheckpointError(
+                f"the graph writes into {move.buffer[:MAX_TEXT]!r}, which is not a buffer; export the module again"
+            )
     _check_results(graph, known)
 
 
 def _check_results(graph: Graph, known: dict[str, int]) -> None:
     if (graph.loss is None) == (not graph.outputs) or len(graph.outputs) > MAX_OUTPUTS:
-        raise CheckpointError("the graph needs a loss, or a bounded number of outputs")
+        raise CheckpointError("the graph needs a loss, or 1 to {MAX_OUTPUTS} outputs; export the module again")
     weights = {weight.name for weight in graph.weights}
     names: dict[str, int] = {}
     for output in graph.outputs:
@@ -140,20 +144,27 @@ def _check_results(graph: Graph, known: dict[str, int]) -> None:
     for ref in graph.results:
         _check_ref(ref, known)
         if ref.name in weights:
-            raise CheckpointError("the graph gives a weight away as a result")
+            raise CheckpointError("the graph returns a weight as its result; export the module again")
     if graph.loss is not None and graph.loss.name not in {node.name for node in graph.nodes}:
-        raise CheckpointError("the graph's loss is no result of a node")
+        raise CheckpointError("the graph's loss is not a result of an operator; export the module again")
 
 
 def _check_names(graph: Graph) -> dict[str, int]:
     """Return the values that exist from the start, with their number of results. Raises CheckpointError for invalid ones."""
     for weight in graph.weights:
         if weight.kind not in _KINDS or (weight.trained and weight.kind != PARAMETER):
-            raise CheckpointError(f"the graph's weight {weight.tensor[:MAX_TEXT]!r} has an unknown kind")
+            raise CheckpointError(
+                f"the graph's weight {weight.tensor[:MAX_TEXT]!r} has an "
+                "unknown kind; upgrade swarmnode, or export the module again"
+            )
         if not all(isinstance(size, int) for size in weight.type.shape):
-            raise CheckpointError(f"the graph's weight {weight.tensor[:MAX_TEXT]!r} depends on the batch")
+            raise CheckpointError(
+                f"the graph's weight {weight.tensor[:MAX_TEXT]!r} depends on the batch; export the module again"
+            )
         if weight.values and len(weight.values) != math.prod(weight.type.sizes(1)):
-            raise CheckpointError(f"the graph tells other elements of {weight.tensor[:MAX_TEXT]!r} than there are")
+            raise CheckpointError(
+                f"the graph has a wrong number of elements of {weight.tensor[:MAX_TEXT]!r}; export the module again"
+            )
     known: dict[str, int] = {}
     for name, kind in graph.sources:
         _check_type(kind)
@@ -166,10 +177,15 @@ def _check_node(node: OperatorCall, known: dict[str, int]) -> None:
     _check_name(node.name, known)
     resolve(node.operator)
     if len(node.args) + len(node.kwargs) > MAX_ARGUMENTS or not 0 < len(node.types) <= MAX_RESULTS:
-        raise CheckpointError(f"the graph's node {node.name} has too many arguments or results")
+        raise CheckpointError(
+            f"the graph's operator {node.name} has too many arguments or results; export the module again"
+        )
     for argument in (*node.args, *node.kwargs.values()):
         if isinstance(argument, list) and len(argument) > MAX_LIST:
-            raise CheckpointError(f"the graph's node {node.name} has a list of {len(argument)} arguments")
+            raise CheckpointError(
+                f"the graph's operator {node.name} has a list of {len(argument)} "
+                "arguments, which is too long; export a smaller module"
+            )
         for atom in argument if isinstance(argument, list) else (argument,):
             _check_atom(atom, known)
     for kind in node.types:
@@ -185,27 +201,31 @@ def _check_atom(atom: Argument, known: dict[str, int]) -> None:
     elif isinstance(atom, Poly):
         _check_size(atom)
     elif isinstance(atom, Real) and atom.text not in _REALS:
-        raise CheckpointError("the graph has an invalid float")
+        raise CheckpointError("the graph has an invalid float; export the module again")
     elif isinstance(atom, str) and len(atom) > MAX_TEXT:
-        raise CheckpointError("the graph has a text that is too long")
+        raise CheckpointError("the graph has a text that is too long; export the module with shorter names")
     elif isinstance(atom, float) and not math.isfinite(atom):
-        raise CheckpointError("the graph has a float that JSON cannot write")
+        raise CheckpointError("the graph has an infinite float or NaN as a plain number; export the module again")
 
 
 def _check_ref(ref: Ref, known: dict[str, int]) -> None:
     results = known.get(ref.name, 0)
     if results == 0 or (ref.item is None) != (results == 1) or not 0 <= (ref.item or 0) < results:
-        raise CheckpointError(f"the graph uses the value {ref.name[:MAX_TEXT]!r} before it exists")
+        raise CheckpointError(
+            f"the graph uses the value {ref.name[:MAX_TEXT]!r} before it exists; export the module again"
+        )
 
 
 def _check_name(name: str, known: dict[str, int]) -> None:
     if not 0 < len(name) <= MAX_TEXT or not name.isprintable() or name in known:
-        raise CheckpointError(f"the graph has two values named {name[:MAX_TEXT]!r}, or the name is invalid")
+        raise CheckpointError(
+            f"the graph has two values named {name[:MAX_TEXT]!r}, or the name is invalid; export the module again"
+        )
 
 
 def _check_type(kind: TensorType) -> None:
     if not isinstance(torch_constant(kind.dtype), torch.dtype) or len(kind.shape) > MAX_DIMENSIONS:
-        raise CheckpointError("the graph has a value of an impossible type")
+        raise CheckpointError("the graph has a value of an impossible type; export the module again")
     for size in kind.shape:
         _check_size(size)
 
@@ -213,7 +233,7 @@ def _check_type(kind: TensorType) -> None:
 def _check_size(size: Size) -> None:
     numbers = (size,) if isinstance(size, int) else size.coefficients
     if not 0 < len(numbers) <= MAX_DEGREE + 1 or any(abs(number) > MAX_NUMBER for number in numbers):
-        raise CheckpointError("the graph has an impossible size")
+        raise CheckpointError("the graph has an impossible size; export the module again")
 
 
 def _is_rising(numbers: tuple[int, ...]) -> bool:

@@ -57,11 +57,14 @@ def assemble(
                 output_loading_info=True,
             )
     except FOREIGN_ERRORS as error:
-        raise CheckpointError(f"{family.model_class.__name__} cannot be filled from the checkpoint: {error}") from error
+        raise CheckpointError(
+            f"{family.model_class.__name__} cannot be filled from the checkpoint: {error}; fetch the checkpoint again"
+        ) from error
     wrong = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
     if wrong:
         raise CheckpointError(
-            f"{len(wrong)} tensors of the model are missing or misshapen in the checkpoint: {wrong[0]}"
+            f"{len(wrong)} tensors of the model are missing or misshapen "
+            f"in the checkpoint: {wrong[0]}; fetch the checkpoint again"
         )
     if start > 0:
         _remove(model, family.input_embedding)  # was needed only for a tied head

@@ -62,7 +62,7 @@ class Checkpoint:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise CheckpointError(f"{self.path}: no such folder")
+            raise CheckpointError(f"{self.path}: no such folder; check its name")
         self.entries = read_entries(self.path)
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class Checkpoint:
         for entry in self.entries.values():
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.elements
         if not sizes:
-            raise CheckpointError(f"{self.path}: holds no tensors")
+            raise CheckpointError(f"{self.path}: holds no tensors; fetch the checkpoint again")
         return {"F32": torch.float32, "F16": torch.float16}.get(max(sizes, key=sizes.__getitem__), torch.bfloat16)
 
     @property
@@ -144,7 +144,7 @@ class Checkpoint:
                 handle: Any = safe_open(file, framework="pt")
                 slices.update({name: handle.get_slice(name) for name in wanted})
             except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file}: cannot be read: {error}") from error
+                raise CheckpointError(f"{file}: cannot be read: {error}; check its permissions") from error
         return slices
 
 
@@ -152,21 +152,28 @@ class Checkpoint:
 def load_config(file: Path) -> Any:
     """Read the transformers config in `file`. Raises CheckpointError if it is missing or invalid, or needs code of its own."""
     if not file.is_file():
-        raise CheckpointError(f"{file}: missing; a checkpoint needs its config")
+        raise CheckpointError(f"{file}: missing; a checkpoint needs its config; copy it into the folder")
     values = _with_special_floats(read_json(file))
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = str(values.get("model_type"))
     if model_type not in CONFIG_MAPPING:
         if "auto_map" in values:
-            raise CheckpointError(f"{file}: model type {model_type!r} needs its own code, which is never run here")
-        raise CheckpointError(f"{file}: model type {model_type!r} is unknown to this version of transformers")
+            raise CheckpointError(
+                f"{file}: model type {model_type!r} needs its own code, which "
+                "is never run here; choose a model that transformers knows"
+            )
+        raise CheckpointError(
+            f"{file}: model type {model_type!r} is unknown to this version of transformers; upgrade transformers"
+        )
     for part in (values, values.get("text_config")):
         _check_sizes(file, part if isinstance(part, dict) else {})
     try:
         return CONFIG_MAPPING[model_type].from_dict(_without_kernels(values))
     except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError, StrictDataclassError) as error:
-        raise CheckpointError(f"{file}: not a config of {model_type}: {' '.join(str(error).split())}") from error
+        raise CheckpointError(
+            f"{file}: not a config of {model_type}: {' '.join(str(error).split())}; fetch it again"
+        ) from error
 
 
 def _with_special_floats(values: Any) -> Any:
@@ -189,7 +196,8 @@ def _check_sizes(file: Path, values: dict[str, Any]) -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not isinstance(value, list) and not (whole and 1 <= value <= most):
             raise CheckpointError(
-                f"{file}: {name} is {str(value)[:MAX_TOLD_CHARS]}, not a whole number from 1 to {most:,}"
+                f"{file}: {name} is {str(value)[:MAX_TOLD_CHARS]}, not "
+                f"a whole number from 1 to {most:,}; correct the file"
             )
 
 
@@ -241,7 +249,8 @@ def _safetensors_entries(path: Path) -> dict[str, TensorEntry]:
     missing = sorted(set(weight_map) - set(entries))
     if missing:
         raise CheckpointError(
-            f"{path / weight_map[missing[0]]}: lacks the tensor {missing[0]}, which {INDEX_FILE} promises"
+            f"{path / weight_map[missing[0]]}: lacks the tensor {missing[0]}, "
+            f"which {INDEX_FILE} promises; fetch the checkpoint again"
         )
     return entries
 
@@ -250,10 +259,13 @@ def read_weight_map(index_file: Path) -> dict[str, str]:
     """Return the shard's file name for each tensor. Raises CheckpointError if the index is damaged."""
     weight_map = read_json(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index_file}: has no weight_map")
+        raise CheckpointError(f"{index_file}: has no weight_map; fetch the checkpoint again")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard:
-            raise CheckpointError(f"{index_file}: tensor {name} is in {shard!r}, which is not a plain file name")
+            raise CheckpointError(
+                f"{index_file}: tensor {name} is in {shard!r}, which "
+                "is not a plain file name; fetch the checkpoint again"
+            )
     return weight_map
 
 
@@ -263,19 +275,19 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     Raises CheckpointError if the file is missing, damaged or cut short.
     """
     if not file.is_file():
-        raise CheckpointError(f"{file}: missing shard")
+        raise CheckpointError(f"{file}: missing shard; fetch the checkpoint again")
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_bytes = int.from_bytes(stream.read(8), "little")
         if size < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(f"{file}: not a safetensors file, or cut short in its header")
+            raise CheckpointError(f"{file}: not a safetensors file, or cut short in its header; fetch it again")
         raw = stream.read(header_bytes)
     try:
         header = json.loads(raw)
     except ValueError:
-        raise CheckpointError(f"{file}: its header is damaged (not JSON)") from None
+        raise CheckpointError(f"{file}: its header is damaged (not JSON); fetch it again") from None
     if not isinstance(header, dict):
-        raise CheckpointError(f"{file}: its header is damaged (not a table of tensors)")
+        raise CheckpointError(f"{file}: its header is damaged (not a table of tensors); fetch it again")
     header.pop("__metadata__", None)
     data_begin = 8 + header_bytes
     return {name: _check_entry(file, name, value, data_begin, size) for name, value in header.items()}
@@ -287,11 +299,11 @@ def _check_entry(file: Path, name: str, value: Any, data_begin: int, size: int) 
         entry = TensorEntry(file, dtype, shape, data_begin + begin, data_begin + end)
         wanted_bytes = (entry.elements * DTYPE_BITS[dtype] + 7) // 8
     except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{file}: the header's entry for {name} is damaged") from None
+        raise CheckpointError(f"{file}: the header's entry for {name} is damaged; fetch it again") from None
     if begin < 0 or entry.nbytes != wanted_bytes:
         raise CheckpointError(
-            f"{file}: the header's entry for {name} contradicts itself: {entry.nbytes} bytes, {shape}"
+            f"{file}: the header's entry for {name} contradicts itself: {entry.nbytes} bytes, {shape}; fetch it again"
         )
     if entry.end > size:
-        raise CheckpointError(f"{file}: truncated: {name} ends at byte {entry.end}, the file at {size}")
+        raise CheckpointError(f"{file}: truncated: {name} ends at byte {entry.end}, the file at {size}; fetch it again")
     return entry

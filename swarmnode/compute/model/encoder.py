@@ -69,13 +69,17 @@ def read_pooling(file: SmallFile) -> Pooling:
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules if isinstance(module, dict)]
     others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
     if others or kinds[:2] != ["Transformer", "Pooling"]:
-        raise CheckpointError(f"{MODULES_FILE} asks for {', '.join(others or kinds)}, which is not supported")
+        raise CheckpointError(
+            f"{MODULES_FILE} asks for {', '.join(others or kinds)}, which is not supported; choose another model"
+        )
     settings = _read(file, POOLING_FILE, dict) or {}
     modes = [mode for mode in settings if mode.startswith("pooling_mode_") and settings[mode] is True]
     mode = modes[0].removeprefix("pooling_mode_") if modes else str(settings.get("pooling_mode", MEAN))
     if len(modes) > 1 or mode not in MODES:
         names = ", ".join(mode.removeprefix("pooling_mode_") for mode in modes) or mode
-        raise CheckpointError(f"{POOLING_FILE} asks for {names}; supported is one of {', '.join(MODES)}")
+        raise CheckpointError(
+            f"{POOLING_FILE} asks for {names}; supported is one of {', '.join(MODES)}; choose another model"
+        )
     positions = (_read(file, LENGTH_FILE, dict) or {}).get("max_seq_length")
     return Pooling(mode, "Normalize" in kinds, positions if isinstance(positions, int) else None)
 
@@ -87,9 +91,9 @@ def _read(file: SmallFile, name: str, kind: type) -> Any:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from None
     if not isinstance(content, kind):
-        raise CheckpointError(f"{path} is not what sentence-transformers writes")
+        raise CheckpointError(f"{path} is not as sentence-transformers writes it; fetch it again")
     return content
 
 
@@ -102,7 +106,7 @@ class EmbeddingModel(nn.Module):
         self.pooling = pooling
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """Return embedding_H of input_ids_T."""
+        """Return the embedding vector embedding_H of one text's token ids input_ids_T."""
         hidden_BTH = self.model(input_ids=input_ids[None], use_cache=False).last_hidden_state
         return {EMBEDDING: self.pooling(hidden_BTH[0])}
 
@@ -158,7 +162,9 @@ def load_encoder(checkpoint: Checkpoint, task: str, pooling: Pooling) -> tuple[n
                 output_loading_info=True,
             )
     except (*FOREIGN_ERRORS, OSError) as error:
-        raise CheckpointError(f"{checkpoint.path}: no model can be made of it: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint.path}: no model can be made of it: {error}; choose another model"
+        ) from error
     return _wrapped(model, task, pooling), frozenset(f"model.{name}" for name in loading["missing_keys"])
 
 
@@ -168,7 +174,9 @@ def outline_encoder(checkpoint: Checkpoint, task: str, pooling: Pooling) -> nn.M
         with torch.device("meta"):
             model = _class_for(task).from_config(checkpoint.config, dtype=torch.float32)
     except FOREIGN_ERRORS as error:
-        raise CheckpointError(f"{checkpoint.path}: no model can be made of it: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint.path}: no model can be made of it: {error}; choose another model"
+        ) from error
     return _wrapped(model, task, pooling)
 
 

@@ -31,7 +31,7 @@ def switching_position(config: Any) -> int | None:
 
 
 def is_dynamic(config: Any) -> bool:
-    """Return whether rotary frequencies change with every position."""
+    """Return whether the model's rotary frequencies change with every position."""
     return any("dynamic" in str(rope.get("rope_type")) for rope in ropes(config))
 
 
@@ -48,13 +48,13 @@ def settings_of(config: Any) -> Mapping[str, Any] | None:
     """
     settings = next((each for key in KEYS if (each := getattr(config, key, None)) is not None), None)
     if settings is not None and not isinstance(settings, dict):
-        raise CheckpointError("the checkpoint's quantization_config is not a table")
+        raise CheckpointError("the checkpoint's quantization_config is not a table; fetch config.json again")
     return settings
 
 
 @dataclass(frozen=True)
 class Family(ModelTrace):
-    """Anatomy of one model (class and config), and its cut into units."""
+    """Structure of one model (its class and config), and its division into units: the embedding, each layer, and the head."""
 
     model_class: type[Any]
     config: Any
@@ -127,7 +127,7 @@ def _asks_for_routers(config: Any) -> bool:
 
 
 def _other_layers(config: Any) -> list[str]:
-    """Return the kinds of layers that are not attention."""
+    """Return the kinds of layers in `config` that are not attention layers."""
     return sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - SPLITTABLE_LAYER_TYPES)
 
 
@@ -137,13 +137,19 @@ def causal_class(config: Any) -> type[Any]:
 
     kind = f"model type {config.model_type!r}"
     if config.is_encoder_decoder:
-        raise CheckpointError(f"{kind} is an encoder-decoder: only decoder-only language models can be split")
+        raise CheckpointError(
+            f"{kind} is an encoder-decoder: only decoder-only language models can be split; choose another model"
+        )
     if config.get_text_config() is not config:
-        raise CheckpointError(f"{kind} takes images or sound besides text: only text models can be split")
+        raise CheckpointError(
+            f"{kind} takes images or sound besides text: only text models can be split; choose another model"
+        )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise CheckpointError(f"{kind} is not a causal language model of transformers: it cannot be split")
+        raise CheckpointError(
+            f"{kind} is not a causal language model of transformers: it cannot be split; choose another model"
+        )
     if getattr(config, "num_hidden_layers", None) is None:
-        raise CheckpointError(f"{kind} does not say how many layers it has: it cannot be split")
+        raise CheckpointError(f"{kind} does not say how many layers it has: it cannot be split; choose another model")
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     chosen: type[Any] = model_class[0] if isinstance(model_class, tuple) else model_class
     return chosen
@@ -158,10 +164,14 @@ def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
             f"the checkpoint is quantised ({method}): `create` and `host` write its plain weights into NAME-weights"
         )
     if getattr(model_class, "_is_stateful", False):
-        raise CheckpointError(f"{kind} keeps a recurrent state (linear attention or Mamba) that cannot be batched yet")
+        raise CheckpointError(
+            f"{kind} keeps a recurrent state (linear attention or "
+            "Mamba) that cannot be batched yet; choose another model"
+        )
     if is_dynamic(config):
         raise CheckpointError(
-            f"{kind} has rotary frequencies that change with every position (dynamic): sessions in one pass would change each other"
+            f"{kind} has rotary frequencies that change with every position (dynamic): "
+            "sessions in one pass would change each other; choose another model"
         )
     if _asks_for_routers(config):
         raise CheckpointError(
@@ -169,4 +179,6 @@ def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
             "cannot be split: set it to false in config.json"
         )
     if other := _other_layers(config):
-        raise CheckpointError(f"{kind} has layers of type {', '.join(other)}: only attention layers can be split")
+        raise CheckpointError(
+            f"{kind} has layers of type {', '.join(other)}: only attention layers can be split; choose another model"
+        )

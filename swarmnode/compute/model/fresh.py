@@ -86,7 +86,9 @@ def tried(family: Family) -> Iterator[Family]:
             yield family_of(tiny_config(family.config))
     except (SwarmnodeError, *FOREIGN_ERRORS) as problem:
         name = family.model_class.__name__
-        raise CheckpointError(f"{name} could not be tried on a tiny model: {problem}") from problem
+        raise CheckpointError(
+            f"{name} could not be tried on a tiny model: {problem}; choose another model"
+        ) from problem
 
 
 def tiny_model(tiny: Family) -> Any:
@@ -121,7 +123,8 @@ def tiny_config(config: Any) -> Any:
 
 
 def _shrink_attention(tiny: Any, config: Any) -> None:
-    """Keep the sharing of keys and values among heads, and give latent attention its own head size."""
+    """Let heads of the config `tiny` share keys and values as in `config` (each its own, all one, or some), and give latent
+    attention its own head size."""
     sharing = getattr(config, "num_key_value_heads", None)
     if sharing is not None:
         tiny.num_key_value_heads = {config.num_attention_heads: tiny.num_attention_heads, 1: 1}.get(sharing, 2)
@@ -130,7 +133,7 @@ def _shrink_attention(tiny: Any, config: Any) -> None:
 
 
 def _shrink_factors(tiny: Any) -> None:
-    """Cut LongRoPE's factors to one for each pair of a head's rotated numbers."""
+    """Cut the lists of LongRoPE factors in the config `tiny` to one factor for each pair of a head's rotated numbers."""
     head = getattr(tiny, "head_dim", None) or tiny.hidden_size // tiny.num_attention_heads
     for rope in ropes(tiny):
         pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
@@ -182,4 +185,4 @@ def fresh_model(config: Any, seed: int) -> Any:
             torch.manual_seed(seed)
             return causal_class(config)(config).float()
     except FOREIGN_ERRORS as error:
-        raise CheckpointError(f"no model can be made of the config: {error}") from error
+        raise CheckpointError(f"no model can be made of the config: {error}; correct config.json") from error

@@ -39,7 +39,7 @@ def open_checkpoint(
         )
     repository, _, named = str(name).partition("@")
     if path.is_absolute() or str(name).startswith((".", "~")) or repository.count("/") > 1:
-        raise CheckpointError(f"{name}: no such folder")
+        raise CheckpointError(f"{name}: no such folder; check its name")
     return HubCheckpoint(repository, revision=revision or named or None, cache_dir=cache_dir)
 
 
@@ -87,7 +87,9 @@ class HubCheckpoint(Checkpoint):
             local = read_header(self._fetch_whole(shard))
             for name in names:
                 if self.entries[name].file.name == shard and not _same_tensor(local.get(name), self.entries[name]):
-                    raise CheckpointError(f"{self.repository}: {name} in {shard} is not what the hub's header promised")
+                    raise CheckpointError(
+                        f"{self.repository}: {name} in {shard} is not what the hub's header promised; try again"
+                    )
         return super().open_slices(names)
 
     def small_file(self, name: str) -> Path | None:
@@ -149,7 +151,9 @@ def read_range(
                 if len(data) > size:
                     break
     if len(data) != size:
-        raise CheckpointError(f"{repository}: the hub does not give {size} bytes of {file} from byte {first} on")
+        raise CheckpointError(
+            f"{repository}: the hub does not give {size} bytes of {file} from byte {first} on; try again later"
+        )
     return bytes(data)
 
 
@@ -197,8 +201,13 @@ def _hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
         message = f"neither a folder here nor a model on the hub (for a private one, {LOGIN})"
         raise CheckpointError(f"{repository}: {message}") from None
     except errors.NotASafetensorsRepoError:
-        raise CheckpointError(f"{repository}: has no safetensors files; pickled weights are never loaded") from None
+        raise CheckpointError(
+            f"{repository}: has no safetensors files; pickled weights "
+            "are never loaded; choose a repository with safetensors"
+        ) from None
     except (errors.HfHubHTTPError, errors.SafetensorsParsingError, errors.EntryNotFoundError) as error:
-        raise CheckpointError(f"{repository}: the hub's answer cannot be used: {error}") from error
+        raise CheckpointError(f"{repository}: the hub's answer cannot be used: {error}; try again later") from error
     except (errors.OfflineModeIsEnabled, transport_error, OSError) as error:
-        raise CheckpointError(f"{repository}: no such folder, and the hub cannot be reached ({error})") from error
+        raise CheckpointError(
+            f"{repository}: no such folder, and the hub cannot be reached ({error}); check the name and the connection"
+        ) from error

@@ -57,7 +57,7 @@ class TimedLinear(nn.Linear):
         self.products = tuple(products)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., O) for x (..., I)."""
+        """Return the layer's outputs (..., O) for inputs x (..., I), by the kernel that was fastest for this number of rows."""
         rows = x.numel() // self.in_features
         return self.products[bisect.bisect(TIMED_ROWS, rows) - 1](x, self.weight, self.bias)
 
@@ -176,7 +176,7 @@ def _material(weight_OI: Tensor) -> Tensor:
 
 
 def _choose(weights: Sequence[Tensor], others: Sequence[Product]) -> dict[torch.Size, list[Product]]:
-    """Return for each shape the products for TIMED_ROWS."""
+    """Return, for each shape of weight matrix, the fastest way to multiply for each number of rows in TIMED_ROWS."""
     sample = _first_bytes(weights, SAMPLE_BYTES)
     others = [product for product in others if _works(product)] if sample else []
     choices: dict[torch.Size, list[Product]] = {shape: [] for shape in sample}

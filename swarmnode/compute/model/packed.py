@@ -100,7 +100,7 @@ class OneDnnLinear(PackedLinear):
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., O) for x (..., I)."""
+        """Return the layer's outputs (..., O) for inputs x (..., I), computed by oneDNN from packed weights."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, self.bias, "none", [], "")
         return y
 
@@ -126,7 +126,7 @@ class BlockedLinear(PackedLinear):
         return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., O) for x (..., I)."""
+        """Return the layer's outputs (..., O) for inputs x (..., I), computed from weights in blocks."""
         return multiply_blocks(x, self._blocks_NIB, self._rest_OI, self.bias)
 
 

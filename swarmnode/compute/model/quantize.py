@@ -85,7 +85,8 @@ def quantize_layers(layers: nn.Module, method: str, device: torch.device) -> Qua
     kept = sum(parameter.nbytes for parameter in layers.parameters() if parameter.is_floating_point())
     if not matrices:
         raise LocalError(
-            f"{method}: the layers of this model hold no plain matrices to quantise ({format_bytes(kept)})"
+            f"{method}: the layers of this model hold no plain matrices "
+            f"to quantise ({format_bytes(kept)}); leave --quantize out"
         )
     return Quantization(method, matrices, before, after, kept)
 

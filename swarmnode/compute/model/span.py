@@ -95,12 +95,12 @@ class ModelSpan:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether the span takes token ids: it holds unit 0."""
+        """Whether the span takes token ids: it holds the embedding."""
         return self.start == 0
 
     @property
     def has_head(self) -> bool:
-        """Whether the span returns logits: it holds the last unit."""
+        """Whether the span has the model's head, and so returns logits."""
         return self.end == self.family.units
 
     @property
@@ -114,7 +114,7 @@ class ModelSpan:
         return self._device
 
     def move_to(self, device: torch.device) -> None:
-        """Move the weights to another device. Not for quantised ones."""
+        """Move the weights to another device. Quantised weights cannot be moved."""
         self.model.to(device)
         self._device = device
 

@@ -102,7 +102,7 @@ class _Skip:
 
 
 class _Door:
-    """Layer at which hidden states enter the stack, leave it, or both."""
+    """Wrapper of a layer at which hidden states enter the stack, leave it, or both."""
 
     def __init__(self, stack: Stack, layer: Any, *, enters: bool, leaves: bool) -> None:
         self.stack = stack

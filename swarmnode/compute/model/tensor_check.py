@@ -53,10 +53,15 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     found = _compare(family, outlines)
     whole = [name for name, entry in entries.items() if name not in outlines and name in found["missing_keys"]]
     if whole:
-        raise CheckpointError(f"{checkpoint.path}: {whole[0]} is {entries[whole[0]].dtype}, not floating-point numbers")
+        raise CheckpointError(
+            f"{checkpoint.path}: {whole[0]} is {entries[whole[0]].dtype}, "
+            "not floating-point numbers; fetch the checkpoint again"
+        )
     if found["missing_keys"]:
         lacking = sorted(found["missing_keys"])
-        raise CheckpointError(f"{checkpoint.path}: lacks {_count(lacking)} of the model, as {lacking[0]}")
+        raise CheckpointError(
+            f"{checkpoint.path}: lacks {_count(lacking)} of the model, as {lacking[0]}; fetch the checkpoint again"
+        )
     for name, stored, wanted in sorted(found["mismatched_keys"]):
         raise CheckpointError(
             f"{checkpoint.path}: {name} has the shape {tuple(stored)}, and by config.json the model's is {tuple(wanted)}"
@@ -69,7 +74,8 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     ]
     if ignored:
         raise CheckpointError(
-            f"{checkpoint.path}: has {_count(ignored)} that the model of its config.json has no place for, as {ignored[0]}"
+            f"{checkpoint.path}: has {_count(ignored)} that the model of its config.json "
+            f"has no place for, as {ignored[0]}; check that the two belong together"
         )
 
 
@@ -86,7 +92,9 @@ def _compare(family: Family, outlines: dict[str, Any]) -> dict[str, Any]:
                 output_loading_info=True,
             )
     except FOREIGN_ERRORS as error:
-        raise CheckpointError(f"{family.model_class.__name__} cannot be filled from the checkpoint: {error}") from error
+        raise CheckpointError(
+            f"{family.model_class.__name__} cannot be filled from the checkpoint: {error}; fetch the checkpoint again"
+        ) from error
     return dict(found)
 
 

@@ -38,7 +38,7 @@ _WAYS = ((True, False), (False, False), (False, True))
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """Anatomy of a model, found by one pass. Names are those of modules in its class."""
+    """Structure of a transformers model, found by one trial pass. Names are those of its modules."""
 
     stack_name: str  # the list of layers, as in "model.layers"
     input_embedding: str  # the module that looks token ids up
@@ -59,7 +59,9 @@ def build_on_meta(model_class: type[Any], config: Any) -> Any:
         with ONE_AT_A_TIME, torch.device("meta"), no_init_weights():
             return model_class(config).eval()
     except FOREIGN_ERRORS as error:
-        raise CheckpointError(f"{model_class.__name__} cannot be built from this config: {error}") from error
+        raise CheckpointError(
+            f"{model_class.__name__} cannot be built from this config: {error}; correct config.json"
+        ) from error
 
 
 _traces: dict[tuple[type[Any], str], ModelTrace] = {}  # a trace takes a tenth of a second and depends only on the key
@@ -102,7 +104,8 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
     shapes = tuple(recorder.shapes.get(number, ()) for number in range(len(layers)))
     if not all(shapes):
         raise CheckpointError(
-            f"{model_class.__name__}: layer {shapes.index(())} keeps no KV cache of its own, so the model cannot be split"
+            f"{model_class.__name__}: layer {shapes.index(())} keeps no KV "
+            "cache of its own, so the model cannot be split; choose another model"
         )
     return ModelTrace(
         stack_name=stack_name,
@@ -127,7 +130,9 @@ def _find_stack(model: nn.Module, layer_count: int) -> str:
         if isinstance(module, nn.ModuleList) and len(module) == layer_count
     ]
     if not found:
-        raise CheckpointError(f"{type(model).__name__} has no list of its {layer_count} layers: it cannot be split")
+        raise CheckpointError(
+            f"{type(model).__name__} has no list of its {layer_count} layers: it cannot be split; choose another model"
+        )
     name: str = max(found)[1]
     return name
 
@@ -148,7 +153,9 @@ def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tupl
     try:
         _pass(model, stack, recorder)
     except FOREIGN_ERRORS as error:
-        raise CheckpointError(f"{type(model).__name__} cannot be looked into without weights: {error}") from error
+        raise CheckpointError(
+            f"{type(model).__name__} cannot be looked into without weights: {error}; choose another model"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -188,7 +195,7 @@ class _Recorder(Cache):
         self.seen: dict[tuple[Any, ...], tuple[tuple[int, int], ...]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Record (heads, dim) of keys and values."""
+        """Record the number of heads and the head size of the keys and values of a layer."""
         self.shapes[layer_idx] = tuple((states.shape[1], states.shape[3]) for states in (key_states, value_states))
         return key_states, value_states
 

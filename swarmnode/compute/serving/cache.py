@@ -60,11 +60,11 @@ class CacheBudget:
         return f"<CacheBudget of {self.limit_bytes / 1e6:.1f} MB: {claims}>"
 
     def is_in(self, ledger: MemoryLedger) -> bool:
-        """Return whether the budget takes its memory from `ledger`."""
+        """Return whether the memory of this budget is counted in `ledger`."""
         return self._ledger is ledger
 
     def claimed(self, claim: Claim) -> int:
-        """Return the bytes of one claim."""
+        """Return the bytes that are claimed for this purpose."""
         return self._claims[claim]
 
     @property
@@ -100,7 +100,7 @@ class CacheBudget:
 
 
 class CachePool:
-    """Caches of the sessions of one span. Used from the compute thread only."""
+    """KV caches of the sessions in one node's layers. Used from the compute thread only."""
 
     def __init__(
         self, span: ModelSpan, limit_bytes: int, ledger: MemoryLedger | None = None, *, windows: Windows | None = None
@@ -119,7 +119,7 @@ class CachePool:
 
     @property
     def cohorts(self) -> list[Cohort]:
-        """All cohorts, each once."""
+        """Groups of sessions that are computed together, each once."""
         return _cohorts_of(self.sessions.values())
 
     @property
@@ -129,13 +129,14 @@ class CachePool:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that the buffers take, with those for regrouping them."""
+        """Bytes that the KV caches take, with the reserve for regrouping sessions."""
         return sum(self._bytes(cohort.members, cohort.capacity) for cohort in self.cohorts)
 
     def open(
         self, session_id: Hashable, *, rows: int, max_length: int, padding: Sequence[int] = (), layers: range
     ) -> CachedSession:
-        """Reserve room for a session. Raises OutOfCache if the budget has none."""
+        """Reserve KV cache for a new session of `rows` rows and at most `max_length` positions in `layers`. Raises OutOfCache if
+        the budget has no room."""
         session = CachedSession(rows, max_length, padding, layers)
         self.budget.claim(Claim.RESERVED, self.reserved_bytes + self.bytes_of(layers, rows, max_length))
         self.sessions[session_id] = session
@@ -164,7 +165,7 @@ class CachePool:
         self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
 
     def close_all(self) -> None:
-        """Free all sessions and release the budget."""
+        """Free the KV caches of all sessions and release their memory."""
         for cohort in self.cohorts:
             cohort.buffers.clear()
         self.sessions.clear()
@@ -268,7 +269,8 @@ class CachePool:
                 regroup([([member], member.length) for member in cohort.members], self.span.device, self.windows)
 
     def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
-        """Claim room for a cohort of these members, beside the members that they leave behind. Returns whether there is room."""
+        """Claim memory for one cohort of `members` with `capacity` positions, and for the rest of the cohorts that they come
+        from. Returns whether there is room."""
         before = sum(self._bytes(old.members, old.capacity) for old in _cohorts_of(members))
         after = self._bytes(members, capacity)
         for rest in self._left_behind(members):
@@ -304,7 +306,7 @@ class CachePool:
         return sum(by_layer) + max(by_layer, default=0)
 
     def _layer_bytes(self, layer: int, columns: int) -> int:
-        """Return the bytes of one row of a layer."""
+        """Return the cache bytes of one row of `columns` positions in a layer; a layer with a window keeps at most the window."""
         window = self.windows.get(layer)
         held = columns if window is None else min(columns, window.columns)
         return held * self.span.family.cache_elements_per_token(layer + 1) * self.span.dtype.itemsize
@@ -316,7 +318,7 @@ def windows_of(span: ModelSpan) -> dict[int, Window]:
 
 
 def _cohorts_of(sessions: Iterable[CachedSession]) -> list[Cohort]:
-    """Return the cohorts of these sessions, each once."""
+    """Return the cohorts (groups computed together) of the sessions, each once."""
     return list(dict.fromkeys(session.cohort for session in sessions if session.cohort is not None))
 
 

@@ -53,7 +53,7 @@ class StaticColumns(AttentionCache):
         return f"StaticColumns({len(self._buffers)} layers of up to {self.get_max_length()} columns)"
 
     def fits(self, cohort: Cohort) -> bool:
-        """Return whether the cohort's windows have not moved since."""
+        """Return whether the cohort's sliding windows begin where they did when these buffers were set up."""
         return self._first_kept == first_kept(cohort)
 
     def begin(self, cohort: Cohort) -> None:
@@ -79,7 +79,7 @@ class StaticColumns(AttentionCache):
         return self.column
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (columns in the buffers, the first of them)."""
+        """Return the number of columns in a layer's buffers, and the first column that they hold."""
         return self._columns[layer_idx], self._first_kept.get(layer_idx, 0)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -104,7 +104,7 @@ def first_kept(cohort: Cohort) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Parameters that a captured step cannot change: units [start, end), number of positions with logits, and the adapter."""
+    """Parameters that a captured step cannot change: layers [start, end), number of positions with logits, and the adapter."""
 
     start: int
     end: int
@@ -169,7 +169,8 @@ class CapturedDecode:
         return output, took_s[0]
 
     def _is_due(self, cohort: Cohort) -> bool:
-        """Return whether the cohort has had enough steady steps, and has room for some more."""
+        """Count a steady step of the cohort. Returns whether its passes should be captured now: after every STEADY_STEPS steps,
+        if the cohort has room for some more and neither a capture of its own nor a refusal."""
         steps = self._steady[cohort] = self._steady.get(cohort, 0) + 1
         is_wanted = not self.refusal and cohort not in self._captured
         return is_wanted and steps % STEADY_STEPS == 0 and cohort.capacity - cohort.end >= LEAST_COLUMNS
@@ -240,7 +241,7 @@ class _CapturedStep:
             self._output = self._forward()
 
     def replay(self, cohort: Cohort, x: Tensor) -> Tensor:
-        """Return the step's output, which the next replay overwrites."""
+        """Run the captured step on `x`. Returns its output, which the next replay overwrites."""
         self._prepare(cohort, x)
         self._graph.replay()
         assert self._output is not None

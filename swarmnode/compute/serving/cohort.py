@@ -51,7 +51,7 @@ class CachedSession:
 
     @property
     def row_slice(self) -> slice:
-        """Rows of the session in its cohort."""
+        """Rows of the session in the buffers of its cohort (sessions computed together)."""
         return slice(self.first_row, self.first_row + self.rows)
 
 
@@ -84,7 +84,7 @@ class Cohort(AttentionCache):
         return f"Cohort({len(self.members)} sessions, {self.rows} rows, columns {self.end} of {self.capacity})"
 
     def columns_of(self, member: CachedSession) -> slice:
-        """Return the columns of a member's positions."""
+        """Return the columns of the cache that hold the positions of a member of the cohort."""
         end = self.end - member.lag
         return slice(end - member.length, end)
 
@@ -99,7 +99,7 @@ class Cohort(AttentionCache):
         return self.capacity if window is None else min(self.capacity, window.columns)
 
     def make_room(self, count: int) -> None:
-        """Move windows on whose buffers have no room for `count` more columns."""
+        """Drop the oldest columns of the layers with a limited window whose buffers have no room for `count` more columns."""
         for window, first in self._first_kept.items():
             if self.end + count - first > min(self.capacity, window.columns):
                 self._move_window(window, max(first, self.end - window.kept))
@@ -130,7 +130,8 @@ class Cohort(AttentionCache):
                     member.floor = max(member.floor, first + window.size - 1 - columns.start)
 
     def call(self, members: Sequence[CachedSession]) -> None:
-        """Prepare the next pass for `members`: move up those that lag."""
+        """Prepare a pass over `members` of the cohort (sessions computed together): align the cached positions of members that
+        lag behind."""
         is_changed = len(members) < len(self.members) or len(self.present) < len(self.members)
         self.present = set(members)
         for member in self.members:
@@ -141,7 +142,7 @@ class Cohort(AttentionCache):
             self.refresh_rows()
 
     def truncate(self, member: CachedSession, length: int) -> None:
-        """Forget a member's positions from `length` on."""
+        """Forget the positions of a session from `length` on."""
         member.lag += member.length - length
         member.length = length
         self._draw_in()

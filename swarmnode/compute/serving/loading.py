@@ -43,14 +43,14 @@ def load_span(
     products: str = PLAIN,
     check: bool = True,
 ) -> ModelSpan:
-    """Load units [start, end) of a checkpoint onto a device, ready to run.
+    """Load layers [start, end) of a checkpoint onto a device, ready to run.
 
     Reads only the tensors of the span, each once, from mapped files. Nothing is copied on the CPU if the dtype stays.
 
     Args:
         checkpoint: The model's files.
-        start: First unit.
-        end: End of the units.
+        start: First layer.
+        end: End of the layers.
         device: Device for the weights.
         dtype: Dtype to compute in; "auto" is the checkpoint's own.
         quantize: Method for the layers' matrices: "none", "int8" or "nf4".
@@ -62,7 +62,7 @@ def load_span(
 
     Raises:
         CheckpointError: The checkpoint does not make the model, or the family cannot be split.
-        LocalError: The model lacks these units, or cannot be quantised so.
+        LocalError: The model lacks these layers, or cannot be quantised so.
     """
     family = checkpoint.family
     if check:
@@ -106,7 +106,9 @@ def check_family(family: Family) -> None:
         error = _largest_difference(tiny)
     if not error < TOLERANCE:
         name = family.model_class.__name__
-        raise CheckpointError(f"{name} cannot be split: a tiny model in spans differs from the whole by {error:.1%}")
+        raise CheckpointError(
+            f"{name} cannot be split: a tiny model in spans differs from the whole by {error:.1%}; choose another model"
+        )
     _passed.add(key)
 
 

@@ -89,7 +89,7 @@ class _Opened:
 
 
 class StageRunner:
-    """Sessions of one span and their passes through it."""
+    """Runner of inference sessions through the layers that one device holds; it keeps their KV caches."""
 
     def __init__(
         self,
@@ -128,14 +128,14 @@ class StageRunner:
         end: int | None = None,
         adapter: str = "",
     ) -> None:
-        """Open a session over units [start, end) of the span (default: all), with the loaded adapter of this name ("": none).
+        """Open a session over layers [start, end) of the span (default: all), with the loaded adapter of this name ("": none).
 
         Raises OutOfCache if the budget has no room, ProtocolError if the arguments are invalid or the session is open already.
         """
         start = self.span.start if start is None else start
         end = self.span.end if end is None else end
         if not self.span.start <= start < end <= self.span.end:
-            raise ProtocolError(f"units [{start}:{end}) are not held here", code=ErrorCode.WRONG_SPAN)
+            raise ProtocolError(f"this node does not hold layers [{start}:{end})", code=ErrorCode.WRONG_SPAN)
         if session_id in self._sessions:
             raise ProtocolError("the session is open already")
         if rows < 1 or max_length < 1 or len(padding) not in (0, rows) or any(p < 0 for p in padding):
@@ -152,13 +152,13 @@ class StageRunner:
         self.pool.extend(session_id, max_length)
 
     def fork(self, source_id: Hashable, session_id: Hashable, length: int) -> None:
-        """Let a newly opened session begin with the first `length` positions of another one over the same units.
+        """Let a newly opened session begin with the first `length` positions of another one over the same layers.
 
-        Raises ProtocolError if the other session does not hold them or differs in units or rows, OutOfCache.
+        Raises ProtocolError if the other session does not hold them or differs in layers or rows, OutOfCache.
         """
         source, opened = self._opened(source_id), self._opened(session_id)
         if (source.start, source.end, source.cached.padding) != (opened.start, opened.end, opened.cached.padding):
-            raise ProtocolError("sessions of other units or rows have nothing in common")
+            raise ProtocolError("a session cannot begin with another one's text if their layers or rows differ")
         self.pool.fork(source_id, session_id, length)
 
     def close(self, session_id: Hashable) -> None:
@@ -175,7 +175,7 @@ class StageRunner:
             self.span.close()
 
     def reservation_bytes(self, rows: int, max_length: int, start: int, end: int) -> int:
-        """Return the bytes that a session over units [start, end) takes of `pool.budget`."""
+        """Return the bytes that a session over layers [start, end) takes of `pool.budget`."""
         return self.pool.bytes_of(self.span.layers_of(start, end), rows, max_length)
 
     def length(self, session_id: Hashable) -> int:
@@ -183,7 +183,7 @@ class StageRunner:
         return self._opened(session_id).cached.length
 
     def units(self, session_id: Hashable) -> int:
-        """Return the number of units in a session's range. Raises ProtocolError if it is unknown."""
+        """Return the number of layers in a session's range. Raises ProtocolError if it is unknown."""
         opened = self._opened(session_id)
         return opened.end - opened.start
 
@@ -234,7 +234,7 @@ class StageRunner:
     def _group(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
         """Group works that go through the model together.
 
-        A group has the same units and adapter, and only short steps or only chunks.
+        A group has the same layers and adapter, and only short steps or only chunks.
         """
         alike: dict[tuple[int, int, str, bool, bool], list[StepInput]] = {}
         for work in works:
@@ -254,21 +254,22 @@ class StageRunner:
         return [together, *alone] if together else alone
 
     def _room(self, work: StepInput) -> int:
-        """Return the length that a step may be filled up to.
+        """Return the most positions that a session's step may have after padding in a shared pass.
 
-        Positions beyond the session's last one may also be beyond the model's.
+        Positions beyond the session's reserved length may also be beyond the model's.
         """
         cached = self._sessions[work.session_id].cached
         return min(cached.max_length - cached.length, self._before_switch(cached) or cached.max_length)
 
     def _before_switch(self, cached: CachedSession) -> int:
-        """Return how many more positions come before longrope's switch of frequencies; 0 if the switch has passed."""
+        """Return how many more positions the session can take before LongRoPE switches its frequencies: 0 if they have been
+        switched, `max_length` if the model does not switch them."""
         if self._switch is None:
             return cached.max_length
         return max(0, self._switch - (cached.length - min(cached.padding)))
 
     def _run_together(self, works: Sequence[StepInput]) -> dict[Hashable, StepOutput | Exception]:
-        """Run new positions of several sessions over the same units, or any number of positions of one session alone."""
+        """Run new positions of several sessions over the same layers, or any number of positions of one session alone."""
         opened, longest = self._sessions[works[0].session_id], max(work.count for work in works)
         outcomes: dict[Hashable, StepOutput | Exception] = {}
         try:
@@ -314,7 +315,7 @@ class StageRunner:
             yield StepOutput(work.session_id, member.length - work.count, y[:, end - wanted : end])
 
     def _run_prompt(self, work: StepInput) -> StepOutput:
-        """Run many new positions of one session, in chunks; all of them or none."""
+        """Run many new positions of one session in chunks. If a chunk fails, none of the positions is kept."""
         opened = self._sessions[work.session_id]
         start = opened.cached.length
         rows, length = work.x.shape[:2]
@@ -338,7 +339,7 @@ class StageRunner:
     def _forward(
         self, opened: _Opened, cohort: Cohort, inputs: Mapping[CachedSession, Tensor], *, keep_last: int
     ) -> Tensor:
-        """Run one pass of a cohort and advance it."""
+        """Run one pass over new positions of all sessions of a cohort (sessions computed together), and count them as cached."""
         counts = {member: x.shape[1] for member, x in inputs.items()}
         longest = max(counts.values())
         shape = StepShape(opened.start, opened.end, keep_last, opened.adapter)
@@ -362,7 +363,7 @@ class StageRunner:
         opened = self._opened(work.session_id)
         cached, shape = opened.cached, work.x.shape
         if cached.lost:
-            raise ProtocolError("the session's cache was lost for want of memory", code=ErrorCode.INTERNAL)
+            raise ProtocolError("the session's KV cache was dropped, as memory ran out", code=ErrorCode.INTERNAL)
         if opened.start == 0:
             if len(shape) != 2 or work.x.is_floating_point():
                 raise ProtocolError(f"token ids of shape (rows, T) are needed, not {work.x.dtype} {tuple(shape)}")
@@ -374,7 +375,7 @@ class StageRunner:
             raise ProtocolError(f"the session has {cached.rows} rows, the input is {tuple(shape)}")
         start = cached.length if work.truncate_to is None else work.truncate_to
         if not 0 <= start <= cached.length or work.start not in (None, start):
-            raise ProtocolError(f"{cached.length} positions are held: position {work.start} is not the next")
+            raise ProtocolError(f"the session has {cached.length} positions: position {work.start} is not the next")
         if start + shape[1] > cached.max_length:
             raise ProtocolError(f"the session ends at position {cached.max_length}", code=ErrorCode.TOO_LARGE)
         if opened.start == 0 and not bool(((work.x >= 0) & (work.x < self.span.vocab_size)).all()):

@@ -172,7 +172,8 @@ def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: Sampling, n
 def _pick(
     ordered_C: Tensor, ids_C: Tensor, total: Tensor, are_all: bool, parameters: Sampling, number: float
 ) -> int | None:
-    """Return the token among these ordered ones whose stretch holds `number`; None if it lies behind them."""
+    """Return the token whose share of the cumulated probability contains `number`, among the most likely tokens; None if it lies
+    behind them."""
     likelihood_C = (ordered_C.double() / parameters.temperature - total).exp()
     cumulated_C = likelihood_C.cumsum(0)
     last = float(cumulated_C[-1]) if are_all else 1.0

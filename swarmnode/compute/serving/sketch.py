@@ -66,24 +66,24 @@ def _rows(value: Tensor, seed: bytes) -> Tensor:
 
 
 def sketch_bytes(sketch_N: Tensor) -> bytes:
-    """Encode a sketch of any shape: float32, little-endian."""
+    """Encode a sketch of any shape as bytes: float32, little-endian."""
     return sketch_N.contiguous().numpy().astype("<f4").tobytes()
 
 
 def read_sketch(data: bytes | bytearray | memoryview) -> Tensor:
     """Decode the sketch_N in `data`. Raises ProtocolError unless it is a whole number of float32 values."""
     if len(data) % 4:
-        raise ProtocolError(f"a sketch of {len(data)} bytes")
+        raise ProtocolError(f"a sketch has {len(data)} bytes, not whole float32 values")
     return torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
 
 
 def read_sketches(data: bytes | bytearray | memoryview, count: int) -> Tensor:
     """Decode the sketch_TK of `count` rows. Raises ProtocolError if there are more or fewer, or they are not finite."""
     if len(data) != count * SKETCH_BYTES:
-        raise ProtocolError(f"sketches of {count} positions in {len(data)} bytes")
+        raise ProtocolError(f"sketches of {count} positions cannot have {len(data)} bytes")
     sketch_TK = read_sketch(data).view(count, SKETCH_VALUES)
     if not bool(sketch_TK.isfinite().all()):
-        raise ProtocolError("sketches that are not finite")
+        raise ProtocolError("a sketch has values that are not finite")
     return sketch_TK
 
 

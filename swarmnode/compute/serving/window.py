@@ -56,7 +56,8 @@ class AttentionCache(Cache):
 
 @dataclass(frozen=True)
 class Window:
-    """Part of a layer's past that is kept, in columns."""
+    """Columns (positions) that the cache of a layer with sliding-window attention keeps: the window's `size`, `slack` to go back,
+    and `room` for new ones."""
 
     size: int
     slack: int = ROLLBACK + MAX_LAG

@@ -1,1 +1,1 @@
-"""Training on this machine: forward and backward passes of the held units, gradients by microbatch, the optimiser's update."""
+"""Training on this machine: forward and backward passes of the held layers, gradients by microbatch, the optimiser's update."""

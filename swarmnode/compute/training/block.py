@@ -1,4 +1,4 @@
-"""Block: the trained part of one unit - parameters, running statistics, the step's sums of both, and the optimiser's memory.
+"""Block: the trained part of one layer - parameters, running statistics, the step's sums of both, and the optimiser's memory.
 
 Running statistics (buffers of batch norms) are changed in place by every forward pass in training mode. Here each pass starts from
 the step's values, and only its change is kept, under its microbatch. When the step ends, the statistics move by the mean of
@@ -53,7 +53,7 @@ class OuterOptimizer:
 
 
 class Block:
-    """Parameters and statistics of one unit, or the parameters that the first and the last unit share.
+    """Parameters and statistics of one layer, or the parameters that the first and the last layer share.
 
     `sums_N` (float32) strings together the gradients of the parameters, names in order, then the changes of the
     statistics, names in order; `shapes` are theirs. It is one permanent piece of memory: gradients that come and go among
@@ -74,7 +74,10 @@ class Block:
     ) -> None:
         wrong = [name for name, parameter in parameters.items() if parameter.dtype != torch.float32]
         if wrong:
-            raise UsageError(f"{wrong[0]} is not float32: training needs all parameters in it (autocast is for speed)")
+            raise UsageError(
+                f"{wrong[0]} is not float32: training needs all parameters "
+                "in it (autocast is for speed); call module.float()"
+            )
         self.number = number
         self.run = run
         self.parameters = dict(sorted(parameters.items()))
@@ -114,7 +117,7 @@ class Block:
     # -- statistics
 
     def save(self) -> Changes:
-        """Return copies of the statistics, before a pass."""
+        """Return copies of the running statistics, to restore them after a pass."""
         return {name: buffer.clone() for name, buffer in self.statistics.items()}
 
     def take_back(self, saved: Changes) -> Changes:
@@ -139,7 +142,10 @@ class Block:
         norm = torch.linalg.vector_norm(sums_N[self._gradient]).item()
         if not math.isfinite(norm):
             unit = max(self.number, 0)
-            raise NotFinite(f"the gradient of unit {unit} holds NaN or infinity", unit=unit)
+            raise NotFinite(
+                f"the gradient of layer {unit} holds NaN or infinity; lower --lr or --clip, or check the data",
+                unit=unit,
+            )
         return float(norm * norm)
 
     @torch.no_grad()
@@ -155,13 +161,13 @@ class Block:
     # -- copies on several devices of one node
 
     def hand_over(self, leader: Block) -> None:
-        """Move the sums to the block that this one follows."""
+        """Add the step's sums to those of `leader`, the same block on another device, and clear them here."""
         leader.sums_N += self.sums_N.to(leader.sums_N.device)
         self.sums_N.zero_()
 
     @torch.no_grad()
     def follow(self, leader: Block) -> None:
-        """Copy the values of the block that this one follows."""
+        """Copy parameters and statistics from `leader`, the same block on another device."""
         values = leader.state()
         for name, tensor in self.state().items():
             tensor.data.copy_(values[name])  # data: a served model may share it
@@ -181,7 +187,8 @@ class Block:
 
     @torch.no_grad()
     def average(self, mean_way_N: Tensor) -> None:
-        """Set the values to those that the mean pseudo-gradient of the replicas leads to."""
+        """Set the block's values to those that the outer optimiser computes from the replicas' mean pseudo-gradient
+        `mean_way_N`."""
         assert self.outer is not None
         parts = torch.split(self.outer.update(mean_way_N), [shape.numel() for shape in self.shapes])
         for tensor, part in zip((*self.parameters.values(), *self.statistics.values()), parts, strict=True):
@@ -200,7 +207,7 @@ class Block:
     # -- state
 
     def state(self) -> dict[str, Tensor]:
-        """Return the tensors that decide how the block goes on, by name: references, not copies."""
+        """Return the training state of the block (parameters, buffers, the optimiser's memory) by name: references, not copies."""
         tensors: dict[str, Tensor] = {f"parameter/{name}": value.detach() for name, value in self.parameters.items()}
         tensors.update({f"buffer/{name}": buffer for name, buffer in self.buffers.items()})
         for slot, named in self.optimizer.slots.items():
@@ -216,14 +223,20 @@ class Block:
         if own.keys() != tensors.keys():
             name = min(own.keys() ^ tensors.keys())
             missing = "lacks" if name in own else "has an unknown"
-            raise CheckpointError(f"the state of unit {self.number} {missing} tensor {name}: it is of another run")
+            raise CheckpointError(
+                f"the training state of layer {self.number} {missing} tensor {name}: it belongs to another training"
+            )
         for name, tensor in tensors.items():
             if tensor.shape != own[name].shape:
                 shapes = f"{tuple(tensor.shape)}, not {tuple(own[name].shape)}"
-                raise CheckpointError(f"the state of unit {self.number} has {name} of shape {shapes}")
+                raise CheckpointError(
+                    f"the training state of layer {self.number} has {name} "
+                    f"of shape {shapes}: it belongs to another training"
+                )
             if tensor.dtype != own[name].dtype:
                 raise CheckpointError(
-                    f"the state of unit {self.number} has {name} in {tensor.dtype}, not {own[name].dtype}"
+                    f"the training state of layer {self.number} has {name} in "
+                    f"{tensor.dtype}, not {own[name].dtype}: it belongs to another training"
                 )
         for name, tensor in tensors.items():
             own[name].copy_(tensor)

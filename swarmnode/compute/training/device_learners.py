@@ -1,7 +1,7 @@
 """The learners of one node's devices as one learner, for work on whole blocks between their passes.
 
 Each learner computes passes on its own device's thread, under its lock; the work here holds all locks. A block may be on several
-devices: units that the node has several replicas of, and the weights that the ends of a model share. The first learner that has a
+devices: layers that the node has several replicas of, and the weights that the ends of a model share. The first learner that has a
 block leads it. The sums of the others are moved to its own before they are read, it alone updates, and its values are copied to
 the others.
 """
@@ -53,12 +53,12 @@ class DeviceLearners:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Numbers of the held blocks, in order."""
+        """Numbers of the blocks of parameters that this node trains, in order."""
         return tuple(sorted(self._holders))
 
     @property
     def counted(self) -> dict[int, int]:
-        """Mask of the counted microbatches for each unit, over all devices."""
+        """Mask of the counted microbatches for each layer, over all devices."""
         counted: dict[int, int] = {}
         for learner in self._learners:
             for unit, mask in learner.counted.items():
@@ -76,11 +76,11 @@ class DeviceLearners:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the states of all blocks."""
+        """Bytes of the training state (parameters and the optimiser's memory) of all blocks here."""
         return sum(tensor.nbytes for number in self._holders for tensor in self.state(number).values())
 
     def discard(self) -> None:
-        """Forget everything of this step: sums, masks, passes in flight."""
+        """Forget everything of this step: sums of gradients, counted microbatches, and passes that wait for gradients."""
         with self._alone():
             for learner in self._learners:
                 learner.discard()
@@ -88,17 +88,18 @@ class DeviceLearners:
     # -- what others may check
 
     def has_counted(self, index: int, start: int, end: int) -> bool:
-        """Return whether any of units [start, end) has counted microbatch `index`."""
+        """Return whether any of layers [start, end) has counted microbatch `index`."""
         return any(learner.has_counted(index, *held) for learner, held in self._among(start, end))
 
     def parameters(self, start: int, end: int) -> dict[int, list[Tensor]]:
-        """Return the parameters of units [start, end) by block, in order; with an end's, those that the ends share."""
+        """Return the parameters of layers [start, end) by block number, in order. With the first or last layer come the
+        parameters that both share."""
         found = [learner.parameters(*held) for learner, held in self._among(start, end)]
         by_number = {number: tensors for held in reversed(found) for number, tensors in held.items()}
         return dict(sorted(by_number.items()))
 
     def compute(self, index: int, start: int, end: int, inputs: Values, labels: Values = ()) -> Values:
-        """Compute units, all on one device, without counting; see `Learner.compute`."""
+        """Return the outputs of layers [start, end), all on one device, without counting the microbatch; see `Learner.compute`."""
         learner, _ = next(self._among(start, end))
         with learner.lock:
             device = learner.segment.device
@@ -107,7 +108,7 @@ class DeviceLearners:
     def gradients(
         self, index: int, piece: SavedPiece, grads: Gradients, wanted: Sequence[Tensor], labels: Values = ()
     ) -> list[Tensor | None]:
-        """Return gradients without counting, for units on one device; see `Learner.gradients`.
+        """Return gradients without counting, for layers on one device; see `Learner.gradients`.
 
         A gradient is None if the outputs do not depend on the tensor.
         """
@@ -118,7 +119,7 @@ class DeviceLearners:
             return learner.gradients(index, here, grads, wanted, moved(labels, device))
 
     def _among(self, start: int, end: int) -> Iterator[tuple[Learner, tuple[int, int]]]:
-        """Yield the learners that have some of units [start, end), and the range that each has."""
+        """Yield the learners that have some of layers [start, end), and the range that each has."""
         for learner in self._learners:
             low, high = max(start, learner.segment.start), min(end, learner.segment.end)
             if low < high:
@@ -147,7 +148,7 @@ class DeviceLearners:
         return {block: (self._size(block), len(self._block(block).gradient_N)) for block in blocks}
 
     def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
-        """Return the squared norm of gradients, see `Learner.squared_norm`."""
+        """Return the squared norm of the gradients of these blocks on all devices; see `Learner.squared_norm`."""
         with self._alone():
             self._gather()
             parts = {} if flat is None else by_block({tuple(blocks): flat}, self._size)
@@ -174,7 +175,7 @@ class DeviceLearners:
         apart: Collection[int] = (),
         pseudo_gradients: Vectors = MappingProxyType({}),
     ) -> None:
-        """Update parameters and go on to the next step, see `Learner.commit`."""
+        """Update the parameters on all devices and go on to the next step; see `Learner.commit`."""
         agreed, averaged = by_block(sums, self._size), by_block(pseudo_gradients, self._size)
         updated = self._holders.keys() if summed is None else summed
         with self._alone():
@@ -192,7 +193,8 @@ class DeviceLearners:
             self._follow(self._holders)
 
     def _gather(self) -> None:
-        """Move all sums of a block to its leader, and share the masks of counted microbatches."""
+        """Add the sums of each block to those of its first holder, and let all devices know which microbatches have been
+        counted."""
         for number, (leader, *others) in self._holders.items():
             for other in others:
                 other.block(number).hand_over(leader.block(number))
@@ -211,7 +213,7 @@ class DeviceLearners:
         return self._holders[number][0]
 
     def _block(self, number: int) -> Block:
-        """Return a block of its leader."""
+        """Return block `number` of the device that leads it."""
         return self._leader(number).block(number)
 
     def _size(self, number: int) -> int:
@@ -228,7 +230,7 @@ class DeviceLearners:
     # -- state
 
     def state(self, block: int) -> dict[str, Tensor]:
-        """Return the tensors that decide how this block goes on, by name: references, not copies."""
+        """Return the training state of a block (parameters, buffers, the optimiser's memory) by name: references, not copies."""
         return self._leader(block).state(block)
 
     def copy_state(self) -> dict[int, dict[str, Tensor]]:

@@ -37,7 +37,7 @@ def gather(files: Iterable[Path]) -> dict[str, Tensor]:
                     if key.startswith(part):
                         tensors[key.removeprefix(part)] = file.get_tensor(key)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: not readable as a training state: {error}") from error
+            raise CheckpointError(f"{path}: not readable as a training state: {error}; fetch it again") from error
     return tensors
 
 
@@ -67,7 +67,9 @@ def write_module(tensors: Mapping[str, Tensor], founded: Path, out: Path) -> Non
     checkpoint = Checkpoint(founded)
     unknown = sorted(tensors.keys() - checkpoint.entries.keys())
     if unknown:
-        raise CheckpointError(f"the states hold {unknown[0]}, which the swarm's module does not have")
+        raise CheckpointError(
+            f"the states hold {unknown[0]}, which the swarm's module does not have: they belong to another swarm"
+        )
     for name in sorted({CONFIG_FILE, *TOKENIZER_NAMES}):
         if (founded / name).is_file():
             shutil.copyfile(founded / name, out / name)
@@ -84,11 +86,15 @@ def check_names(tensors: Mapping[str, Tensor], small_files: Path) -> None:
         model = auto.from_config(load_config(small_files / CONFIG_FILE))
     expected = {name: tensor for name, tensor in model.state_dict().items() if name not in model.all_tied_weights_keys}
     for name in sorted(expected.keys() ^ tensors.keys()):
-        raise CheckpointError(f"the states {'lack' if name in expected else 'hold an unknown'} tensor {name}")
+        raise CheckpointError(
+            f"the states {'lack' if name in expected else 'hold an unknown'} "
+            f"tensor {name}: they belong to another model"
+        )
     for name, tensor in expected.items():
         if tensor.shape != tensors[name].shape:
             raise CheckpointError(
-                f"the states hold {name} of shape {tuple(tensors[name].shape)}, not {tuple(tensor.shape)}"
+                f"the states hold {name} of shape {tuple(tensors[name].shape)}, "
+                f"not {tuple(tensor.shape)}: they belong to another model"
             )
 
 

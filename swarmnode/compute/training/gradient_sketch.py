@@ -57,10 +57,10 @@ def gradient_sketch(gradient_N: Tensor, seed: bytes) -> Tensor:
 
 
 class BlockSketches(dict[int, Tensor]):
-    """Gradient sketches by block. Sketches of one block add up."""
+    """Sketches of gradients by block of parameters. Sketches of the same block add up."""
 
     def add(self, block: int, sketch_S: Tensor) -> None:
-        """Add to the sketch of a block."""
+        """Add `sketch_S` to the sketch of the block `block`."""
         self[block] = self[block] + sketch_S if block in self else sketch_S
 
     def joined(self) -> Tensor:
@@ -125,7 +125,7 @@ class ContributionSketch:
 
     @property
     def blocks(self) -> list[int]:
-        """Blocks that the member has contributed to here."""
+        """Numbers of the blocks that the member has contributed to, among the parts that this node sums, in order."""
         return sorted(self._tiles)
 
     def deviations(self, due: Mapping[int, Tensor], *, longer_than: float) -> list[float]:

@@ -1,7 +1,7 @@
 """Learner: forward and backward passes of a segment, gradients counted by microbatch, and the update that ends a step.
 
 A lease is one attempt at one microbatch. Its gradients go straight into the parameters' accumulators (`grad`), and its index is
-marked as counted for its units. For units that had counted the index before, gradients only flow through. The accumulators stay
+marked as counted for its layers. For layers that had counted the index before, gradients only flow through. The accumulators stay
 until `commit`, so anything between the passes and the commit can be tried again.
 """
 
@@ -38,13 +38,13 @@ from swarmnode.swarm.records.run import Run
 
 
 class Learner:
-    """Trainer of a segment's units. With several threads, a caller holds its `lock`.
+    """Trainer of a segment's layers. With several threads, a caller holds its `lock`.
 
-    `recompute`: keep only the values that enter each unit, and run the units again, one by one, when gradients come: the memory of
-    one unit's graph for a third more of computing. The head keeps its graph, as its backward pass follows at once. `follows`:
+    `recompute`: keep only the values that enter each layer, and run the layers again, one by one, when gradients come: the memory
+    of one layer's graph for a third more of computing. The head keeps its graph, as its backward pass follows at once. `follows`:
     blocks that another learner of this node updates. `alone`: no other device of this process computes at the same time.
 
-    On a card that is fast only in float16, each unit goes back by itself, with scaled gradients. If values overflow forward, or
+    On a card that is fast only in float16, each layer goes back by itself, with scaled gradients. If values overflow forward, or
     back at every scale, the computation is repeated in float32.
     """
 
@@ -89,11 +89,11 @@ class Learner:
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """Numbers of the held blocks, in order."""
+        """Numbers of the blocks of parameters that this learner trains, in order."""
         return tuple(self._blocks)
 
     def block(self, number: int) -> Block:
-        """Return a block. Raises KeyError if it is not held."""
+        """Return the block of parameters with this number. Raises KeyError if it is not trained here."""
         return self._blocks[number]
 
     @property
@@ -103,28 +103,28 @@ class Learner:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the sums of all blocks."""
+        """Bytes of the step's sums of gradients of all blocks."""
         return sum(block.sums_N.nbytes for block in self._blocks.values())
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimisers' memory of all blocks."""
+        """Bytes that the optimiser's memory takes for all blocks."""
         return sum(block.optimizer_bytes for block in self._blocks.values())
 
     # -- passes
 
     def forward(self, lease: int, index: int, start: int, end: int, values: Values, labels: Values = ()) -> Values:
-        """Run units [start, end) on microbatch `index` and keep the pass for `backward`.
+        """Run layers [start, end) on microbatch `index` and keep the pass for `backward`.
 
         Returns the values at boundary `end`, detached; at the model's end the mean loss, which needs `labels`.
-        Raises ValueError for a lease that is in flight, or an index or units that do not exist, NotFinite for NaN or infinity.
+        Raises ValueError for a lease that is in flight, or an index or layers that do not exist, NotFinite for NaN or infinity.
         """
         if lease in self._saved:
             raise ValueError(f"lease {lease} is in flight already")
         if not 0 <= index < self.run.microbatches:
             raise ValueError(f"no microbatch {index}: a step has {self.run.microbatches}")
         if not self.segment.start <= start < end <= self.segment.end:
-            raise ValueError(f"units [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
+            raise ValueError(f"layers [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
         saved = self._begin(index, start, end, labels)
         outputs = self._fly(saved, values)
         is_sound = is_finite(outputs)
@@ -141,8 +141,8 @@ class Learner:
     def backward(self, lease: int, grads: Sequence[Tensor | None]) -> Gradients:
         """Take the gradients of the outputs of `forward` (none at the model's end), and return the gradient of each of its inputs.
 
-        Units that had counted the index before do not count it again. Raises ValueError if the lease is not in flight, or another
-        lease was counted meanwhile by some of its units, ProtocolError for gradients that do not fit, NotFinite for NaN or
+        Layers that had counted the index before do not count it again. Raises ValueError if the lease is not in flight, or another
+        lease was counted meanwhile by some of its layers, ProtocolError for gradients that do not fit, NotFinite for NaN or
         infinity. The lease is over in any case.
         """
         saved = self._saved.pop(lease, None)
@@ -152,7 +152,7 @@ class Learner:
         if any(
             len({self._has(unit, saved.index) for unit in range(piece.start, piece.end)}) > 1 for piece in saved.pieces
         ):
-            raise ValueError(f"microbatch {saved.index} was counted meanwhile for some of the units")
+            raise ValueError(f"microbatch {saved.index} was counted meanwhile for some of the layers")
         if saved.end == self.segment.units:
             grads = (*grads, torch.full(saved.shapes[0], 1 / self.run.microbatches))
         check_shapes(grads, saved.shapes, saved.end)
@@ -173,7 +173,7 @@ class Learner:
         self._saved.pop(lease, None)
 
     def discard(self) -> None:
-        """Forget everything of this step: accumulators, masks, passes in flight."""
+        """Forget everything of this step: sums of gradients, counted microbatches, and passes that wait for gradients."""
         self._saved.clear()
         self.counted = dict.fromkeys(self.counted, 0)
         for block in self._blocks.values():
@@ -183,7 +183,7 @@ class Learner:
         return bool(self.counted[unit] >> index & 1)
 
     def _begin(self, index: int, start: int, end: int, labels: Values) -> SavedActivations:
-        """Return a pass with no unit computed yet. Raises ProtocolError if the labels lack valid shares."""
+        """Return a pass with no layer computed yet. Raises ProtocolError if the labels lack valid shares."""
         seed = microbatch_seed(self.run.seed, self.step, index)
         shares: Shares = ()
         if self.run.weighs_labels and end == self.segment.units:
@@ -191,7 +191,7 @@ class Learner:
         return SavedActivations(index, start, end, labels, seed, self._autocast_dtype, shares=shares)
 
     def _fly(self, saved: SavedActivations, values: Values) -> Values:
-        """Run the whole pass, in pieces."""
+        """Run the forward pass piece by piece and return its outputs."""
         saved.pieces.clear()
         by_unit = self.recompute or saved.in_float16
         cuts = range(saved.start, saved.end + 1) if by_unit else self._cuts(saved.index, saved.start, saved.end)
@@ -200,7 +200,7 @@ class Learner:
         return values
 
     def _cuts(self, index: int, start: int, end: int) -> list[int]:
-        """Return the bounds of pieces: cuts between units that have counted a microbatch and units that have not.
+        """Return the bounds of pieces: cuts between layers that have counted a microbatch and layers that have not.
 
         Only the graph of the latter accumulates.
         """
@@ -208,7 +208,8 @@ class Learner:
         return [start, *(unit for unit in inside if self._has(unit - 1, index) != self._has(unit, index)), end]
 
     def _fly_piece(self, saved: SavedActivations, start: int, end: int, values: Values) -> Values:
-        """Run the pass through one more piece, units [start, end)."""
+        """Run the forward pass through layers [start, end), save what `backward` needs, and return the outputs without their
+        graph."""
         inputs = leaves(values, start)
         keep = not self.recompute or end == self.segment.units
         with torch.set_grad_enabled(keep):
@@ -246,19 +247,26 @@ class Learner:
 
     @torch.no_grad()
     def _blame(self, saved: SavedActivations, values: Values) -> None:
-        """Run the pass again unit by unit, and raise NotFinite for the first unit at fault."""
+        """Run the pass again layer by layer, and raise NotFinite for the first layer at fault."""
         if not is_finite(values):
-            raise NotFinite(f"NaN or infinity came in at the boundary before unit {saved.start}", unit=saved.start)
+            raise NotFinite(
+                "NaN or infinity came in at the boundary before "
+                f"layer {saved.start}; lower --lr or --clip, or check the data",
+                unit=saved.start,
+            )
         for unit in range(saved.start, saved.end):
             values, _ = self._passes.compute(saved, unit, unit + 1, values)
             if not is_finite(values) or unit == saved.end - 1:
                 what = "the loss is" if unit == self.segment.units - 1 else "its output is"
-                raise NotFinite(f"unit {unit}, step {self.step}: {what} NaN or infinite", unit=unit)
+                raise NotFinite(
+                    f"layer {unit}, step {self.step}: {what} NaN or infinite; lower --lr or --clip, or check the data",
+                    unit=unit,
+                )
 
     # -- what others may check
 
     def compute(self, index: int, start: int, end: int, inputs: Values, labels: Values = ()) -> Values:
-        """Return the outputs of units for a microbatch, without counting or keeping anything."""
+        """Return the outputs of layers for a microbatch, without counting or keeping anything."""
         about = self._begin(index, start, end, labels)
         with torch.no_grad():
             outputs, _ = self._passes.compute(about, start, end, inputs)
@@ -277,15 +285,16 @@ class Learner:
         return self._passes.gradients(about, piece, grads, wanted)
 
     def has_counted(self, index: int, start: int, end: int) -> bool:
-        """Return whether any of units [start, end) has counted microbatch `index`."""
+        """Return whether any of layers [start, end) has counted microbatch `index`."""
         return any(self._has(unit, index) for unit in range(start, end))
 
     def parameters(self, start: int, end: int) -> dict[int, list[Tensor]]:
-        """Return the parameters of units [start, end) by block; with an end's, those that the ends share."""
+        """Return the parameters of layers [start, end) by block number. With the first or last layer come the parameters that
+        both share."""
         return {number: list(self._blocks[number].parameters.values()) for number in self._of(start, end)}
 
     def accumulators(self, start: int, end: int) -> dict[int, Tensor]:
-        """Return the gradient sums of these parameters by block: references."""
+        """Return the step's sums of gradients for layers [start, end) by block; they are the sums themselves, not copies."""
         return {number: self._blocks[number].gradient_N for number in self._of(start, end)}
 
     def _of(self, start: int, end: int) -> list[int]:
@@ -308,7 +317,7 @@ class Learner:
     def squared_norm(self, blocks: Sequence[int], flat: Tensor | None = None) -> float:
         """Return the squared norm of these blocks' gradients, in the accumulators or in a flat sum.
 
-        Raises NotFinite, naming the unit.
+        Raises NotFinite, naming the layer.
         """
         own = [self._blocks[block].sums_N for block in blocks]
         parts = own if flat is None else split(flat, list(map(len, own)))
@@ -323,17 +332,15 @@ class Learner:
         return sum(self.squared_norm([block]) * self._apart_factor(block) ** 2 for block in blocks)
 
     def _apart_factor(self, block: int) -> float:
-        """Return the factor from this replica's share of the step's gradient to the mean over its own microbatches.
-
-        0 if it has counted none.
-        """
+        """Return the factor that turns this replica's share of the step's gradient into the mean over the microbatches that it
+        has counted; 0 if it has counted none."""
         count = self.count_of(block)
         return self.run.microbatches / count if count else 0.0
 
     def pseudo_gradients(self, blocks: Sequence[int]) -> Tensor:
         """Return the pseudo-gradients of these blocks: a flat vector_N, shaped as `gradient`.
 
-        It is their way since the replicas last averaged.
+        It is the change of their values since the replicas last averaged.
         """
         pseudo_gradient_N = torch.empty(len(self.gradient(blocks)), device=self.segment.device)
         for block, part in by_block({tuple(blocks): pseudo_gradient_N}, self._size).items():
@@ -355,7 +362,7 @@ class Learner:
 
         Args:
             sums: Flat sums that all replicas agree on, by groups of blocks. Other summed blocks use their own accumulators.
-            norm: Norm of the gradient, over all units of the model.
+            norm: Norm of the gradient, over all layers of the model.
             summed: Blocks whose gradient all replicas agree on; None for all.
             apart: Blocks that use the mean of the microbatches counted here.
             pseudo_gradients: Means of the replicas' pseudo-gradients, by groups of blocks that average now.
@@ -365,7 +372,10 @@ class Learner:
             NotFinite: The norm is NaN or infinite.
         """
         if not math.isfinite(norm):
-            raise NotFinite(f"step {self.step}: the norm of the gradient is {norm}", unit=self.segment.start)
+            raise NotFinite(
+                f"step {self.step}: the norm of the gradient is {norm}; lower --lr or --clip, or check the data",
+                unit=self.segment.start,
+            )
         agreed, averaged = by_block(sums, self._size), by_block(pseudo_gradients, self._size)
         factor = clip_factor(self.run.clip, norm)
         for number, block in self._blocks.items():
@@ -397,7 +407,7 @@ class Learner:
     # -- state
 
     def state(self, block: int) -> dict[str, Tensor]:
-        """Return the tensors that decide how this block goes on, by name: references, not copies."""
+        """Return the training state of a block (parameters, buffers, the optimiser's memory) by name: references, not copies."""
         return self._blocks[block].state()
 
     def load(self, block: int, tensors: Mapping[str, Tensor]) -> None:
@@ -406,7 +416,7 @@ class Learner:
 
 
 def count_of(block: int, counted: Mapping[int, int], units: int) -> int:
-    """Return how many microbatches are counted for a block of a model of `units` units, by the masks of the held units.
+    """Return how many microbatches are counted for a block of a model of `units` layers, by the masks of the held layers.
 
     The ends' shared block counts those of either end. 0 if no end is held.
     """

@@ -1,4 +1,4 @@
-"""Units of a causal language model, ready to be trained: a span whose weights are its own memory.
+"""Layers of a causal language model, ready to be trained: a span whose weights are its own memory.
 
 Values at boundary 0: (ids_BT,). In between: (hidden_BTH,). At the end: the loss. Labels: (ids_BT,).
 """
@@ -39,7 +39,7 @@ class NothingKept(AttentionCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values unchanged. Called by attention."""
+        """Return the keys and values unchanged, since training caches nothing. Called by attention."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -47,7 +47,7 @@ class NothingKept(AttentionCache):
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (positions, the first of them)."""
+        """Return the length of the attention mask, and the first position that it covers."""
         return query_length, 0
 
     @property
@@ -57,7 +57,7 @@ class NothingKept(AttentionCache):
 
 
 class SpanSegment(Segment):
-    """Units of a causal language model. Takes over the span's model: training mode, gradients, seeded dropout."""
+    """Layers of a causal language model. Takes over the span's model: training mode, gradients, seeded dropout."""
 
     def __init__(self, span: ModelSpan) -> None:
         self.span = span
@@ -92,7 +92,7 @@ class SpanSegment(Segment):
         return blocks
 
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Return the persistent buffers by unit, see `Segment`. Most families have none."""
+        """Return the persistent buffers by layer, see `Segment`. Most families have none."""
         persistent = self.span.model.state_dict().keys()
         units: dict[int, dict[str, Tensor]] = {}
         for name, buffer in self.span.model.named_buffers():
@@ -104,7 +104,8 @@ class SpanSegment(Segment):
     def forward(
         self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
     ) -> Values:
-        """See `Segment`. The loss is the mean over the B * (T - 1) tokens that have a token before them."""
+        """Run layers [start, end), as `Segment.forward` describes. The loss is the mean over the B * (T - 1) tokens that have a
+        token before them."""
         self._check(values, start)
         if end == self.units:
             self._check_labels(labels, values[0].shape[:2])
@@ -126,7 +127,7 @@ class SpanSegment(Segment):
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
 
     def _reseeding(self, unit: int) -> Any:
-        """Return a hook that reseeds before a unit's own code: earlier code may have drawn, and another split runs less of it."""
+        """Return a hook that reseeds before a layer's own code: earlier code may have drawn, and another split runs less of it."""
 
         def hook(*_: Any) -> None:
             self._begin(unit)
@@ -140,22 +141,24 @@ class SpanSegment(Segment):
     def _check(self, values: Values, start: int) -> None:
         """Raise ProtocolError if the values are not those of the boundary."""
         if len(values) != 1:
-            raise ProtocolError(f"{len(values)} values at boundary {start} of a language model")
+            raise ProtocolError(f"{len(values)} values at boundary {start} of a language model, which takes one")
         if start == 0:
             self._check_ids(values[0])
         elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != self.span.hidden_size:
-            raise ProtocolError(f"hidden states of dtype {values[0].dtype} and shape {tuple(values[0].shape)}")
+            raise ProtocolError(
+                f"hidden states have the wrong dtype or shape: {values[0].dtype} {tuple(values[0].shape)}"
+            )
         self._check_positions(values[0].shape[1])
 
     def _check_labels(self, labels: Values, shape: torch.Size) -> None:
         if len(labels) != 1 or labels[0].shape != shape:
             shapes = ", ".join(str(tuple(label.shape)) for label in labels)
-            raise ProtocolError(f"labels of shape {shapes or None} for a microbatch of {tuple(shape)}")
+            raise ProtocolError(f"the labels have the shape {shapes or None}, but the microbatch has {tuple(shape)}")
         self._check_ids(labels[0])
 
     def _check_ids(self, ids_BT: Tensor) -> None:
         if ids_BT.dtype != torch.int64 or ids_BT.dim() != 2 or ids_BT.shape[1] < 2 or ids_BT.numel() == 0:
-            raise ProtocolError(f"token ids of dtype {ids_BT.dtype} and shape {tuple(ids_BT.shape)}")
+            raise ProtocolError(f"token ids have the wrong dtype or shape: {ids_BT.dtype} {tuple(ids_BT.shape)}")
         low, high = int(ids_BT.min()), int(ids_BT.max())
         if low < 0 or high >= self.span.vocab_size:
             raise ProtocolError(
@@ -165,7 +168,7 @@ class SpanSegment(Segment):
 
     def _check_positions(self, count: int) -> None:
         if self.positions is not None and count > self.positions:
-            raise ProtocolError(f"{count} positions, but the model has {self.positions}")
+            raise ProtocolError(f"the microbatch has {count} positions, but the model only {self.positions}")
 
 
 def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
@@ -178,7 +181,7 @@ def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
 
 
 def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str = "cpu") -> SpanSegment:
-    """Load units [start, end) to train them, in float32. Raises CheckpointError, LocalError."""
+    """Load layers [start, end) to train them, in float32. Raises CheckpointError, LocalError."""
     check_family(checkpoint.family)
     model = load_model(checkpoint, start, end, dtype=torch.float32)
     model.to(device)

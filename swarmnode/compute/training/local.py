@@ -40,9 +40,12 @@ def train_locally(
     """
     check_run(run)
     if run.data != batches.fingerprint:
-        raise UsageError("the training's settings are for other data")
+        raise UsageError("the training's settings are for other data; use the data that they belong to")
     if (segment.start, segment.end) != (0, segment.units):
-        raise UsageError(f"a training in one process needs the whole model, not units [{segment.start}:{segment.end})")
+        raise UsageError(
+            "a training in one process needs the whole model, not "
+            f"layers [{segment.start}:{segment.end}): load all layers"
+        )
     learner = Learner(segment, run)
     for step in range(run.steps):
         began_s = clock()

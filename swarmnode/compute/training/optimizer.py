@@ -84,7 +84,8 @@ def quantize(moment_N: Tensor, codes_N: Tensor, absmax_G: Tensor, *, signed: boo
 
 
 def dequantize(codes_N: Tensor, absmax_G: Tensor, *, signed: bool) -> Tensor:
-    """Return moment_N in float32, in memory of its own."""
+    """Return the optimiser's moment_N in float32 from 8-bit `codes_N` and the largest magnitude `absmax_G` of each block.
+    `signed`: the codes include negative values."""
     moment_N = _levels(codes_N.device, signed).index_select(0, codes_N.int())
     return rows_of(moment_N, BLOCK).mul_(absmax_G.unsqueeze(1)).view(-1)[: len(codes_N)]
 
@@ -108,7 +109,7 @@ def _levels(device: torch.device, signed: bool) -> Tensor:
 
 @cache
 def _codes_by_bits(device: torch.device, signed: bool) -> Tensor:
-    """Return the nearest level's code for each float16, by its bits as an int16 plus 2**15.
+    """Return a table of the nearest level's code for each float16 value; its index is the value's bits as an int16, plus 2**15.
 
     Squares are not rounded down to zero: the first moment would then be divided by epsilon alone, a thousandfold update.
     """

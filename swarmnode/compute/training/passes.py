@@ -1,4 +1,4 @@
-"""Passes through units of a segment, forward and back, in the precision that is fast on the device: autocast, TF32, and scaled
+"""Passes through layers of a segment, forward and back, in the precision that is fast on the device: autocast, TF32, and scaled
 gradients in float16. Nothing is counted here.
 """
 
@@ -47,7 +47,7 @@ def autocast_dtype(device: torch.device, *, wanted: bool = True) -> torch.dtype 
 
 @contextmanager
 def autocast(device: torch.device, dtype: torch.dtype | None, *, alone: bool = True) -> Iterator[None]:
-    """Enable autocast during a forward pass; see `tf32` for `alone`."""
+    """Enable autocast to `dtype` (None: off) in the `with` block; see `tf32` for `alone`."""
     with tf32(dtype, alone=alone), torch.autocast(device.type, dtype, enabled=dtype is not None):
         yield
 
@@ -68,7 +68,7 @@ def tf32(dtype: torch.dtype | None, *, alone: bool = True) -> Iterator[None]:
 
 
 class GradScaler:
-    """Scaler of gradients for one unit on one device.
+    """Scaler of gradients for one layer on one device.
 
     The largest incoming gradient is scaled to 2 ** `exponent`, which is never less than 1. A peer whose gradients overflow lowers
     the exponent by one each time, and others' gradients still have most of float16's range below them.
@@ -137,7 +137,7 @@ class Passes:
     def compute(
         self, about: SavedActivations, start: int, end: int, inputs: Values
     ) -> tuple[Values, dict[int, Changes]]:
-        """Run units [start, end). Returns the outputs, and by unit the changes of running statistics, which are restored."""
+        """Run layers [start, end). Returns the outputs, and by layer the changes of running statistics, which are restored."""
         before = {unit: self._blocks[unit].save() for unit in range(start, end)}
         device = self._segment.device
         try:
@@ -159,7 +159,7 @@ class Passes:
     ) -> list[Tensor | None]:
         """Return the gradients of `wanted`, inputs and parameters of a piece; None for those without one.
 
-        In float16 they are scaled meanwhile. If they overflow at every scale, the unit is computed again in float32.
+        In float16 they are scaled meanwhile. If they overflow at every scale, the layer is computed again in float32.
         Raises NotFinite if the gradients that came to the pass's end are NaN or infinite.
         """
         if not wanted or all(gradient is None for gradient in grads):
@@ -178,7 +178,7 @@ class Passes:
             return list(torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else [None] * len(wanted))
 
     def _outputs(self, about: SavedActivations, piece: SavedPiece) -> Values:
-        """Return a piece's outputs with their graph."""
+        """Return the outputs of a saved piece with their graph; compute them again if they were not kept."""
         if piece.outputs is not None:
             return piece.outputs
         with torch.enable_grad():

@@ -1,6 +1,6 @@
 """Randomness of a microbatch: its seed, the generators of its device, and dropout that is the same on every device.
 
-The dropped elements depend only on (seed, unit, number of the draw, element).
+The dropped elements depend only on (seed, layer, number of the draw, element).
 
 With one seed, a CPU, a card and a card with more processors draw different numbers. A replica that recomputes a lost microbatch on
 another device would then get another result, and a spot check would find an honest peer false. So masks are hashed from counters,
@@ -30,12 +30,12 @@ _GENERATOR = threading.Lock()  # guards the CPU's generator
 
 
 def microbatch_seed(run_seed: int, step: int, index: int) -> int:
-    """Return the seed of one microbatch, of 63 bits."""
+    """Return the 63-bit seed of the microbatch `index` of `step`, from the seed of the run."""
     return hashed(run_seed, step, index)
 
 
 def reseed(seed: int, unit: int, device: torch.device) -> None:
-    """Set torch's generators, of the CPU and of `device`, for one unit's code on the microbatch of this seed."""
+    """Set torch's generators, of the CPU and of `device`, for one layer's code on the microbatch of this seed."""
     value = hashed(seed, unit)
     torch.default_generator.manual_seed(value)  # torch.manual_seed would seed every card of the machine
     if device.type == "cuda":
@@ -47,7 +47,7 @@ def reseed(seed: int, unit: int, device: torch.device) -> None:
 
 @contextmanager
 def drawing(device: torch.device) -> Iterator[None]:
-    """Keep other threads from drawing from the same generator during a forward pass."""
+    """Keep other threads from drawing random numbers from the same generator within the `with` block. A GPU needs no such lock."""
     with nullcontext() if device.type == "cuda" else _GENERATOR:
         yield
 
@@ -83,7 +83,7 @@ class CounterDropout(TorchFunctionMode):
         return self._instead.get(func, func)(*args, **(kwargs or {}))
 
     def begin(self, seed: int, unit: int) -> None:
-        """Begin a unit: the next draws are its own, for the microbatch of `seed`."""
+        """Begin a layer: the next draws are its own, for the microbatch of `seed`."""
         self._seed, self._unit, self._draws = seed, unit, 0
 
     def dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -109,7 +109,8 @@ class CounterDropout(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attend as torch's function does. With dropout it uses separate operators, because fused kernels draw for themselves."""
+        """Compute attention as torch's function does, with this mode's dropout. Fused kernels draw for themselves, so dropout
+        uses separate operators."""
         if dropout_p == 0:
             return functional.scaled_dot_product_attention(
                 query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

@@ -1,7 +1,7 @@
 """Recomputation: a microbatch of the present step, as another replica computed it, without counting it.
 
-It goes unit by unit, so that it needs only the memory of one unit's graph and gradients, and the values at the boundaries between
-units.
+It goes layer by layer, so that it needs only the memory of one layer's graph and gradients, and of the values at the boundaries
+between layers.
 
 Shape letters: N elements of a block's gradient, S of a gradient sketch.
 """
@@ -39,7 +39,7 @@ def recompute(
     gradients: Gradients,
     seed: bytes,
 ) -> Recomputation:
-    """Compute units [start, end) on microbatch `number` from `values`, then backwards from the gradients of their outputs.
+    """Compute layers [start, end) on microbatch `number` from `values`, then backwards from the gradients of their outputs.
 
     At the model's end it goes back from the loss on `labels` instead. Raises ProtocolError if the gradients do not fit, NotFinite.
     """
@@ -63,7 +63,7 @@ def recompute(
 def _back_through(
     learner: DeviceLearners, number: int, unit: int, values: Values, labels: Values, gradients: Gradients
 ) -> tuple[Gradients, Iterator[tuple[int, Tensor]]]:
-    """Return the gradients of the values that entered a unit, and by block the gradient_N of its parameters."""
+    """Return the gradients of the values that entered a layer, and by block the gradient_N of its parameters."""
     inputs = leaves(values, unit)
     blocks = learner.parameters(unit, unit + 1)
     wanted = [value for value in inputs if value.requires_grad]
@@ -74,7 +74,7 @@ def _back_through(
 
 
 def _flat(parameters: Sequence[Tensor], found: Iterator[Tensor | None]) -> Tensor:
-    """Return the gradient_N of one block's parameters."""
+    """Return the gradients of one block's `parameters` as one vector; zeros for a parameter without gradient."""
     gradients = (
         torch.zeros_like(parameter) if (gradient := next(found)) is None else gradient for parameter in parameters
     )

@@ -18,7 +18,7 @@ Gradients = tuple[Tensor | None, ...]
 
 @dataclass
 class SavedPiece:
-    """Units [start, end) of one pass. `outputs` have their graph; if None, they are recomputed when gradients come."""
+    """Layers [start, end) of one pass. `outputs` have their graph; if None, they are recomputed when gradients come."""
 
     start: int
     end: int
@@ -28,7 +28,7 @@ class SavedPiece:
 
 @dataclass
 class SavedActivations:
-    """Pass of microbatch `index` through neighbouring pieces of units [start, end). `shapes` are its outputs'."""
+    """Pass of microbatch `index` through neighbouring pieces of layers [start, end). `shapes` are its outputs'."""
 
     index: int
     start: int
@@ -63,16 +63,20 @@ def accumulate(outputs: Values, grads: Sequence[Tensor | None], inputs: Values) 
 def check_shapes(gradients: Sequence[Tensor | None], shapes: Sequence[torch.Size], boundary: int) -> None:
     """Raise ProtocolError if `gradients` do not fit values of these `shapes` at a boundary."""
     if len(gradients) != len(shapes):
-        raise ProtocolError(f"{len(gradients)} gradients for {len(shapes)} values at boundary {boundary}")
+        raise ProtocolError(f"there are {len(gradients)} gradients for {len(shapes)} values at boundary {boundary}")
     for gradient, shape in zip(gradients, shapes, strict=True):
         if gradient is not None and gradient.shape != shape:
-            raise ProtocolError(f"a gradient of shape {tuple(gradient.shape)} for a value of shape {tuple(shape)}")
+            raise ProtocolError(f"a gradient has the shape {tuple(gradient.shape)}, but its value has {tuple(shape)}")
 
 
 def check_finite(gradients: Sequence[Tensor | None], boundary: int) -> None:
     """Raise NotFinite if a gradient that came back to a boundary is NaN or infinite."""
     if not is_finite(gradients):
-        raise NotFinite(f"the gradient that came back from unit {boundary} is NaN or infinite", unit=boundary)
+        raise NotFinite(
+            f"the gradient that came back from layer {boundary} "
+            "is NaN or infinite; lower --lr or --clip, or check the data",
+            unit=boundary,
+        )
 
 
 def is_finite(values: Sequence[Tensor | None]) -> bool:

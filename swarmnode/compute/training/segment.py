@@ -1,4 +1,4 @@
-"""Segment: some units of any model as training sees them, whether a transformers span or a piece of a graph."""
+"""Segment: some layers of any model as training sees them, whether a transformers span or a piece of a graph."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Whole numbers may stay on the host, which checks them first; a unit moves those 
 
 
 def moved(values: Values, device: torch.device) -> Values:
-    """Return the values with floats moved to this device."""
+    """Return `values` with floating-point tensors moved to `device`, and other tensors unchanged."""
     return tuple(value.to(device) if value.is_floating_point() else value for value in values)
 
 
 class Segment(ABC):
-    """Units [start, end) of a model of `units` units, ready to be trained. Not safe for use from two threads at once.
+    """Layers [start, end) of a model of `units` layers, ready to be trained. Not safe for use from two threads at once.
 
-    Parameters belong to blocks: block u is unit u's own; SHARED holds the parameters that the first and last unit have in common,
+    Parameters belong to blocks: block u is layer u's own; SHARED holds the parameters that the first and last layer have in common,
     and a holder of either of the two holds it.
     """
 
@@ -52,18 +52,18 @@ class Segment(ABC):
 
     @abstractmethod
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Return the persistent buffers (running statistics of batch norms) by unit, then by name."""
+        """Return the persistent buffers (running statistics of batch norms) by layer, then by name."""
 
     @abstractmethod
     def forward(
         self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
     ) -> Values:
-        """Run units [start, end) in training mode on the values at boundary `start` and return the values at boundary `end`.
+        """Run layers [start, end) in training mode on the values at boundary `start` and return the values at boundary `end`.
 
-        At the end of the model that is the mean loss of the microbatch, a scalar. Only the last unit uses `labels`, the inputs of
+        At the end of the model that is the mean loss of the microbatch, a scalar. Only the last layer uses `labels`, the inputs of
         the model that it takes, and `shares`, the factors of the microbatch's means over labels.
 
-        Random numbers follow from (seed, unit) alone, so that another split, a recomputation or a replay draws the same.
+        Random numbers follow from (seed, layer) alone, so that another split, a recomputation or a replay draws the same.
         """
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
@@ -71,11 +71,11 @@ class Segment(ABC):
 
         They have the right shapes, and take as long to compute with as real ones. Raises CheckpointError if only the data has them.
         """
-        raise CheckpointError("no made-up values fit these units: only their data has them")
+        raise CheckpointError("no made-up values fit these layers: only their data has them")
 
 
 def refound(segment: Segment, founding: Segment) -> None:
-    """Copy the parameters and buffers of another segment, which has some of its units, into a segment."""
+    """Copy the parameters and buffers of another segment, which has some of its layers, into a segment."""
     with torch.no_grad():
         for held, theirs in ((segment.parameters(), founding.parameters()), (segment.buffers(), founding.buffers())):
             for block, tensors in theirs.items():
@@ -105,13 +105,13 @@ class SplitSegment(Segment):
         return {number: named for one in reversed(self._segments) for number, named in one.parameters().items()}
 
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
-        """Return the buffers of all segments by unit, see `Segment`."""
+        """Return the buffers of all segments by layer, see `Segment`."""
         return {unit: named for one in self._segments for unit, named in one.buffers().items()}
 
     def forward(
         self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
     ) -> Values:
-        """See `Segment`."""
+        """Run layers [start, end) in training mode, each on its own device. Inputs and result are those of `Segment.forward`."""
         for one in self._segments:
             low, high = max(start, one.start), min(end, one.end)
             if low < high:

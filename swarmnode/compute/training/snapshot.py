@@ -39,10 +39,10 @@ def read_block(path: Path, *, step: int, block: int, run: bytes) -> dict[str, Te
         found = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not readable as a training state: {error}") from error
+        raise CheckpointError(f"{path}: not readable as a training state: {error}; fetch it again") from error
     for key, wanted in _metadata(step, block, run).items():
         if found.get(key) != wanted:
-            raise CheckpointError(f"{path}: a state of {key} {found.get(key)}, not {wanted}")
+            raise CheckpointError(f"{path}: a state of {key} {found.get(key)}, not {wanted}; fetch it again")
     return tensors
 
 

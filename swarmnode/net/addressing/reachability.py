@@ -56,17 +56,17 @@ class Evidence:
 
     @property
     def direct(self) -> list[str]:
-        """Public addresses without a relay."""
+        """Public addresses of this peer that need no relay."""
         return [address for address in self.addresses if not is_relayed(address) and is_public(address)]
 
     @property
     def own(self) -> list[str]:
-        """Public addresses that are this machine's own."""
+        """Public addresses of this peer whose IP address is one of this machine's interfaces."""
         return [address for address in self.direct if host_of(address) in self.interfaces]
 
     @property
     def relayed(self) -> list[str]:
-        """Addresses over a relay."""
+        """Addresses of this peer that lead over a relay."""
         return [address for address in self.addresses if is_relayed(address)]
 
     @property
@@ -75,7 +75,7 @@ class Evidence:
         return [address for address in self.visitors if is_public(address) and not is_relayed(address)]
 
     def told(self) -> tuple[str, ...]:
-        """Return the evidence in sentences."""
+        """Return the evidence as sentences for a user."""
         return (
             f"it has {counted(len(self.direct), 'address')} on the internet ({len(self.own)} its own, the others its router's)",
             f"relays of the swarm give it {counted(len(self.relayed), 'address')}",
@@ -86,7 +86,7 @@ class Evidence:
 
 
 def conclude(evidence: Evidence) -> Reachability:
-    """Return the reachability that the evidence implies."""
+    """Return how this peer can be reached, as the evidence implies: directly, by a mapped port, through a relay, or unknown."""
     if evidence.own:
         return Reachability.PUBLIC
     if any(is_public(address) for address in evidence.promised):
@@ -124,7 +124,7 @@ def _hosts(listening: Sequence[str], interfaces: Collection[str]) -> Iterator[st
 
 
 def own_interfaces() -> set[str]:
-    """Return the IP addresses of this machine."""
+    """Return the IP addresses of this machine's network interfaces."""
     entries = (entry for entries in psutil.net_if_addrs().values() for entry in entries)
     families = (socket.AF_INET, socket.AF_INET6)
     return {entry.address.partition("%")[0] for entry in entries if entry.family in families}

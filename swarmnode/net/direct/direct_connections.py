@@ -86,28 +86,28 @@ class Prologue(asyncio.BufferedProtocol):
             self._settled(self)
 
     async def word(self) -> bytes:
-        """Return the word that the other side shows. Raises PeerLost if the connection closes first."""
+        """Return the word (token or welcome) that the other side sends. Raises PeerLost if the connection closes first."""
         return await asyncio.shield(self._word)
 
     @property
     def shown(self) -> bytes | None:
-        """The word, if it has been read; else None."""
+        """The word (token or welcome) that the other side has sent; None if it has not been read."""
         return self._word.result() if self._word.done() and self._word.exception() is None else None
 
     def say(self, word: bytes) -> None:
-        """Send this side's word, unless the connection is gone."""
+        """Send this side's word (token or welcome), unless the connection is gone."""
         if self._transport is not None:
             self._transport.write(word)
 
     def hand_over(self, stream: DirectStream) -> None:
-        """Give the connection to the stream."""
+        """Give the connection to `stream`, which reads and writes from now on."""
         assert self._transport is not None
         self._transport.set_protocol(stream)
         stream.connection_made(self._transport)
         self._transport.resume_reading()
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection at once; unsent bytes are lost."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -142,7 +142,7 @@ class DirectListener:
         self._expected[token] = on_shown
 
     def forget(self, token: bytes) -> None:
-        """Expect the token no longer. Calling it again changes nothing."""
+        """Accept no connection with `token` any more. Calling it again changes nothing."""
         self._expected.pop(token, None)
 
     def _came(self, prologue: Prologue) -> None:
@@ -178,10 +178,10 @@ class DirectListener:
 
 
 class Introducer(Protocol):
-    """The part of p2pd's control that direct connections use (`libp2p/p2pd_control.py`)."""
+    """Interface to p2pd's control (`libp2p/p2pd_control.py`): the members that direct connections use."""
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
-        """Open a stream to a peer. Raises PeerLost, NetworkDown."""
+        """Open a stream to `peer` within `timeout_s` seconds. Raises PeerLost, NetworkDown."""
         ...
 
     async def addresses_of(self, peer: PeerId) -> list[str]:

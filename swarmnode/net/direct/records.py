@@ -57,7 +57,7 @@ class Agreement:
 
 
 class KeyPair:
-    """Ephemeral key pair of one side, for one agreement."""
+    """X25519 key pair of one side, made for one connection."""
 
     def __init__(self, private: bytes | None = None) -> None:
         self._private = X25519PrivateKey.generate() if private is None else X25519PrivateKey.from_private_bytes(private)
@@ -67,11 +67,13 @@ class KeyPair:
         return f"<KeyPair {self.public.hex()}>"
 
     def as_opener(self, acceptor_public: bytes, occasion: Occasion) -> Agreement:
-        """Agree with the acceptor. Raises ProtocolError if its public key gives no shared secret."""
+        """Return the keys agreed with the acceptor of the connection. Raises ProtocolError if its public key gives no shared
+        secret."""
         return self._agree(acceptor_public, occasion, self.public + acceptor_public)
 
     def as_acceptor(self, opener_public: bytes, occasion: Occasion) -> Agreement:
-        """Agree with the opener. Raises ProtocolError if its public key gives no shared secret."""
+        """Return the keys agreed with the opener of the connection. Raises ProtocolError if its public key gives no shared
+        secret."""
         return self._agree(opener_public, occasion, opener_public + self.public)
 
     def _agree(self, theirs: bytes, occasion: Occasion, both_public: bytes) -> Agreement:
@@ -92,7 +94,7 @@ class KeyPair:
 
 
 class DirectionKey:
-    """Key of one direction, and the number of its next record."""
+    """Key for the records of one direction, and the number of its next record."""
 
     def __init__(self, key: bytes, *, renew_after: int = RENEW_AFTER) -> None:
         self._key = key

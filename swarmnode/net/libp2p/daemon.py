@@ -176,7 +176,10 @@ class Daemon:
             await asyncio.wait_for(daemon._until_ready(), START_TIMEOUT_S)
         except asyncio.TimeoutError:
             await daemon.stop()
-            raise LocalError(f"p2pd did not start within {START_TIMEOUT_S:.0f} s: {daemon.last_line}") from None
+            raise LocalError(
+                f"p2pd did not start within {START_TIMEOUT_S:.0f} s: "
+                f"{daemon.last_line}; start the node again, or on a less busy machine"
+            ) from None
         except BaseException:
             await daemon.stop()
             raise
@@ -189,7 +192,7 @@ class Daemon:
         if not ready.done():
             ready.cancel()
             await self._output
-            raise LocalError(f"p2pd failed to start: {self.last_line}")
+            raise LocalError(f"p2pd failed to start: {self.last_line}; start the node again")
 
     async def _read(self) -> None:
         assert self._process.stdout is not None

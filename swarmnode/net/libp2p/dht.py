@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 class EngineDht(Dht):
-    """A peer's part in the table. Each restart of p2pd brings a new routing table and new calls; stored records and known keepers
-    stay."""
+    """Part of one peer in the DHT. Each restart of p2pd brings a new routing table and new calls; stored records and known
+    keepers stay."""
 
     def __init__(
         self, valid: RecordValidator | None, groups: AddressGroups, *, client_mode: bool, timeout_s: float
@@ -53,7 +53,7 @@ class EngineDht(Dht):
         return f"<EngineDht knows {len(self._routing_table)} peers, keeps {len(self._store)} keys>"
 
     async def start(self, p2p: P2P) -> None:
-        """Take part through a running p2pd."""
+        """Start to take part in the DHT, over the connections of a running p2pd."""
         self._peer = p2p.peer_id.to_base58()
         self._routing_table = RoutingTable(self._peer)
         calls = TableCalls(
@@ -70,7 +70,7 @@ class EngineDht(Dht):
         self._stopped = asyncio.get_running_loop().create_future()
 
     async def stop(self) -> None:
-        """End the calls: p2pd is gone."""
+        """End all calls of the DHT, as p2pd has ended."""
         calls, self._calls = self._calls, None
         if calls is not None:
             self._stopped.set_result(None)
@@ -169,12 +169,12 @@ class EngineDht(Dht):
         try:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise NetworkDown("p2pd ended in the middle of an operation on the DHT")
+                raise NetworkDown("p2pd ended in the middle of an operation on the DHT; the node starts it again")
             return task.result()
         finally:
             task.cancel()
 
     def _running(self) -> TableCalls:
         if self._calls is None:
-            raise NetworkDown("p2pd is not running")
+            raise NetworkDown("p2pd is not running; the node starts it again")
         return self._calls

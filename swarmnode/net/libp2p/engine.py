@@ -56,7 +56,7 @@ SETTLE_S = 4.0
 
 
 class Connections(Protocol):
-    """The part of p2pd's control for its connections (`p2pd_control.py`)."""
+    """Interface to the connections of p2pd (`p2pd_control.py`)."""
 
     async def connected(self) -> dict[PeerId, list[str]]: ...
     async def disconnect(self, peer: PeerId) -> None: ...
@@ -205,7 +205,7 @@ class Engine(Network):
                 await self._stop_daemon()
                 failed += 1
                 if failed == MOST_FAILED_STARTS:
-                    raise LocalError(f"p2pd ended and does not come up again: {error}") from error
+                    raise LocalError(f"p2pd ended and does not come up again: {error}; start the node again") from error
                 continue
             failed = 0
             if self._known:
@@ -213,7 +213,7 @@ class Engine(Network):
 
     def _running(self) -> P2pdControl:
         if self._control is None:
-            raise NetworkDown("p2pd is not running")
+            raise NetworkDown("p2pd is not running; the node starts it again")
         return self._control
 
     # -- streams

@@ -164,7 +164,7 @@ def read_varint(data: bytes) -> tuple[int, int]:
 
 
 def write_varint(value: int) -> bytes:
-    """Return the unsigned LEB128 form of a number."""
+    """Return `value` in unsigned LEB128 encoding."""
     out = bytearray()
     while value >= 0x80:
         out.append(value & 0x7F | 0x80)
@@ -223,7 +223,7 @@ class P2pdControl:
         handler = p2pd_pb2.StreamHandlerRequest(addr=place, proto=[protocol], balanced=False)
         answer = await self._ask(Request(type=Request.STREAM_HANDLER, streamHandler=handler))
         if answer.type != p2pd_pb2.Response.OK:
-            raise LocalError(f"p2pd refused the protocol {protocol}: {_reason(answer)}")
+            raise LocalError(f"p2pd refused the protocol {protocol}: {_reason(answer)}; start the node again")
 
     async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> SocketStream:
         """Open a stream to a peer. Raises PeerLost if it is not reached within `timeout_s` seconds or does not serve the
@@ -249,7 +249,7 @@ class P2pdControl:
             answer = p2pd_pb2.Response()
             answer.ParseFromString(await _message(reader))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            raise NetworkDown("p2pd ended before it answered") from error
+            raise NetworkDown("p2pd ended before it answered; the node starts it again") from error
         finally:
             writer.transport.abort()
         return answer
@@ -265,7 +265,7 @@ class P2pdControl:
             answer = p2pd_pb2.Response()
             answer.ParseFromString(await stream.preamble())
         except PeerLost as error:
-            raise NetworkDown("p2pd ended before it answered") from error
+            raise NetworkDown("p2pd ended before it answered; the node starts it again") from error
         except BaseException:
             stream.abort()
             raise

@@ -129,7 +129,7 @@ class FairShare(Generic[Item]):
             self.take(item, claimant)
 
     def held(self, claimant: Claimant) -> int:
-        """Return the number of places of a peer."""
+        """Return the number of places that a peer takes at the moment."""
         return len(self._groups.get(claimant.group, {}).get(claimant.peer, ()))
 
     def _yields_to(self, newcomer: Claimant) -> Item | None:

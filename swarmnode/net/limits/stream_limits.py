@@ -46,7 +46,7 @@ class StreamLimits:
                 stream.abort()
 
     def leave(self, stream: Stream) -> None:
-        """Count a stream no longer. Calling it again changes nothing."""
+        """Stop counting a stream. Calling it again changes nothing."""
         self._half_open.leave(stream)
         self._open.leave(stream)
 

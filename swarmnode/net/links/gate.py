@@ -16,13 +16,13 @@ from swarmnode.net.interfaces import PeerId
 
 
 class GuardedLink(Protocol):
-    """The part of a link that a gate uses (`link.py`)."""
+    """Interface to a link (`link.py`): the members that a gate uses."""
 
     peer: PeerId
     closed: bool  # true if nothing more can be sent
 
     def send(self, body: Body) -> None:
-        """Queue a frame. Raises PeerLost on a closed link."""
+        """Queue a message to the peer. Raises PeerLost if the link is closed."""
 
     async def drain(self) -> None:
         """Wait until the send queue is short. Raises PeerLost if the link died meanwhile."""
@@ -48,7 +48,7 @@ class Gate:
         ProtocolError if it is refused."""
 
     def opened(self, link: GuardedLink) -> None:
-        """Note a link that was admitted."""
+        """Take note of a link that was admitted; does nothing here."""
 
     def closed(self, link: GuardedLink) -> None:
         """Note the end of a link. Also called for a link that was never admitted, and more than once."""
@@ -68,7 +68,7 @@ class Gate:
     # -- the table
 
     def admits(self, peer: PeerId) -> bool:
-        """Return whether calls of a peer to the table are answered."""
+        """Return whether this peer answers calls of `peer` to the DHT."""
         return True
 
     async def introduce(self, peer: PeerId, *, anew: bool = False) -> None:

@@ -43,7 +43,7 @@ class Heartbeat:
         return f"<Heartbeat {'busy' if self.busy else 'idle'}, heard at {self._heard_at_s:.1f} s>"
 
     def heard(self, now_s: float) -> None:
-        """Note a sign of life of the peer."""
+        """Record that something arrived from the peer at `now_s`."""
         self._heard_at_s = now_s
         self._silent_since_s = None if self._paced else now_s
 
@@ -53,7 +53,7 @@ class Heartbeat:
             self.heard(at_s)
 
     def left(self, now_s: float) -> None:
-        """Note that held-back data has left: an answer may be expected from now on."""
+        """Note that data which was held back has been sent: an answer may be expected from now on."""
         if self._silent_since_s is None:
             self._silent_since_s = now_s
 
@@ -94,7 +94,7 @@ class Heartbeat:
         return now_s - self._heard_at_s >= due_s and now_s - self._pinged_at_s >= due_s
 
     def pinged(self, now_s: float) -> None:
-        """Note that a ping was sent."""
+        """Record that a ping was sent at `now_s`."""
         self._pinged_at_s = now_s
 
     def wants_sign(self, sent_bytes: int) -> bool:

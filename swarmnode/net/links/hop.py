@@ -222,7 +222,7 @@ class Hop:
         return channel
 
     def _leave(self, attempt: int) -> None:
-        """Unbind, unless a newer epoch has bound the hop meanwhile."""
+        """Unbind the hop, unless a newer attempt has bound it meanwhile."""
         if attempt == self._attempt:
             self.unbind()
 
@@ -265,8 +265,8 @@ async def _answer(channel: Channel, ready: asyncio.Future[int]) -> int:
 
 
 def _front(entry: Entry, count: int) -> Entry:
-    """Return the entry with its first `count` positions. If these are not the first bytes the payload stays whole; the entry sent
-    after it cuts it."""
+    """Return the entry with its first `count` positions. The payload stays whole if these are not its first bytes; then the entry
+    sent after it cuts it."""
     if not _is_divisible(entry):
         return replace(entry, count=count)
     info = entry.body.tensor
@@ -277,7 +277,7 @@ def _front(entry: Entry, count: int) -> Entry:
 
 
 def _is_divisible(entry: Entry) -> bool:
-    """Return whether the entry's first positions are its first bytes."""
+    """Return whether the entry can be cut between positions: its first positions are its first bytes."""
     info = entry.body.tensor
     return info.shape[0] == 1 and info.codec in (Codec.NONE, Codec.BF16, Codec.FP16)
 

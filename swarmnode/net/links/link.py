@@ -45,7 +45,7 @@ def check_greeting(theirs: Hello, ours: Hello, peer: PeerId) -> None:
         text = f"peer {peer} speaks version {spoken} of the protocol, this node {our_newest}; upgrade the older one"
         raise ProtocolError(text, code=ErrorCode.VERSION, peer=peer)
     if theirs.swarm != ours.swarm:
-        raise ProtocolError(f"peer {peer} belongs to another swarm", code=ErrorCode.WRONG_SWARM, peer=peer)
+        raise ProtocolError("it belongs to another swarm", code=ErrorCode.WRONG_SWARM, peer=peer)
 
 
 class Link:
@@ -354,7 +354,8 @@ class Link:
         self._timer = self._loop.call_at(at_s, self._tick, at_s)
 
     def _tick_soon(self) -> None:
-        """Advance the next beat, which an idle link has far ahead."""
+        """Bring the next check of the link's heartbeat forward to `busy_s` seconds from now; on an idle link it would come much
+        later."""
         soon_s = self._loop.time() + self._config.heartbeat.busy_s
         if self._timer is not None and not self.closed and self._timer.when() > soon_s:
             self._timer.cancel()
@@ -410,7 +411,7 @@ class Link:
         await self._stream.close()
 
     def abort(self) -> None:
-        """Drop the link at once."""
+        """Drop the link at once; unsent frames are lost."""
         self._end()
         self._stream.abort()
         self._reader.give_up()

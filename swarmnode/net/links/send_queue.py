@@ -36,12 +36,12 @@ class SendQueue:
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes put that this process still holds."""
+        """Bytes that were queued for the stream and that this process has not sent yet."""
         return self._waiting_bytes + self._stream.unsent_bytes
 
     @property
     def full(self) -> bool:
-        """Whether no more may be put."""
+        """Whether the queue holds more than MAX_UNSENT_BYTES, so that nothing more should be put."""
         return self.unsent_bytes > MAX_UNSENT_BYTES
 
     def put(self, buffers: Sequence[Buffer], size_bytes: int) -> bool:
@@ -69,6 +69,6 @@ class SendQueue:
             self._reservation.count(held_bytes)
 
     def give_up(self) -> None:
-        """Drop everything and release the memory."""
+        """Drop all queued frames and release their memory."""
         self._waiting, self._waiting_bytes = [], 0
         self._reservation.release()

@@ -159,11 +159,11 @@ class Switchboard:
 
     @property
     def ledger(self) -> MemoryLedger:
-        """Ledger of the memory of its conversations."""
+        """Account of the memory that messages of these links take."""
         return self._config.ledger
 
     async def start(self) -> None:
-        """Serve incoming links."""
+        """Start to accept links from other peers."""
         await self._network.serve(self._protocol, self._serve)
 
     async def call(self, peer: PeerId, on_frame: OnFrame, on_lost: OnLost) -> Channel:

@@ -16,7 +16,7 @@ SHORTEST_S = 1e-6
 
 
 class Arrivals:
-    """Count and rate of one peer's data, on all links with it."""
+    """Bytes received from one peer over all links with it, and their rate."""
 
     def __init__(self) -> None:
         self.total_bytes = 0

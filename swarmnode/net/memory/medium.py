@@ -66,7 +66,7 @@ class Medium:
         return f"<Medium with {len(self._paths)} paths of their own, {len(self._hanging)} peers hang>"
 
     def path(self, source: PeerId, target: PeerId) -> Path:
-        """Return the path from `source` to `target`."""
+        """Return the latency, rate and loss from `source` to `target`: the set path, else the default one."""
         return self._paths.get((source, target), self.default_path)
 
     def set_path(self, one: PeerId, other: PeerId, path: Path, back: Path | None = None) -> None:
@@ -78,7 +78,7 @@ class Medium:
         self._hanging.setdefault(peer, asyncio.Event())
 
     def wake(self, peer: PeerId) -> None:
-        """End a `hang`: all held data arrives."""
+        """End the hang of `peer`: its data that was held back arrives."""
         awake = self._hanging.pop(peer, None)
         if awake is not None:
             awake.set()
@@ -93,7 +93,7 @@ class Medium:
             await self.awake(peer)
 
     async def awake(self, peer: PeerId) -> None:
-        """Wait until a peer does not hang."""
+        """Wait until `peer` does not hang any more."""
         while (hanging := self._hanging.get(peer)) is not None:
             await hanging.wait()
 

@@ -1,7 +1,7 @@
 """A network in one process, for tests and experiments: peers with latency, rate and loss between them, that can die and hang.
 
-It keeps the contract of `interfaces.py` as the real one does, and passes the same conformance suite. With `virtual_time` a run
-depends on its seed alone.
+It keeps the contract of `interfaces.py` as the real network does, and passes the same conformance suite. With `virtual_time` a run
+depends on its seed alone. Example:
 
     world = FakeWorld(seed=1)
     alice, bob = world.join(), world.join()
@@ -103,7 +103,7 @@ class FakeWorld(Medium):
         return self._networks.get(peer)
 
     def leave(self, peer: PeerId) -> None:
-        """Remove a peer and its connections."""
+        """Remove `peer` from the world and close its connections."""
         self._networks.pop(peer, None)
         self._connections = {pair for pair in self._connections if peer not in pair}
 
@@ -117,7 +117,7 @@ class FakeWorld(Medium):
 
 
 class FakeDht(Dht):
-    """View that one peer has of its island's records."""
+    """DHT of a FakeNetwork, as seen by one peer: it reaches the peers on the same side of a partition."""
 
     def __init__(self, network: FakeNetwork) -> None:
         self._network = network
@@ -152,7 +152,7 @@ class FakeDht(Dht):
 
 
 class FakeNetwork(Network):
-    """Network of one peer of a FakeWorld."""
+    """Network of one peer in a FakeWorld, with the interface of the real network."""
 
     def __init__(
         self,
@@ -311,7 +311,7 @@ class FakeNetwork(Network):
         return False
 
     def believes(self, key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
-        """Return whether this peer keeps and believes a record."""
+        """Return whether this peer would keep a record: it is small enough, not expired, and the validator accepts it."""
         if len(value) > MAX_RECORD_BYTES or expires_at <= self._world.clock():
             return False
         return self._valid is None or self._valid(key_digest(key), subkey, value, expires_at)

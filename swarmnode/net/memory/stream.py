@@ -18,7 +18,7 @@ Deliver = Callable[["Pipe", int], None]
 
 
 class Pipe:
-    """Direction of a stream."""
+    """Direction of a simulated stream: the bytes on their way from `source` to `target`."""
 
     def __init__(self, source: PeerId, target: PeerId, deliver: Deliver) -> None:
         self.source = source
@@ -37,13 +37,13 @@ class Pipe:
         return f"<Pipe to {self.target} {state}, {self.unread_bytes} bytes unread>"
 
     def send(self, data: bytes) -> None:
-        """Send bytes; empty `data` is the end."""
+        """Send `data` to the other end; empty data marks the end of the stream."""
         self._travelling.append(data)
         self.unread_bytes += len(data)
         self._deliver(self, len(data))
 
     def arrive(self) -> None:
-        """Let the bytes sent first arrive now."""
+        """Let the oldest bytes on the way arrive at the receiver."""
         data = self._travelling.popleft()
         if data:
             self._arrived.append(memoryview(data))
@@ -100,7 +100,7 @@ class Pipe:
 
 
 class FakeStream(CountedStream):
-    """End of a stream."""
+    """End of a simulated stream at one peer, made of two pipes."""
 
     def __init__(self, peer: PeerId, protocol: str, incoming: Pipe, outgoing: Pipe) -> None:
         self.peer = peer
@@ -151,12 +151,12 @@ class FakeStream(CountedStream):
             self._outgoing.send(b"")
 
     def mute(self) -> None:
-        """Close this end without telling the peer."""
+        """Close this end without telling the other peer, which goes on waiting."""
         self._closed = True
         self._incoming.end()
 
     def break_off(self) -> None:
-        """Break both directions at once."""
+        """Break both directions of the stream at once, as if the connection died."""
         self._incoming.break_off()
         self._outgoing.break_off()
 

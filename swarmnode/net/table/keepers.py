@@ -40,12 +40,12 @@ class Population:
         return statistics.median(self._estimates) if self._estimates else 0.0
 
     def next_place(self) -> int:
-        """Return a random place for the next estimate."""
+        """Return a random id of the DHT's id space, around which the size of the swarm is estimated next."""
         return self._random.getrandbits(ID_BITS)
 
     def saw(self, place: int, nearest: Sequence[PeerId]) -> None:
-        """Add an estimate from the peers `nearest` to `place`: of N peers, the n-th nearest is about n/N of the way around. None if
-        no peer answered."""
+        """Add an estimate of the swarm's size from the peers `nearest` to `place`: of N peers, the n-th nearest is about n/N of
+        the way around. Adds none if no peer answered."""
         if nearest:
             farthest = max(node_id(peer) ^ place for peer in nearest)
             self._estimates.append(max(len(nearest), (len(nearest) - 1) * (1 << ID_BITS) / (farthest + 1)))

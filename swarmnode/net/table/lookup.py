@@ -43,7 +43,7 @@ EnoughThere = Callable[[int, Records], bool]
 
 @dataclass
 class _Search:
-    """Search for one key."""
+    """State of a search for one key in the hash table: known, asked and answering peers, and the records found."""
 
     known: dict[PeerId, set[str]]  # with the address groups of the peers that named them
     records: dict[bytes, Record]
@@ -68,7 +68,8 @@ class _Search:
 
 
 class LookUp:
-    """Look-up of some keys by the peer `own`, starting with its own records under them (`kept`).
+    """Look-up of some keys by the peer `own`. `kept` has the records that `own` keeps under each key; the look-up starts with
+    them.
 
     With `enough` the peers near a key are asked one after another until it returns true. After one of them was silent they are
     asked in parallel, as without `enough`, since waiting for each missing peer in turn would take too long.

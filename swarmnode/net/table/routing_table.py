@@ -22,17 +22,17 @@ ID_BITS = 160
 
 @lru_cache(maxsize=16_384)
 def node_id(peer: PeerId) -> int:
-    """Return the place of a peer in the table."""
+    """Return the id of a peer in the DHT's id space; its distance to a key's id decides which peers keep the key."""
     return int.from_bytes(hashlib.sha1(b"swarmnode peer " + peer.encode(), usedforsecurity=False).digest(), "big")
 
 
 def key_id(key: bytes) -> int:
-    """Return the place of a key in the table."""
+    """Return the id of a key in the DHT's id space; the peers with the nearest ids keep the key."""
     return int.from_bytes(key_digest(key), "big")
 
 
 def id_bytes(place: int) -> bytes:
-    """Return a place as the 20 bytes for messages and validators."""
+    """Return a place in the table (a number) as the 20 bytes for messages and validators."""
     return place.to_bytes(ID_BITS // 8, "big")
 
 
@@ -42,10 +42,11 @@ class _Known(NamedTuple):
 
 
 class RoutingTable:
-    """A bucket of peers for each length of the prefix shared with the own place.
+    """Table of known peers: a bucket for each length of the prefix that a peer's place, a number made from its id, shares with
+    the own one.
 
-    Known peers that answer stay: newcomers, which cost nothing to make, do not push them out, except for peers of an address group
-    with more than its share.
+    Known peers that answer stay: newcomers, which cost nothing to make, do not push them out, except for peers of an address
+    group with more than GROUP_PEERS peers in the bucket.
     """
 
     def __init__(self, own: PeerId, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,7 +64,7 @@ class RoutingTable:
         return peer in self._buckets.get(self._bucket_of(peer), {})
 
     def peers(self) -> set[PeerId]:
-        """Return all peers of the table."""
+        """Return all peers in the routing table."""
         return {peer for bucket in self._buckets.values() for peer in bucket}
 
     def heard(self, peer: PeerId, group: str) -> PeerId | None:
@@ -84,7 +85,7 @@ class RoutingTable:
         return None
 
     def lost(self, peer: PeerId) -> None:
-        """Remove a peer that does not answer."""
+        """Remove a peer that does not answer from the routing table."""
         self._buckets.get(self._bucket_of(peer), {}).pop(peer, None)
 
     def nearest(self, place: int, count: int = BUCKET_PEERS) -> list[PeerId]:

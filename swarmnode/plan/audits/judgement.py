@@ -1,12 +1,12 @@
 """Judgement: the comparison of a hop's work with a replica's, by the noise of honest replicas.
 
-Honest replicas differ beyond the tolerance now and then, and draw another token. So it is counted how often, and the work is false
-where honest replicas would differ so often and so far once in ten million times; or where one position lies farther off than any
-honest one. What comes near that is a near miss, which is counted over a peer's texts.
+Honest replicas differ beyond the tolerance now and then, and draw another token. So differences are counted. The work is false
+if honest replicas would differ that often and that far only once in ten million times. It is also false if one position lies
+farther off than any honest position. Work close to these limits is a near miss; near misses are counted over a peer's texts.
 
-Over trained models the deviations of honest replicas have a heavy tail: at a position that makes much of little (one of the first,
-a delimiter) kernels lie up to twenty medians apart. Of positions beyond the tolerance a fourth lie twice as far off, and so on:
-k positions that lie at least r tolerances off are as many as chance has it by BEYOND / r ** 2.
+Over trained models the deviations of honest replicas have a heavy tail: at a position that magnifies small differences (one of the
+first, a delimiter) kernels lie up to twenty medians apart. Of the positions beyond the tolerance, a fourth lie twice as far off,
+and so on: a position lies at least r tolerances off with the probability BEYOND / r ** 2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from swarmnode.net.interfaces import PeerId
 
 CHANCE = 1e-7
 MARGIN = 1.25  # over the measured noise
-BEYOND = 4e-2  # of the positions: between two kernels at most 2.1e-2, of which the half lie twice as far off
+BEYOND = 4e-2  # of the positions: between two kernels at most 2.1e-2, and half of those lie twice as far off
 FAR = 64.0  # times the tolerance, at a single position: over Gemma 3 in bfloat16 one of 2,048 honest ones lay at 35
 FAR_EXACT = 128.0  # of float32 that travels as it is: honest ones lay at 25 at most, lies at 1,600 and more
 NEAR = 0.25  # of what is far
@@ -107,7 +107,7 @@ class Calibration:
     of: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)
 
     def note(self, peer: PeerId, number_format: str, codec: Codec, deviations: Sequence[float], *, units: int) -> None:
-        """Record the `deviations` of a segment of `peer` that was judged right, `units` units into the model."""
+        """Record the `deviations` of a segment of `peer` that was judged right, `units` layers into the model."""
         ratio = _ratio(number_format, codec, deviations, units)
         if ratio is not None:
             self.of[peer] = ratio
@@ -117,7 +117,7 @@ class Calibration:
 
     @property
     def most(self) -> float:
-        """Upper limit of the noise factor; `MAX_FACTOR` until `VOICES` peers are known."""
+        """Upper limit of the model's noise factor; `MAX_FACTOR` until the ratios of `VOICES` peers are known."""
         if len(self.of) < VOICES:
             return MAX_FACTOR
         return min(MAX_FACTOR, max(1.0, SPREAD * statistics.median(self.of.values())))
@@ -125,7 +125,7 @@ class Calibration:
     def tolerance(
         self, number_format: str, codec: Codec, *, units: int, deviations: Sequence[float] = (), adapted: bool = False
     ) -> Tolerance:
-        """Return the tolerance for the output after `units` units of the model. It widens with the measured `deviations`, up to a
+        """Return the tolerance for the output after `units` layers of the model. It widens with the measured `deviations`, up to a
         limit, and if the output is `adapted` (computed through an adapter)."""
         noise = noise_of(number_format, codec)
         most, far = self.most, FAR

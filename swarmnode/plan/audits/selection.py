@@ -47,7 +47,7 @@ def second_route(
 
 
 def can_replace(hop: HopSpec, peer: Announcement, peers: Mapping[PeerId, Announcement]) -> bool:
-    """Return whether `peer` is ready, holds the hop's units and announces the same number format as the hop's peer.
+    """Return whether `peer` is ready, holds the hop's layers and announces the same number format as the hop's peer.
 
     Returns False if `peers` does not hold the hop's peer."""
     original = peers.get(hop.peer)
@@ -62,7 +62,7 @@ def can_replace(hop: HopSpec, peer: Announcement, peers: Mapping[PeerId, Announc
 
 @dataclass(frozen=True)
 class SessionCost:
-    """Cost of serving a session and of auditing it, in seconds of one unit."""
+    """Cost of serving a session and of auditing it, in seconds of one layer."""
 
     served_s: float
     audit_s: float
@@ -97,7 +97,7 @@ class AuditBudget:
         return self._spent_s / self._earned_s * self.share if self._earned_s else 0.0
 
     def chance(self, cost: SessionCost, trust: float) -> float:
-        """Count the session as served and return the probability with which to audit it; 0 if the budget is spent. `trust` is the
+        """Count the session as served and return the probability of an audit for it; 0 if the budget is spent. `trust` is the
         trust of its least trusted hop."""
         self._earned_s += self.share * cost.served_s
         if self.share == 0 or self._spent_s > self._earned_s + self._burst * cost.audit_s:

@@ -1,1 +1,1 @@
-"""Planning before anybody lends a machine: a model laid on a network of devices that are known."""
+"""Planning before any machine is lent: the placement of a model on a network of known devices."""

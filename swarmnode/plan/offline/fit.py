@@ -1,4 +1,4 @@
-"""What a model asks of machines like this one: how many of them hold it, and how fast they decode."""
+"""Fit of a model to machines like this one: the number of machines that hold it, and their speed."""
 
 from __future__ import annotations
 
@@ -8,28 +8,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelFit:
-    """`machines` such machines hold the model; a token, or a pass through a graph, takes them `pass_s` in turn, in seconds, links
-    included."""
+    """Number of equal machines that hold a model, and the seconds of one token, or of one pass through a graph, through them."""
 
-    units: int  # of the model
-    fitting: int  # of them on one machine, wherever they lie
+    units: int  # layers of the model
+    fitting: int  # layers that fit on one machine
     machines: int
-    pass_s: float
+    pass_s: float  # through all machines, one after another, links included
 
     @property
     def passes_per_s(self) -> float:
-        """One after another, as the tokens of a conversation are."""
+        """Passes per second, one after another like the tokens of a conversation; 0 if `pass_s` is 0."""
         return 1 / self.pass_s if self.pass_s else 0.0
 
 
 def fit(
     weight_bytes: Sequence[float], fitting: int, *, read_bytes_per_s: float, rtt_s: float, led: bool = False
 ) -> ModelFit | None:
-    """A swarm of equal machines, each with `fitting` units; None where not even one unit fits.
+    """Return the fit of a model to equal machines that each hold `fitting` layers; None if not even one layer fits.
 
-    To decode one position every weight is read once, which is what takes the time; each link between two machines takes half a
-    round trip, and so does the way back from the last to the first. Where who asks has `led` the pass, as through a graph, each
-    machine takes a whole one.
+    `weight_bytes` are the bytes of each layer. To decode one position, every weight is read once, at `read_bytes_per_s`. Each
+    link between two machines takes half a round trip of `rtt_s` seconds, and so does the way back from the last to the first.
+    If the client has `led` the pass from machine to machine, as through a graph, each machine takes a whole round trip.
     """
     units = len(weight_bytes)
     if fitting < 1:

@@ -54,7 +54,7 @@ class LayerTimes:
 
 @lru_cache
 def known_gpus() -> Mapping[str, Gpu]:
-    """All cards of the table, by name."""
+    """Return all cards of the datasheet table, by name."""
     rows = csv.DictReader(io.StringIO(_read(SPEEDS_FILE)))
     return {
         row["gpu"]: Gpu(
@@ -79,7 +79,10 @@ def find_gpu(name: str | None) -> Gpu | None:
 
 
 def layer_times(name: str | None, layer_parameters: int) -> LayerTimes | None:
-    """Measured times on a card (or "T4x2": two of them), of the model whose layers are nearest in size; None if unknown."""
+    """Return measured layer times on the card `name` ("T4x2" means two cards); None if there are none for it.
+
+    They belong to the measured model whose layers are nearest to `layer_parameters` parameters.
+    """
     several = re.search(r"x\s?([24])$", name or "")
     gpu = find_gpu(re.sub(r"\s?x\s?[24]$", "", name or ""))
     if gpu is None:
@@ -110,13 +113,13 @@ def _seconds(points: Sequence[Sequence[float]]) -> tuple[tuple[float, float], ..
 
 
 def _words(name: str) -> frozenset[str]:
-    """The words that tell cards apart."""
+    """Return the words of a card's name, in lower case, without words that many cards share."""
     makers = {"nvidia", "geforce", "tesla", "quadro", "rtx", "graphics", "sxm2"}
     return frozenset(name.lower().replace("-", " ").split()) - makers
 
 
 def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """On the straight lines through the points; past the last one, on the line through it and the origin."""
+    """Return y at `x` on the straight lines through the points; past the last point, on the line from the origin through it."""
     if x >= points[-1][0]:
         return points[-1][1] * x / points[-1][0]
     right = max(1, bisect_left(points, (x, 0.0)))

@@ -36,38 +36,38 @@ class MicrobatchTraffic:
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one training step spent on traffic."""
+    """Seconds that one training step spends on traffic."""
 
     data_parallel_s: float  # the slowest stage averages its gradients
     pipeline_s: float  # activations forward and gradients back, each hop as slow as its slowest link
 
     @property
     def total_s(self) -> float:
-        """One after the other."""
+        """Seconds of averaging and pipeline traffic together, one after the other."""
         return self.data_parallel_s + self.pipeline_s
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """S stages x R pipelines to be laid on D >= S R devices. What is sent both ways takes as long as the slower direction."""
+    """Task of placing S stages x R pipelines on D >= S R devices. Each link counts with its slower direction."""
 
     stages: int
     replicas: int
-    averaging_s: FloatArray  # [D, D]: what a device pays for a mate of its stage
-    hop_s: FloatArray  # [D, D]: one hop, one way
-    kinds: FloatArray | None = None  # [D]: only devices of one kind may take each other's places
+    averaging_s: FloatArray  # [D, D]: seconds of averaging that one more device in the stage adds to a device
+    hop_s: FloatArray  # [D, D]: seconds of one hop, one way
+    kinds: FloatArray | None = None  # [D]: only devices with the same value may be swapped
 
     def __repr__(self) -> str:
         return f"Problem({self.stages} stages x {self.replicas} pipelines on {self.devices} devices)"
 
     @property
     def devices(self) -> int:
-        """D; those beyond S R stay unused."""
+        """Number of devices, D; a grid leaves D - S R of them unused."""
         return len(self.hop_s)
 
     @classmethod
     def on(cls, scenario: Scenario, *, stages: int, replicas: int, traffic: MicrobatchTraffic) -> Problem:
-        """The problem of this network and traffic. Raises UsageError where the grid is empty or larger than the network."""
+        """Return the problem for this network and traffic. Raises UsageError if the grid is empty or larger than the network."""
         if stages < 1 or replicas < 1:
             raise UsageError(f"{stages} stages x {replicas} pipelines: there must be at least one of each")
         if stages * replicas > scenario.devices:
@@ -84,20 +84,20 @@ class Problem:
         )
 
     def cost(self, grid: Grid) -> Cost:
-        """Return the cost of `grid`."""
+        """Return the seconds of traffic of a step with the devices placed as in `grid`."""
         return Cost(max(map(self.stage_averaging_s, grid)), self.pipeline_s(grid))
 
     def stage_averaging_s(self, members: Members) -> float:
-        """What the slowest of the devices in a stage pays for all its mates together."""
+        """Return the seconds of averaging in one stage: the slowest device's sum over the other `members`."""
         return float(self.averaging_s[members[:, None], members].sum(axis=1).max())
 
     def pipeline_s(self, grid: Grid) -> float:
-        """All hops of a pipeline, each as slow as its slowest link, there and back."""
+        """Return the seconds of all hops, there and back, each as slow as its slowest link."""
         return 2 * float(self.hop_s[grid[:-1], grid[1:]].max(axis=1).sum())
 
 
 def slower_way_s(scenario: Scenario, members: Members, size_bytes: float) -> FloatArray:
-    """[M, M]: sending so many bytes from one member to another, at the pace of the slower direction; nothing to oneself."""
+    """Return the seconds [M, M] of sending `size_bytes` from one member to another, in the slower direction; 0 on the diagonal."""
     part = np.ix_(members, members)
     seconds = transfer_s(size_bytes, scenario.delay_s[part], scenario.bandwidth_bps[part])
     slower: FloatArray = np.maximum(seconds, seconds.T)
@@ -107,7 +107,11 @@ def slower_way_s(scenario: Scenario, members: Members, size_bytes: float) -> Flo
 
 @dataclass(frozen=True)
 class Dendrogram:
-    """Single linkage: `order` [D] keeps clusters contiguous at every level, `gaps` [D - 1] is the cost at which neighbours join."""
+    """Single-linkage clustering of D devices.
+
+    In `order` [D] the devices of a cluster are contiguous at every level; `gaps` [D - 1] are the costs at which neighbours in
+    that order join.
+    """
 
     order: list[int]
     gaps: FloatArray
@@ -118,7 +122,7 @@ class Dendrogram:
         return [part.tolist() for part in np.split(np.array(self.order), cuts)]
 
     def levels(self, count: int) -> list[float]:
-        """Below all costs, the costs below the `count` largest relative steps between one joining and the next, above all."""
+        """Return costs at which to cut the tree: -1 (all apart), the costs below the `count` largest relative steps, infinity."""
         values = np.unique(self.gaps)
         steps = values[1:] / np.maximum(values[:-1], TINY_S)
         widest = np.sort(np.argsort(-steps, kind="stable")[:count])
@@ -126,7 +130,10 @@ class Dendrogram:
 
 
 def dendrogram(cost: FloatArray) -> Dendrogram:
-    """Prim's algorithm: in the order in which the tree grows, what joins next to each other at a level is contiguous."""
+    """Return the single-linkage clustering of the devices by `cost` [D, D], with Prim's algorithm.
+
+    Devices are ordered as the tree grows, so devices that join at one level are contiguous.
+    """
     devices = len(cost)
     reach = cost[0].copy()
     outside = np.ones(devices, dtype=bool)
@@ -142,7 +149,7 @@ def dendrogram(cost: FloatArray) -> Dendrogram:
 
 
 def layouts(problem: Problem, random: np.random.Generator, count: int) -> Iterator[Grid]:
-    """Grids worth beginning from: the clusterings as they are, then `count` more with clusters in random order."""
+    """Yield grids to start a search from: one for each clustering, length of runs and choice of cluster, then `count` random."""
     tree = dendrogram(problem.hop_s)
     clusterings = [tree.clusters(level) for level in tree.levels(CLUSTERINGS)]
     runs = sorted({min(2**power, problem.stages) for power in range(problem.stages.bit_length() + 1)})
@@ -156,7 +163,7 @@ def layouts(problem: Problem, random: np.random.Generator, count: int) -> Iterat
 
 
 def _lay(clusters: list[Cluster], stages: int, replicas: int, longest: int, *, spread: bool) -> Grid:
-    """Runs of stages, each as long as all pipelines can stay inside a cluster, but at most `longest`."""
+    """Return a grid made of runs of stages. Within a run of at most `longest` stages each pipeline stays in one cluster."""
     left = [list(cluster) for cluster in clusters]
     grid = np.empty((stages, replicas), dtype=np.intp)
     stage = 0
@@ -170,13 +177,13 @@ def _lay(clusters: list[Cluster], stages: int, replicas: int, longest: int, *, s
 
 
 def _run_length(left: list[Cluster], replicas: int, longest: int) -> int:
-    """The most stages for which all pipelines find as many devices each in some cluster; one is always possible."""
+    """Return the longest run of stages, up to `longest`, such that each pipeline finds its devices in one cluster; 1 if none."""
     fits = (length for length in range(longest, 1, -1) if sum(len(cluster) // length for cluster in left) >= replicas)
     return next(fits, 1)
 
 
 def _next_cluster(left: list[Cluster], length: int, *, spread: bool) -> Cluster:
-    """The cluster that gives the next pipeline its run: the fullest one where they are spread, else the first that can."""
+    """Return the cluster for the next pipeline's run of `length` devices: the fullest one if `spread`, else the first that fits."""
     if spread:
         return max(left, key=len)
     return next(cluster for cluster in left if len(cluster) >= length)

@@ -1,13 +1,11 @@
-"""Grid search: S stages x R pipelines on a network so that a step's traffic takes least, by layouts of clusters, swaps of devices,
-and the order of stages.
+"""Grid search: the placement of S stages x R pipelines on a network such that the traffic of a step takes least time.
 
-The most promising layouts are improved by drawing swap after swap, each with a probability proportional to
-exp(-cost / temperature) among all swaps (annealing without rejection: Bortz, Kalos and Lebowitz 1975), while the temperature falls;
-the better half goes into the next round, with twice the steps for each. Pipelines are connected anew after each swap by the
-bottleneck matching, and the order of stages is the shortest path through them.
+The search begins with layouts of clusters and improves the most promising ones by swaps of devices. Swap after swap is drawn with
+a probability proportional to exp(-cost / temperature) among all swaps (annealing without rejection: Bortz, Kalos and Lebowitz
+1975), while the temperature falls. The better half goes into the next round, with twice the steps for each. After each swap the
+bottleneck matching connects the pipelines anew; the order of stages is the shortest path through them.
 
-Work is counted, not timed: the same problem, seed and effort give the same grid. A clock, where one is given, can only end it
-early.
+Work is counted, not timed: the same problem, seed and effort give the same grid. `expired` can only end the search early.
 """
 
 from __future__ import annotations
@@ -40,12 +38,15 @@ ENOUGH_STEPS = 350  # per device: more gain nothing on small networks
 FEWEST_STEPS = 10  # in a round: below which annealing cannot achieve anything
 EXACT = 10  # 2^10 x 10 partial paths; each further group would double that
 MOVED = 3  # the longest part that is moved elsewhere
-MOST_WORK = 2e7  # elements of the matrices in which changes are looked for
+MOST_WORK = 2e7  # elements of the matrices that are searched for changes
 Path = npt.NDArray[np.intp]
 
 
 def shortest_path(length: FloatArray, start: Sequence[int] | None = None) -> list[int]:
-    """An order of the S groups whose consecutive lengths [S, S] (symmetric) sum up to little, never to more than `start`'s."""
+    """Return an order of S groups with a short path through all of them; never longer than `start` (by default 0, 1, …).
+
+    `length` [S, S] is symmetric. Up to `EXACT` groups the path is the shortest.
+    """
     count = len(length)
     start = list(range(count) if start is None else start)
     best = _held_karp(length) if count <= EXACT else _improved(length, start)
@@ -53,12 +54,12 @@ def shortest_path(length: FloatArray, start: Sequence[int] | None = None) -> lis
 
 
 def path_length(length: FloatArray, order: Sequence[int]) -> float:
-    """Sum of the lengths between consecutive groups."""
+    """Return the sum of the lengths between consecutive groups of `order`."""
     return float(length[order[:-1], order[1:]].sum())
 
 
 def _held_karp(length: FloatArray) -> list[int]:
-    """shortest[subset, last]: of the paths through a subset that end at one of its members."""
+    """Return the shortest path through all groups (Held and Karp): shortest[subset, last] is the shortest that ends at `last`."""
     count = len(length)
     shortest = np.full((1 << count, count), np.inf)
     before = np.zeros((1 << count, count), dtype=np.intp)
@@ -80,14 +81,14 @@ def _held_karp(length: FloatArray) -> list[int]:
 
 
 def _by_size(count: int) -> list[npt.NDArray[np.intp]]:
-    """The non-empty subsets of `count` members, as bits, by their number of members."""
+    """Return the non-empty subsets of `count` members as bit masks, in one array for each number of members."""
     subsets = np.arange(1, 1 << count)
     sizes = sum((subsets >> member) & 1 for member in range(count))
     return [subsets[sizes == size] for size in range(1, count + 1)]
 
 
 def _improved(length: FloatArray, order: list[int]) -> list[int]:
-    """Turn and move parts of the path, the best change first, until nothing of the kind shortens it (or it took too long)."""
+    """Return a shorter order: reverse and move parts, the best change first, until no change helps or `MOST_WORK` is done."""
     ends = np.pad(length, (0, 1))  # a group that is near to all stands before the first and behind the last
     for _ in range(int(MOST_WORK / len(length) ** 2)):
         path = np.array([len(length), *order, len(length)])
@@ -100,7 +101,7 @@ def _improved(length: FloatArray, order: list[int]) -> list[int]:
 
 
 def _best_turn(length: FloatArray, path: Path) -> tuple[float, Path]:
-    """Turn path[i + 1 : j + 1] round: two links are replaced. What that gains, and the new path."""
+    """Return the length saved by the best reversal of a part path[i + 1 : j + 1] (two new links), and the new path."""
     here, there = path[:-1], path[1:]
     link = length[here, there]
     gain = link[:, None] + link - length[here[:, None], here] - length[there[:, None], there]
@@ -110,13 +111,13 @@ def _best_turn(length: FloatArray, path: Path) -> tuple[float, Path]:
 
 
 def _best_move(length: FloatArray, path: Path, size: int) -> tuple[float, Path]:
-    """Move path[i + 1 : i + 1 + size] between path[j] and path[j + 1]: three links are replaced."""
+    """Return the length saved by the best move of `size` groups to another place (three new links), and the new path."""
     here, there = path[:-1], path[1:]
     link = length[here, there]
     first, last = path[1:-size], path[size:-1]  # of each part that could be moved
     freed = link[: len(first)] + link[size:] - length[path[: len(first)], path[size + 1 :]]
     gain = freed[:, None] + link - length[first[:, None], here] - length[last[:, None], there]
-    for offset in range(size + 1):  # not between its own members, nor where it is
+    for offset in range(size + 1):  # not between its own members, nor to its present place
         gain[np.arange(len(first)), np.arange(len(first)) + offset] = -np.inf
     i, j = np.unravel_index(gain.argmax(), gain.shape)
     rest = np.delete(path, np.arange(i + 1, i + 1 + size))
@@ -126,8 +127,7 @@ def _best_move(length: FloatArray, path: Path, size: int) -> tuple[float, Path]:
 
 @dataclass(eq=False)
 class Search:
-    """Search for a grid. `expired` is asked often, and ends it; `progress(done, cost_s)` is told the share done and the best
-    cost."""
+    """Search for a grid. It ends once `expired()` is true; `progress(done, cost_s)` gets the share done and the best cost."""
 
     problem: Problem
     _: KW_ONLY
@@ -147,7 +147,7 @@ class Search:
         return f"Search({self.problem!r}, {self._steps_done} steps, best {self._best_s:.3f} s)"
 
     def run(self, start: Grid | None = None) -> Grid:
-        """The best grid that the work allows, beginning from `start` or from layouts of clusters."""
+        """Return the best grid found within the work, starting from `start` or, without it, from layouts of clusters."""
         grids = self._starts() if start is None else self._ranked([_reordered(Arrangement(self.problem, start)).grid])
         idle = 0  # rounds that gained nothing
         for survivors in SURVIVORS:
@@ -160,7 +160,7 @@ class Search:
         return grids[0]
 
     def _starts(self) -> list[Grid]:
-        """The most promising layouts."""
+        """Return the layouts with the lowest bounds of cost, connected, the cheapest first."""
         problem = self.problem
         count = min(MAX_LAYOUTS, int(self._work * LAYOUT_SHARE / _order_work(problem)))
         promises: dict[bytes, tuple[float, Grid]] = {}
@@ -174,14 +174,14 @@ class Search:
         return self._ranked(connected(problem, grid, hops) for _, grid in best)
 
     def _ranked(self, grids: Iterable[Grid]) -> list[Grid]:
-        """The cheapest first, without repetition."""
+        """Return the different `grids`, the cheapest first, and remember the least cost."""
         different = {grid.tobytes(): grid for grid in grids}
         ranked = sorted(different.values(), key=lambda grid: self.problem.cost(grid).total_s)
         self._best_s = self.problem.cost(ranked[0]).total_s
         return ranked
 
     def _anneal(self, start: Grid, steps: int) -> Grid:
-        """The best grid on a random walk of so many swaps that cools down."""
+        """Return the best grid on a random walk of `steps` swaps from `start`, with falling temperature."""
         problem = self.problem
         if self.expired():
             return start
@@ -216,7 +216,7 @@ def _order_work(problem: Problem) -> float:
 
 
 def _draw(costs_s: FloatArray, temperature_s: float, random: np.random.Generator) -> tuple[int, int] | None:
-    """A pair of devices with probability proportional to exp(-cost / temperature); None where there is nothing to swap."""
+    """Draw a pair of devices with probability proportional to exp(-cost / temperature); None if no swap is possible."""
     flat = costs_s.ravel()
     least_s = float(flat.min())
     if not np.isfinite(least_s):
@@ -228,7 +228,7 @@ def _draw(costs_s: FloatArray, temperature_s: float, random: np.random.Generator
 
 
 def _reordered(arrangement: Arrangement) -> Arrangement:
-    """With stages in the order that their hops' bounds suggest, where that is cheaper."""
+    """Return the arrangement with its stages in the order of the shortest path, or as it was if that is not cheaper."""
     problem = arrangement.problem
     order = shortest_path(_hop_bounds(problem, arrangement.grid))
     other = Arrangement(problem, arrangement.grid[order])
@@ -236,7 +236,10 @@ def _reordered(arrangement: Arrangement) -> Arrangement:
 
 
 def _promise(problem: Problem, grid: Grid) -> tuple[float, Grid]:
-    """A lower bound of what these stages cost in their best order, and the grid in it."""
+    """Return the estimated seconds of the grid with its stages in the order of the shortest path, and the grid in that order.
+
+    A hop counts only with the least that its slowest link can take.
+    """
     bounds_s = _hop_bounds(problem, grid)
     order = shortest_path(bounds_s)
     averaging_s = problem.averaging_s[grid[:, :, None], grid[:, None, :]].sum(axis=2).max()
@@ -244,7 +247,7 @@ def _promise(problem: Problem, grid: Grid) -> tuple[float, Grid]:
 
 
 def _hop_bounds(problem: Problem, grid: Grid) -> FloatArray:
-    """[S, S]: what the slowest link of a hop between two stages is at least, since each device has some partner."""
+    """Return the least seconds [S, S] of the slowest link between two stages: each device has at best its nearest partner."""
     links_s = problem.hop_s[grid[:, None, :, None], grid[None, :, None, :]]
     one_way = links_s.min(axis=3).max(axis=2)
     bounds_s: FloatArray = np.maximum(one_way, one_way.T)

@@ -1,9 +1,9 @@
-"""Hosting: the plan of a training on a network, with its stages and pipelines, the devices of a stage, and the units that it holds.
+"""Hosting: the plan of a training on a network: its stages and pipelines, the devices of each stage, and the layers of each stage.
 
-Devices differ in speed and memory, and their number need not be a multiple of anything. For each number of stages and pipelines
-that comes into question a grid is searched (`grid_search.py`), devices that are left over reinforce stages, the units are
-cut so that stages take equally long (`split`), and what a step would take is estimated; the best is searched for longer.
-Best is what takes least, and more counts where units have fewer holders than they should, as among live peers (`plan/cost.py`).
+Devices differ in speed and memory, and any number of them will do. For each candidate number of stages and pipelines the planner
+searches a grid (`grid_search.py`) and cuts the layers so that stages take equally long (`split`). Devices outside the grid
+reinforce stages. The planner estimates the time of a step and searches longer with the best numbers. The best plan has the
+shortest step; missing holders of layers count as a longer step, as among live peers (`plan/cost.py`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def split(
     stages: Sequence[StageRoom],
     entering_s: Callable[[int], FloatArray | float] = lambda _: 0.0,
 ) -> list[Span] | None:
-    """Cut the units into one span per stage, in order, such that the slowest stage, or hop, is as fast as can be.
+    """Cut the layers into one span per stage, in order, such that the slowest stage or hop is as fast as possible.
 
-    `work` and `unit_bytes` are per unit; `entering_s` tells of a stage's number what the hop into it takes for each unit that
-    it may begin with, where that differs. None where memory does not allow any cut. A dynamic programme over stages and
-    units: the slowest of the stages so far, for each number of units that they may hold together.
+    `work` and `unit_bytes` are per layer. `entering_s(number)` returns the seconds of the hop into that stage, one for each layer
+    that the stage may begin with, or one for all. Returns None if no cut fits into the stages' memory. A dynamic programme over
+    stages and layers keeps the time of the slowest stage, for each number of layers that the first stages may hold together.
     """
     work_before = np.concatenate([[0.0], np.cumsum(work)])
     bytes_before = np.concatenate([[0.0], np.cumsum(unit_bytes)])
@@ -67,7 +67,7 @@ def split(
 
 
 def _span_s(work_before: FloatArray, bytes_before: FloatArray, stage: StageRoom) -> FloatArray:
-    """[U + 1, U + 1]: seconds of the span [start, end) on a stage; infinite where it is empty or does not fit."""
+    """Return the seconds [U + 1, U + 1] of each span [start, end) on a stage; infinite if the span is empty or does not fit."""
     seconds: FloatArray = (work_before - work_before[:, None]) / stage.work_per_s
     held_bytes = bytes_before - bytes_before[:, None]
     seconds[held_bytes > stage.room_bytes] = np.inf
@@ -76,7 +76,7 @@ def _span_s(work_before: FloatArray, bytes_before: FloatArray, stage: StageRoom)
 
 
 def units_that_fit(unit_bytes: Sequence[int], rooms_bytes: Sequence[float]) -> int:
-    """Return the number of units, from the first on, that fit into stages filled one after the other."""
+    """Return the number of layers, from the first on, that fit into stages of `rooms_bytes`, filled one after another."""
     held = 0
     for room_bytes in rooms_bytes:
         left_bytes = room_bytes
@@ -88,8 +88,8 @@ def units_that_fit(unit_bytes: Sequence[int], rooms_bytes: Sequence[float]) -> i
 
 @dataclass(frozen=True)
 class Workload:
-    """A model in training. Per unit: bytes in memory, bytes of gradients, work (in any measure), and the bytes of one microbatch
-    that enter it from the unit before."""
+    """Model in training. Per layer: bytes in memory, bytes of gradients, work (in any measure), and the bytes of one microbatch
+    that enter it from the layer before."""
 
     unit_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
@@ -99,24 +99,24 @@ class Workload:
 
     @property
     def units(self) -> int:
-        """Number of units in the model."""
+        """Number of layers in the model, the embedding and the head included."""
         return len(self.work)
 
     @property
     def activation_bytes(self) -> int:
-        """Of one microbatch, between two stages, wherever the units are cut: the median boundary."""
+        """Bytes of one microbatch between two stages, taken as the median over all cuts; 0 if the model has one layer."""
         inner = sorted(self.boundary_bytes[1:])
         return inner[len(inner) // 2] if inner else 0
 
     @property
     def has_even_boundaries(self) -> bool:
-        """Whether it makes no difference to the links where the units are cut."""
+        """Whether every cut between two layers sends the same number of bytes."""
         return len(set(self.boundary_bytes[1:])) <= 1
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Per device: work on one microbatch per second (forward and back, in the workload's measure), and bytes for units."""
+    """Rates of each device: work per second (forward and backward, in the workload's measure), and bytes free for layers."""
 
     work_per_s: tuple[float, ...]
     room_bytes: tuple[int, ...]
@@ -124,7 +124,7 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """Devices that hold the same span."""
+    """Stage of a plan: the devices that hold the same layers, with estimated seconds."""
 
     span: Span
     devices: tuple[int, ...]
@@ -142,32 +142,32 @@ class Hosting:
     step_s: float
 
     def problem_after(self, network: Scenario, workload: Workload, stage: int) -> Problem:
-        """The problem with hops that carry what leaves this stage."""
+        """Return the problem with hops that carry the output of stage number `stage`; of the last, the first layer's input."""
         size_bytes = workload.boundary_bytes[self.stages[stage].span.end % workload.units]
         return replace(self.problem, hop_s=slower_way_s(network, np.arange(network.devices), size_bytes))
 
     @property
     def used(self) -> frozenset[int]:
-        """Devices that hold anything."""
+        """Devices that hold layers."""
         return frozenset(device for stage in self.stages for device in stage.devices)
 
     def units_below(self, holders: int) -> int:
-        """Return the number of units with fewer than `holders` holders."""
+        """Return the number of layers that fewer than `holders` devices hold."""
         return sum(stage.span.units for stage in self.stages if len(stage.devices) < holders)
 
     def missing_holders(self, holders: int) -> float:
-        """Of the further holders that all units should have to be so many, the share that is missing."""
+        """Return the missing share of the additional copies of layers, if each layer should have `holders` holders."""
         missing = sum(max(0, holders - len(stage.devices)) * stage.span.units for stage in self.stages)
         return missing / max(1, holders - 1) / self.stages[-1].span.end
 
     def counted_s(self, holders: int) -> float:
-        """A step, and more the more of so many holders are missing: what plans are compared by."""
+        """Return the measure for comparing plans: the seconds of a step, raised by missing holders of layers."""
         return fragility(self.missing_holders(holders)) * self.step_s
 
 
 @dataclass(eq=False)
 class Planner:
-    """Planner of one workload on one network. `expired` is asked often, and ends the search."""
+    """Planner of one workload on one network. The search ends once `expired()` is true."""
 
     network: Scenario
     hardware: DeviceRates
@@ -194,10 +194,12 @@ class Planner:
         effort: float = 1.0,
         progress: Progress = lambda done, step_s: None,
     ) -> Hosting:
-        """The best plan found for so many stages and pipelines, where they are given, and so many holders of each unit, as far as
-        they are worth it: with one the plan with the shortest step.
+        """Return the best plan found.
 
-        Raises UsageError where the grid is larger than network or model, LocalError where the model does not fit.
+        `stages` and `replicas` fix the number of stages and of pipelines; None compares several. `holders` is the number of
+        holders that each layer should have; with 1 only the time of a step counts. `effort` scales the final search.
+        `progress` gets a share done and the best seconds of a step. Raises UsageError if the grid is larger than the network
+        or the model, LocalError if the model does not fit.
         """
         shapes = list(self._shapes(stages, replicas, holders))
         best: Hosting | None = None
@@ -212,14 +214,21 @@ class Planner:
         return _better(best, longer, holders) or best
 
     def _shapes(self, stages: int | None, replicas: int | None, holders: int) -> Iterator[tuple[int, int]]:
-        """Numbers of stages and pipelines to compare: all stages up to a dozen, then ever fewer; pipelines by halving, two,
-        and as many as there should be holders."""
+        """Yield the numbers of stages and pipelines to compare. Raises UsageError if `stages` or `replicas` is too large.
+
+        Stages are all numbers up to a dozen, then ever fewer. Pipelines are the largest possible number and its halves, the
+        usual number of holders, and `holders`.
+        """
         devices = self.network.devices
         most = min(devices, self.workload.units)
         if stages is not None and stages > most:
-            raise UsageError(f"--stages {stages}: there are {self.workload.units} units and {devices} devices")
+            raise UsageError(
+                f"--stages {stages}: use at most {most}: {self.workload.units} layers on {devices} devices"
+            )
         if replicas is not None and replicas * (stages or 1) > devices:
-            raise UsageError(f"--replicas {replicas}: there are {devices} devices, and {stages or 1} stages at least")
+            raise UsageError(
+                f"--replicas {replicas}: use at most {devices // (stages or 1)}: {devices} devices in {stages or 1} stages or more"
+            )
         counts = [stages] if stages else sorted({min(most, max(power + 1, round(1.25**power))) for power in range(40)})
         for count in counts:
             halves = {max(1, devices // count >> power) for power in range(devices.bit_length())}
@@ -227,7 +236,7 @@ class Planner:
             yield from ((count, number) for number in pipelines if count * number <= devices)
 
     def _host(self, stages: int, replicas: int, holders: int, *, effort: float) -> Hosting | None:
-        """The plan for one grid; None where the units do not fit however devices are grouped."""
+        """Return a plan with this number of stages and pipelines; None if the layers do not fit."""
         gradient_bytes = sum(self.workload.gradient_bytes) / stages
         traffic = MicrobatchTraffic(self.workload.activation_bytes, gradient_bytes)
         problem = Problem.on(self.network, stages=stages, replicas=replicas, traffic=traffic)
@@ -244,19 +253,22 @@ class Planner:
         return Search(problem, seed=self.seed, effort=effort, expired=self.expired)
 
     def _by_room(self, problem: Problem) -> Grid:
-        """Groups of the roomiest devices, among equals in the order of their clusters: the most memory that stages can offer."""
+        """Return the grid of the devices with most memory, sorted by it, so that stages offer as much memory as possible."""
         near = dendrogram(problem.hop_s).order
         roomiest = sorted(near, key=lambda device: -self._room_bytes[device])
         return np.array(roomiest[: problem.stages * problem.replicas]).reshape(problem.stages, problem.replicas)
 
     def _staged(self, problem: Problem, grid: Grid) -> Hosting | None:
-        """Cut the units over a grid, in its better direction; None if they fit in neither."""
+        """Return the plan with the layers cut over a grid, in its better direction; None if they fit in neither."""
         walks = (self._cut(problem, walk, [tuple(group.tolist()) for group in walk]) for walk in (grid, grid[::-1]))
         fitting = [hosting for hosting in walks if hosting]
         return min(fitting, key=lambda hosting: hosting.step_s, default=None)
 
     def _reinforced(self, hosting: Hosting, holders: int) -> Hosting:
-        """Devices that are too few for one more pipeline join a stage each, the fastest first, where that is better."""
+        """Let each device outside the grid, the fastest first, join a stage if that improves the plan.
+
+        Returns `hosting` itself if these devices are enough for one more pipeline.
+        """
         left = sorted(set(range(self.network.devices)) - hosting.used, key=lambda device: -self._work_per_s[device])
         if len(left) >= len(hosting.stages):
             return hosting
@@ -270,7 +282,7 @@ class Planner:
         return hosting
 
     def _cut(self, problem: Problem, grid: Grid, groups: Sequence[tuple[int, ...]]) -> Hosting | None:
-        """Cut the units over groups of devices and estimate a step; None if they do not fit."""
+        """Return the plan with the layers cut over groups of devices and its estimated step; None if they do not fit."""
         rooms = [
             StageRoom(self._work_per_s[list(group)].sum(), self._room_bytes[list(group)].min()) for group in groups
         ]
@@ -290,7 +302,7 @@ class Planner:
         return Hosting(problem, grid, stages, self._step_s(problem, grid, stages))
 
     def _entering_s(self, grid: Grid) -> Callable[[int], FloatArray | float]:
-        """What the hop into a stage takes, for each unit that it may begin with."""
+        """Return a function of a stage's number: the seconds of the hop into it, for each layer that it may begin with."""
         sizes = self.workload.boundary_bytes
 
         def seconds(stage: int) -> FloatArray | float:
@@ -302,14 +314,16 @@ class Planner:
         return seconds
 
     def _averaging_s(self, group: tuple[int, ...], span: Span) -> float:
-        """DT-FM's averaging for the gradients that this stage really has."""
+        """Return the seconds that `group` takes to average the gradients of the layers in `span`, by DT-FM's model."""
         gradient_bytes = sum(self.workload.gradient_bytes[span.start : span.end])
         mates_s = 2 * slower_way_s(self.network, np.array(group), gradient_bytes / len(group))
         return float(mates_s.sum(axis=1).max())
 
     def _step_s(self, problem: Problem, grid: Grid, stages: Sequence[PlannedStage]) -> float:
-        """What a step takes: the slowest pipeline's hops, and stages whose devices share the microbatches. That a message is under
-        way for long holds up none that follow."""
+        """Estimate the seconds of a step. The devices of a stage share the microbatches.
+
+        A link's delay counts once, not for each microbatch: messages follow one another on the way.
+        """
         sizes = [self.workload.boundary_bytes[stage.span.start] for stage in stages[1:]]
         hops = [(*rows, size) for rows, size in zip(pairwise(grid), sizes, strict=True)]
         turns_s = [stage.compute_s * problem.replicas / len(stage.devices) for stage in stages]
@@ -328,32 +342,35 @@ class Planner:
         )
 
     def _line_s(self, group: tuple[int, ...], microbatches: int, size_bytes: float) -> float:
-        """How long the busiest line of a stage's devices is at what they send of so many microbatches, shared out by speed: of each
-        so many bytes, activations onward and gradients back."""
+        """Return the seconds that the busiest device of `group` spends sending its share of `microbatches`, divided by speed.
+
+        `size_bytes` are sent for each microbatch: activations onward and gradients back.
+        """
         members = list(group)
         shares = self._work_per_s[members] / self._work_per_s[members].sum()
         sent_s = transfer_s(size_bytes, np.zeros(len(members)), self._line_bps[members])
         return float((microbatches * shares * sent_s).max())
 
     def _shortage(self, shapes: Sequence[tuple[int, int]]) -> str:
-        """By how much the model does not fit, with so many stages and pipelines as offer most."""
+        """Return the text of the error that the model does not fit: the memory missing on the shape that offers most."""
         offers = [self._offer(*shape) for shape in shapes]
         rooms = max(offers, key=sum)
         unit_bytes = self.workload.unit_bytes
         stages, replicas = shapes[offers.index(rooms)]
         at_most = f"{stages} stages of {replicas} devices offer it {_gb(sum(rooms))} (the smallest of a stage counts)"
         if max(unit_bytes) > max(rooms):
-            what, missing = f"unit {unit_bytes.index(max(unit_bytes))} alone", max(unit_bytes) - max(rooms)
+            what, missing = f"layer {unit_bytes.index(max(unit_bytes))} alone", max(unit_bytes) - max(rooms)
             return f"{what} needs {_gb(max(unit_bytes))} in training; {at_most}: {_gb(missing)} are missing in each"
         held = units_that_fit(unit_bytes, rooms)
         missing = max(sum(unit_bytes) - sum(rooms), sum(unit_bytes[held:]))
         return (
-            f"the model needs {_gb(sum(unit_bytes))} in training; {at_most}: {held} of its {self.workload.units} units fit, "
+            f"the model needs {_gb(sum(unit_bytes))} in training; {at_most}: {held} of its {self.workload.units} layers fit, "
             f"{_gb(missing)} are missing"
         )
 
     def _offer(self, stages: int, replicas: int) -> list[float]:
-        """Room of the smallest device in each of `stages` groups of `replicas`, made of the roomiest devices."""
+        """Return the memory in bytes of the smallest device in each of `stages` groups; the roomiest devices are put into groups
+        of `replicas`, in order of their memory."""
         roomiest = np.sort(self._room_bytes)[::-1][: stages * replicas]
         rooms: list[float] = roomiest.reshape(stages, replicas).min(axis=1).tolist()
         return rooms
@@ -364,7 +381,10 @@ def _better(one: Hosting | None, other: Hosting | None, holders: int) -> Hosting
 
 
 def hop_s(network: Scenario, here: Members, there: Members, size_bytes: float) -> float:
-    """From each device of a stage to that of its pipeline in the next, one way: the slowest, in the slower direction."""
+    """Return the seconds of one hop, one way: the slowest link, in its slower direction, from a stage to the next.
+
+    `here` and `there` are the devices of the two stages, one of each pipeline; each sends `size_bytes`.
+    """
     ways = ((here, there), (there, here))
     sent_s = (transfer_s(size_bytes, network.delay_s[way], network.bandwidth_bps[way]) for way in ways)
     return max(float(seconds.max()) for seconds in sent_s)

@@ -1,10 +1,9 @@
-"""A network to plan or simulate on: devices, and the delay and bandwidth between each two of them.
+"""Network to plan or simulate on: devices, and the delay and bandwidth between each two of them.
 
 The file is one JSON object: `devices` (count), `delay_ms` (one way) and `bandwidth_gbps` (Gbit/s), both device x device and
-read as [from][to]; where known also `name`, and per device `region`, `gpu`, `peak_tflops`, `memory_gb`,
-`decode_units_per_s` and `training_units_per_s`, each null for a device of which it is unknown. What `swarmnode network` writes of a
-live swarm has `swarm` and `peer`, too. What a device has to itself (the diagonal) is read but
-means nothing.
+read as [from][to]. The diagonal is read but means nothing. Optional fields are `name` and, per device, `region`, `gpu`,
+`peak_tflops`, `memory_gb`, `decode_units_per_s` and `training_units_per_s`, each null for a device with an unknown value. The file
+that `swarmnode network` writes of a live swarm also has `swarm` and `peer`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MAX_TEXT_CHARS = 100
 
 @dataclass(frozen=True, eq=False)
 class Scenario:
-    """D devices and what lies between them. Matrices are [from, to] and cannot be written to."""
+    """Network of D devices with the delay and bandwidth of each link. Matrices are [from, to] and read-only."""
 
     name: str
     regions: tuple[str | None, ...]
@@ -45,10 +44,10 @@ class Scenario:
     gpus: tuple[str | None, ...]
     peak_flops: tuple[float | None, ...]  # per second
     memory_bytes: tuple[int | None, ...]
-    decode_units_per_s: tuple[float | None, ...] = ()  # as a node of it was measured; empty where the file does not say
-    training_units_per_s: tuple[float | None, ...] = ()  # likewise: positions through a unit, there and back
-    peers: tuple[str | None, ...] = ()  # of a live swarm
-    swarm: str = ""  # and its id in hex
+    decode_units_per_s: tuple[float | None, ...] = ()  # as measured on a node
+    training_units_per_s: tuple[float | None, ...] = ()  # as measured: positions through a layer, forward and backward
+    peers: tuple[str | None, ...] = ()  # ids of the peers, if the network is a live swarm
+    swarm: str = ""  # id of the live swarm in hex, or empty
 
     @property
     def devices(self) -> int:
@@ -59,13 +58,13 @@ class Scenario:
         return f"Scenario({self.name!r}, {self.devices} devices in {len(set(self.regions))} regions)"
 
     def label(self, device: int) -> str:
-        """A device's number and its region."""
+        """Return the device's number, followed by its region if it has one."""
         region = self.regions[device]
         return f"{device} {region}" if region else str(device)
 
     @classmethod
     def load(cls, path: str | Path) -> Scenario:
-        """The scenario in a file. Raises UsageError, naming the file and the field, where it is not one."""
+        """Read the network in the file at `path`. Raises UsageError, naming the file and the field, if it is not valid."""
         path = Path(path)
         try:
             return _parse(_read_object(path), default_name=path.stem)
@@ -77,7 +76,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         content = read_bounded(path, MAX_FILE_BYTES)
         if content is None:
-            raise UsageError(f"larger than {MAX_FILE_BYTES >> 20} MiB, so it is not a scenario that can be planned on")
+            raise UsageError(f"larger than {MAX_FILE_BYTES >> 20} MiB, so it is no scenario; give another file")
         values = json.loads(content)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror or error}") from None
@@ -91,10 +90,10 @@ def _read_object(path: Path) -> dict[str, Any]:
 def _parse(values: dict[str, Any], *, default_name: str) -> Scenario:
     for field in ("devices", "delay_ms", "bandwidth_gbps"):
         if field not in values:
-            raise UsageError(f"{field} is missing")
+            raise UsageError(f"{field} is missing; a network has devices, delay_ms and bandwidth_gbps")
     devices = values["devices"]
     if type(devices) is not int or not 1 <= devices <= MAX_DEVICES:
-        raise UsageError(f"devices is {_shown(devices)}; it is a count from 1 to {MAX_DEVICES}")
+        raise UsageError(f"devices is {_shown(devices)}; it must be a count from 1 to {MAX_DEVICES}")
     delay_ms = _matrix(values, "delay_ms", devices, 0.0, MAX_DELAY_MS)
     bandwidth_gbps = _matrix(values, "bandwidth_gbps", devices, MIN_BANDWIDTH_GBPS, MAX_BANDWIDTH_GBPS)
     peak_tflops = _per_device(values, "peak_tflops", devices, _positive(MAX_PEAK_TFLOPS))
@@ -115,7 +114,7 @@ def _parse(values: dict[str, Any], *, default_name: str) -> Scenario:
 
 
 def _matrix(values: dict[str, Any], field: str, devices: int, least: float, most: float) -> FloatArray:
-    """A [D, D] matrix of numbers; off the diagonal they lie within [least, most]."""
+    """Return a field as a [D, D] matrix. Raises UsageError unless it has numbers of [least, most], or [0, most] on the diagonal."""
     rows = values[field]
     _check_length(rows, field, devices)
     matrix = np.empty((devices, devices))
@@ -129,7 +128,7 @@ def _matrix(values: dict[str, Any], field: str, devices: int, least: float, most
 def _per_device(
     values: dict[str, Any], field: str, devices: int, read: Callable[[Any, str], T]
 ) -> tuple[T | None, ...]:
-    """One value or null per device; a field that is missing is null for all."""
+    """Return a field's values, one per device, each None if it is null. A missing field gives None for all devices."""
     items = values.get(field)
     if items is None:
         return (None,) * devices
@@ -148,18 +147,18 @@ def _peers(values: dict[str, Any], devices: int) -> tuple[str | None, ...]:
 
 def _check_length(items: Any, where: str, devices: int) -> None:
     if not isinstance(items, list):
-        raise UsageError(f"{where} is {_shown(items)}; it is a list with one entry per device ({devices})")
+        raise UsageError(f"{where} is {_shown(items)}; it must be a list with one entry per device ({devices})")
     if len(items) != devices:
-        raise UsageError(f"{where} has {len(items)} entries, but there are {devices} devices")
+        raise UsageError(f"{where} has {len(items)} entries; it must have one for each of the {devices} devices")
 
 
 def _number(value: Any, where: str, least: float, most: float) -> float:
     if value is None:
-        raise UsageError(f"{where} is null: what nobody has measured must be estimated, as `swarmnode network` does")
+        raise UsageError(f"{where} is null; estimate links that were not measured, as `swarmnode network` does")
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{where} is {_shown(value)}; it is a number")
-    if not least <= value <= most:  # which NaN is not either
-        raise UsageError(f"{where} is {_shown(value)}; it lies between {least:g} and {most:g}")
+        raise UsageError(f"{where} is {_shown(value)}; it must be a number")
+    if not least <= value <= most:  # also true for NaN
+        raise UsageError(f"{where} is {_shown(value)}; it must be between {least:g} and {most:g}")
     return float(value)
 
 
@@ -169,12 +168,14 @@ def _positive(most: float) -> Callable[[Any, str], float]:
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str) or not value.isprintable() or len(value) > MAX_TEXT_CHARS:
-        raise UsageError(f"{where} is {_shown(value)}; it is a text of at most {MAX_TEXT_CHARS} printable characters")
+        raise UsageError(
+            f"{where} is {_shown(value)}; it must be a text of at most {MAX_TEXT_CHARS} printable characters"
+        )
     return value
 
 
 def _shown(value: Any) -> str:
-    """A value for a message: short, on one line."""
+    """Return a value as text for a message: on one line, of at most 40 characters."""
     text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
     return text if len(text) <= 40 else text[:37] + "..."
 

@@ -1,8 +1,8 @@
-"""Arrangement: a grid that is being improved, and the cost of every swap of two devices in it, all at once as matrices.
+"""Arrangement: a grid in improvement, and the cost of every swap of two devices in it, all at once as matrices.
 
-Swapping a and b changes the averaging of their two stages and the hops on both sides of each. What one of them costs in the
-other's place depends on the other's stage and neighbours alone, so a matrix [D, D] of "b in a's place" gives all swaps; only
-pairs in adjacent stages, which share a hop, need more. Devices that are not used wait on a bench, which is stage S.
+Swapping a and b changes the averaging of their two stages and the hops on both sides of each. The cost of b in a's place depends
+only on a's stage and neighbours, so a matrix [D, D] of "b in a's place" gives all swaps. Pairs in adjacent stages share a hop and
+need a correction. Unused devices wait on a bench, which is stage S.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from swarmnode.plan.offline.scenario import FloatArray
 
 
 def bottleneck_matching(cost: FloatArray, columns: Sequence[int] | None = None) -> list[int]:
-    """For each row of `cost` [R, R] its column, such that the dearest pair is as cheap as can be.
+    """Return a different column for each row of `cost` [R, R], such that the dearest pair is as cheap as possible.
 
-    `columns` is a matching that is known already; it is returned as it is where it cannot be beaten.
+    `columns` is a known matching, by default 0, 1, …; it is returned unchanged if no other has a cheaper dearest pair.
     """
     columns = list(range(len(cost)) if columns is None else columns)
     reached = cost[range(len(cost)), columns].max()
     least = max(cost.min(axis=1).max(), cost.min(axis=0).max())
     values = np.unique(cost[(cost >= least) & (cost < reached)])
     low, high = 0, len(values)  # values[high] is reached, none below values[low] is
-    probe = high - 1  # most matchings that come here cannot be beaten, which the value next below tells
+    probe = high - 1  # most known matchings cannot be improved: the value next below shows that at once
     while low < high:
         better = _perfect_matching(_allowed(cost, values[probe]))
         if better is None:
@@ -37,13 +37,13 @@ def bottleneck_matching(cost: FloatArray, columns: Sequence[int] | None = None) 
 
 
 def _allowed(cost: FloatArray, most: float) -> list[int]:
-    """Per row, the columns that cost at most that, as bits."""
+    """Return, for each row of `cost`, the columns of cost `most` or less, as the bits of a number."""
     packed = np.packbits(cost <= most, axis=1, bitorder="little")
     return [int.from_bytes(row.tobytes(), "little") for row in packed]
 
 
 def _perfect_matching(allowed: Sequence[int]) -> list[int] | None:
-    """For each row a column of its own among those allowed; None where there is none for all."""
+    """Return an allowed column for each row, all different; None if that is impossible. `allowed` has columns as bits."""
     owner = [-1] * len(allowed)
     free = (1 << len(allowed)) - 1
     for row in range(len(allowed)):
@@ -59,7 +59,7 @@ def _perfect_matching(allowed: Sequence[int]) -> list[int] | None:
 
 def _augment(row: int, allowed: Sequence[int], owner: list[int], free: int) -> int:
     """Give `row` a column by moving others along a shortest chain. Returns the free column taken, as a bit, or -1."""
-    came_from: dict[int, int] = {}  # column -> the row from which it was reached
+    came_from: dict[int, int] = {}  # column -> the row that reached it
     pending, unseen = [row], (1 << len(allowed)) - 1
     for current in pending:
         reached = allowed[current] & unseen
@@ -79,7 +79,7 @@ def _augment(row: int, allowed: Sequence[int], owner: list[int], free: int) -> i
 
 
 def _shift(column: int, root: int, came_from: dict[int, int], owner: list[int]) -> None:
-    """Hand the columns of a chain on, from its free end back to the row that had none."""
+    """Pass the columns of a chain on, from its free `column` back to row `root`, which had no column."""
     while True:
         row = came_from[column]
         previous = next((held for held, holder in enumerate(owner) if holder == row), -1)
@@ -90,7 +90,7 @@ def _shift(column: int, root: int, came_from: dict[int, int], owner: list[int]) 
 
 
 def connected(problem: Problem, grid: Grid, hops: Iterable[int]) -> Grid:
-    """The grid with pipelines connected anew across these hops (hop h: from stage h to h + 1), over the fastest links."""
+    """Return the grid with pipelines connected anew over `hops` (hop h: stage h to h + 1), by the fastest matching of links."""
     grid = grid.copy()
     for hop in hops:
         columns = bottleneck_matching(problem.hop_s[grid[hop][:, None], grid[hop + 1]])
@@ -99,13 +99,13 @@ def connected(problem: Problem, grid: Grid, hops: Iterable[int]) -> Grid:
 
 
 class Arrangement:
-    """A grid with the tables that make swaps cheap. `grid` [S, R] is its state; hops are kept optimally matched."""
+    """Grid [S, R] with tables that give the cost of all swaps quickly. Pipelines are kept optimally connected."""
 
     def __init__(self, problem: Problem, grid: Grid) -> None:
         self.problem = problem
         self.grid = connected(problem, grid, range(problem.stages - 1))
         devices = problem.devices
-        # One device more than there are stands for nobody: before the first stage, behind the last, around the bench.
+        # Device number `devices` stands for no device: before the first stage, behind the last, around the bench.
         self._hop_s = np.zeros((devices + 1, devices + 1))
         self._hop_s[:devices, :devices] = problem.hop_s
         self._stage = np.full(devices, problem.stages)
@@ -119,11 +119,11 @@ class Arrangement:
 
     @property
     def cost(self) -> Cost:
-        """Cost of the present grid."""
+        """Seconds of traffic of a step with the present grid."""
         return Cost(float(self._averaging_s.max()), self.problem.pipeline_s(self.grid))
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange two devices of different stages, or one of a stage for one of the bench."""
+        """Exchange devices `a` and `b` of different stages, or a used device and an unused one; then connect pipelines anew."""
         stages = sorted({int(self._stage[a]), int(self._stage[b])} - {self.problem.stages})
         place_a, place_b = self.grid == a, self.grid == b
         self.grid[place_a], self.grid[place_b] = b, a
@@ -135,7 +135,10 @@ class Arrangement:
         self.grid = connected(self.problem, self.grid, sorted(hops))
 
     def swap_costs(self) -> FloatArray:
-        """[D, D]: total seconds after swapping two devices, before pipelines are connected anew; infinite where it is no swap."""
+        """Return the total seconds [D, D] after each swap of two devices, before pipelines are connected anew.
+
+        They are infinite for two devices of one stage, for two unused ones, and for devices of different kinds.
+        """
         stage = self._stage
         averaging_s = np.maximum(self._replaced_s, self._replaced_s.T)
         np.maximum(averaging_s, _without_two(self._averaging_s)[stage[:, None], stage], out=averaging_s)
@@ -146,7 +149,7 @@ class Arrangement:
         return total_s
 
     def _enter(self, stage: int) -> None:
-        """Take up the members of a stage into the tables."""
+        """Update the tables of averaging costs from the present devices of `stage`."""
         members = self.grid[stage]
         averaging = self.problem.averaging_s
         self._stage[members] = stage
@@ -160,7 +163,7 @@ class Arrangement:
         self._replaced_s[members] = np.maximum(pays.max(axis=1), comes)
 
     def _hops_after_swap(self) -> FloatArray:
-        """[D, D]: the sum over hops of the slowest link, after each swap."""
+        """Return the seconds [D, D] of the slowest links of all hops together, after each swap."""
         devices = self.problem.devices
         here, there = self.grid[:-1], self.grid[1:]
         before, after = np.full(devices, devices), np.full(devices, devices)
@@ -182,7 +185,7 @@ class Arrangement:
     def _correct_adjacent(
         self, result: FloatArray, hop_s: FloatArray, others_s: FloatArray, entering_s: FloatArray, leaving_s: FloatArray
     ) -> None:
-        """Swaps across one hop: both its ends change together. [H, R, R] are of a (stage h, pipeline p) and b (h + 1, q)."""
+        """Correct `result` for swaps across one hop, as both its ends change. [H, R, R]: a (stage h, pipeline p), b (h + 1, q)."""
         here, there = self.grid[:-1], self.grid[1:]
         a, b = here[:, :, None], there[:, None, :]
         behind_a, before_b = there[:, :, None], here[:, None, :]
@@ -194,7 +197,7 @@ class Arrangement:
 
 
 def _without_two(values: FloatArray) -> FloatArray:
-    """[N + 1, N + 1]: the maximum of N values without the i-th and the j-th (0 where none is left); index N leaves none out."""
+    """Return [N + 1, N + 1]: the maximum of N values without the i-th and the j-th, 0 if none is left. Index N leaves none out."""
     count = len(values)
     padded = np.concatenate([values, np.zeros(3)])
     first, second, third = np.argsort(-padded, kind="stable")[:3]
@@ -206,7 +209,7 @@ def _without_two(values: FloatArray) -> FloatArray:
 
 
 def _without_two_each(values: FloatArray) -> FloatArray:
-    """[H, R, R] for values [H, R]: per row, the maximum without the p-th and the q-th (0 where none is left)."""
+    """Return [H, R, R] for values [H, R]: per row, the maximum without the p-th and the q-th, 0 if none is left."""
     rows, count = values.shape
     padded = np.concatenate([values, np.zeros((rows, 3))], axis=1)
     order = np.argsort(-padded, axis=1, kind="stable")[:, :3]

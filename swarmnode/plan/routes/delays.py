@@ -1,5 +1,8 @@
-"""What a planner believes of links: delays as measured, else by network coordinates, else the median; bandwidths as measured,
-else by lines and by what peers nearby measured; and how long a position takes."""
+"""Estimates of links for planners: delays, bandwidths, and the time that one position takes.
+
+A delay is the measured one, else that of the network coordinates, else the median. A bandwidth is the measured one, else it
+follows from the lines of both peers and from measurements of peers nearby.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,34 @@ from swarmnode.plan.cost import transfer_s
 from swarmnode.plan.spans.flow import Bools, Floats, Indexes
 from swarmnode.plan.view import PeerView, View
 
-# delays from those who measured to those between whom it is to be told: at most so much, and of the delay between these
+# A measured link stands for another one if its ends are near those of the other: both delays together are at most
+# NEAR_S + NEAR_SHARE * the delay of the other link.
 NEAR_S, NEAR_SHARE = 0.002, 0.25
-VOICES, LEAST_VOICES = 5, 2  # that are heard, and without which nothing is said
+VOICES, LEAST_VOICES = 5, 2  # number of measuring peers that count at most, and that an estimate needs
 
-HELD_S = 300.0  # how fast a path was
+HELD_S = 300.0  # seconds that the best bandwidth of a path is kept
 
 MeasuredLinks = tuple[int, list[int], list[float]]
 """A sender, its receivers, and the bits/s to each"""
 
 
 def shared_homes(homes: Sequence[str]) -> tuple[int, ...]:
-    """Numbers that those have in common who are in the same home; nothing where each is in one of its own."""
+    """Return one number for each peer, equal for peers of the same home; empty if no two of `homes` are equal."""
     return tuple(map(homes.index, homes)) if len(set(homes)) < len(homes) else ()
 
 
 def crowded(homes: Sequence[int], peers: int) -> Bools:
-    """[N]: who is at home with others, by `shared_homes`."""
+    """Return [N]: True for each peer that shares its home with another. `homes` come from `shared_homes`; empty: none shares."""
     home_N = np.array(homes or range(peers))
     crowded_N: Bools = (home_N[:, None] == home_N).sum(axis=1) > 1
     return crowded_N
 
 
 def sharing_lines(homes: Sequence[int], peers: int) -> Bools:
-    """[N, N]: paths that share the line of a home with others, by `shared_homes`: while all are used each gets a part of it."""
+    """Return [N, N]: True for each path between two homes that shares a home's line with paths of other peers.
+
+    `homes` are the numbers of `shared_homes`. While all such paths are in use, each gets only a part of the line.
+    """
     home_N = np.array(homes or range(peers))
     crowded_N = crowded(homes, peers)
     sharing_NN: Bools = (home_N[:, None] != home_N) & (crowded_N[:, None] | crowded_N)
@@ -48,8 +55,8 @@ def sharing_lines(homes: Sequence[int], peers: int) -> Bools:
 
 
 class HomeLines:
-    """How fast paths out of shared homes were at best, lately: while several are used at once each gets a part of the line, and the
-    line is as fast as it was. `clock`: seconds."""
+    """Best recent bandwidth of paths out of homes with several peers. While several such paths are in use, each measures only a
+    part of its home's line. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -59,7 +66,7 @@ class HomeLines:
         return f"<HomeLines of {len(self._best)} paths>"
 
     def held(self, view: View, peers: Sequence[PeerView]) -> View:
-        """The same view with these paths, where they were measured, as fast as they were."""
+        """Return the view with each path out of a shared home at its best bandwidth of the last `HELD_S` seconds."""
         now_s, homes = self._clock(), {peer.peer: peer.home or peer.peer for peer in peers}
         at_home = Counter(homes.values())
         before, self._best = self._best, {}
@@ -72,19 +79,22 @@ class HomeLines:
 
 
 def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """delay_s [N, N] between peers that are named once each; None stands for somebody of whom nothing is known."""
+    """Return the one-way delays [N, N] in seconds between `peers`, each named once; None stands for an unknown peer."""
     index = {peer: number for number, peer in enumerate(peers) if peer is not None}
     rtt_s = _by_coordinates(view, peers)
     for (one, other), measured_s in view.rtt_s.items():
         a, b = index.get(one), index.get(other)
-        if a is not None and b is not None:  # what one end calls near is as far as the other end says
+        if a is not None and b is not None:  # the larger one of both ends' measurements counts
             rtt_s[a, b] = rtt_s[b, a] = max(measured_s, view.rtt_s.get((other, one), 0.0))
     return rtt_s / 2
 
 
 def likely_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """delay_s [N, N], where what one end alone tells is believed as far as the triangle inequality allows: nobody is near to two
-    peers that are far from each other, as both of them tell."""
+    """Return the one-way delays [N, N] in seconds between `peers`, raised if a measurement breaks the triangle inequality.
+
+    A delay that only one end measured is raised to the least value that fits the delays measured by both ends: no peer can
+    be near to two peers that are far from each other. None in `peers` stands for an unknown peer.
+    """
     delay_NN = one_way_delays(view, peers)
     told_NN = np.array([[(one, other) in view.rtt_s for other in peers] for one in peers])
     agreed_NN = np.where(told_NN & told_NN.T, delay_NN, 0.0)
@@ -97,14 +107,17 @@ def likely_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
 
 
 def position_times(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """Seconds [N, N] that one position takes from one peer to another."""
+    """Return the seconds [N, N] that the hidden state of one position takes from one of `peers` to another."""
     return transfer_s(view.position_bytes, one_way_delays(view, peers), bandwidths(view, peers))
 
 
 def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """Bits/s [N, N]: as the sender measured it, else the sender's uplink or the receiver's downlink, whichever is narrower, and no
-    more than peers near the one have to peers near the other, or than is usual of the sender's links out of its home; infinite if
-    nothing was measured."""
+    """Return the bandwidths [N, N] in bits/s, from sender to receiver; infinite if nothing was measured.
+
+    A bandwidth is that measured by the sender. Else it is the narrower of the sender's uplink and the receiver's downlink, and
+    at most that of links between peers near both ends. Without such links it is at most the usual one of the sender's links out
+    of its home.
+    """
     bps_NN = _by_lines(view, peers)
     index = {peer: number for number, peer in enumerate(peers) if peer is not None}
     measured = [
@@ -122,8 +135,11 @@ def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
 
 
 def _by_neighbours(delay_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> Floats:
-    """Bits/s [N, N], infinite where nobody nearby measured enough. The sender's own word of peers near the receiver counts by
-    itself; else it is the median of those near the sender who measured, each with one voice, and of two at least."""
+    """Return bits/s [N, N] by measured links nearby; infinite if there are too few.
+
+    A sender's own link to a peer near the receiver decides alone. Else the median over at least two peers near the sender
+    decides, each with its link to the peer nearest to the receiver.
+    """
     apart_NN = delay_NN * (1 - np.eye(len(delay_NN)))
     senders_A, rate_AN, off_AN = _nearest_receivers(apart_NN, by_sender)
     own_NA = senders_A == np.arange(len(delay_NN))[:, None]
@@ -144,16 +160,19 @@ def _by_neighbours(delay_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> Floa
 
 
 def _at_home(view: View, peers: Sequence[PeerId | None]) -> Bools:
-    """[N, N]: who is in the same home as whom; that links there are fast says nothing of links out of it."""
+    """Return [N, N]: True for two peers in the same home. Fast links inside a home say nothing about links out of it."""
     home_of = {peer.peer: peer.home for peer in view.peers if peer.home}
     homes = [home_of.get(peer or "") for peer in peers]
     return np.array([[one is not None and one == other for other in homes] for one in homes])
 
 
 def _usual(delay_NN: Floats, by_sender: Sequence[MeasuredLinks], at_home_NN: Bools) -> Floats:
-    """Bits/s [N, N]: the median of what each sender measured out of its home, or of those nearest to it where it measured nothing,
-    two at least; infinite at home, and to who is nearer than all whom these measured. Half of its links are no faster, so that a
-    stranger seems to be beside the peers of one place at most, and never of two that a slow link joins."""
+    """Return bits/s [N, N] by the median of each sender's measured links out of its home; infinite inside a home.
+
+    A sender without measurements takes the median of the peers nearest to it, at least two. The value is also infinite to
+    receivers nearer than the measured ones. Half of a sender's links are no faster, so an unmeasured peer seems near to
+    the peers of at most one place, and never to two places that a slow link joins.
+    """
     usual_NN = np.full(delay_NN.shape, np.inf)
     own = {
         sender: (statistics.median_low(away_bps), delay_NN[sender, receivers].min())
@@ -171,14 +190,14 @@ def _usual(delay_NN: Floats, by_sender: Sequence[MeasuredLinks], at_home_NN: Boo
 
 
 def _by_sender(measured: Sequence[tuple[int, int, float]]) -> Iterator[MeasuredLinks]:
-    """All who measured."""
+    """Yield the measured links of each sender, from (sender, receiver, bits/s)."""
     for sender, own in groupby(sorted(measured), key=itemgetter(0)):
         _, receivers, rates_bps = zip(*own, strict=True)
         yield sender, list(receivers), list(rates_bps)
 
 
 def _nearest_receivers(apart_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> tuple[Indexes, Floats, Floats]:
-    """All who measured, [A, N] what each has to the one of its receivers that is nearest to each peer, and how far that is."""
+    """Return the A senders that measured; and [A, N] the bits/s to each sender's receiver nearest to peer N, and their delay."""
     senders, rates, offs = list[int](), list[Floats](), list[Floats]()
     for sender, receivers, rates_bps in by_sender:
         off_RN = apart_NN[receivers]
@@ -189,7 +208,7 @@ def _nearest_receivers(apart_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> 
 
 
 def _by_lines(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """Bits/s [N, N], infinite if neither line was measured."""
+    """Return bits/s [N, N] by the narrower of the sender's uplink and the receiver's downlink; infinite if neither was measured."""
     lines = {peer.peer: (peer.up_bps, peer.down_bps) for peer in view.peers}
     bps = np.array([lines.get(peer or "", (0.0, 0.0)) for peer in peers]).reshape(-1, 2)
     known_bps = np.where(bps > 0, bps, np.inf)
@@ -197,7 +216,7 @@ def _by_lines(view: View, peers: Sequence[PeerId | None]) -> Floats:
 
 
 def _by_coordinates(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """Estimated round trips in seconds, the view's default where one of both has no coordinate."""
+    """Return round trips [N, N] in seconds by network coordinates; the view's default if one of both peers has none."""
     rtt_s = np.full((len(peers), len(peers)), view.default_rtt_s)
     placed = [number for number, peer in enumerate(peers) if peer is not None and peer in view.coordinates]
     if placed:

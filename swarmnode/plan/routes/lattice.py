@@ -1,9 +1,9 @@
 """Lattice: least-cost routes over spans.
 
 The model is cut into segments at the starts and ends of all spans. Changing peers anywhere else gains nothing as long
-as a detour is no shorter than the direct link, since the time of a unit depends on the peer alone: the place of a
+as a detour is no shorter than the direct link, since the time of a layer depends on the peer alone: the place of a
 change can slide either way until it meets the end of a span. (A ring's entry counts less than its links, so a first hop of one
-unit on a peer near the client may gain a per cent: not looked for.) A dynamic programme runs over the segments from the last
+layer on a peer near the client may gain a per cent: not looked for.) A dynamic programme runs over the segments from the last
 to the first:
 
     cost[k, p] = time of segment k on p + min(cost[k + 1, p],  min over q of link(p, q) + hop + cost[k + 1, q])
@@ -56,7 +56,7 @@ class SessionSize:
 
 @dataclass(frozen=True)
 class Route:
-    """Hops whose spans cover the units in order, and the estimated seconds of one token (and of replays) along them."""
+    """Hops whose spans cover the layers in order, and the estimated seconds of one token (and of replays) along them."""
 
     hops: tuple[HopSpec, ...]
     cost_s: float
@@ -68,7 +68,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A peer's possible part in the route: any part of its span, or if `exact` the span as it is."""
+    """A peer's possible part in the route: any part of its span, or if `exact` the span as it is. `unit_s`: seconds per layer."""
 
     peer: PeerId
     span: Span
@@ -78,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request for a route: the units, the client, and whether the ring closes from the last hop to the first."""
+    """Request for a route: the layers, the client, and whether the ring closes from the last hop to the first."""
 
     span: Span
     client: PeerId | None
@@ -86,7 +86,8 @@ class Request:
 
 
 class Lattice:
-    """All ways through the segments. Index p is a candidate, k a segment; seconds, infinite where impossible."""
+    """All routes through the segments of the model. Index p is a candidate and k a segment; impossible routes cost infinite
+    seconds."""
 
     def __init__(self, view: View, candidates: Sequence[Candidate], request: Request, config: RoutingConfig) -> None:
         self._candidates = candidates
@@ -113,7 +114,7 @@ class Lattice:
         return f"<Lattice {len(self._candidates)} candidates over {len(self._holders)} segments>"
 
     def best(self) -> Route | None:
-        """The route of least cost; None where some segment has no candidate. A peer may come up twice."""
+        """Return the route of least cost; None if some segment has no candidate. A peer may occur twice."""
         if any(len(holders) == 0 for holders in self._holders):
             return None
         return self._best_ring() if self._request.ring else self._best_line()
@@ -142,7 +143,7 @@ class Lattice:
         )
 
     def _solve(self, exit_s: Floats) -> tuple[Floats, list[Indexes]]:
-        """Cost from the start of segment 0 on each candidate to the end, and for each segment the next candidate."""
+        """Return the cost from segment 0 on each candidate to the end, and for each segment the next candidate."""
         cost: Floats = self._compute[-1] + np.where(self._may_leave[-1], exit_s, np.inf)
         choices: list[Indexes] = []
         for k in range(len(self._holders) - 2, -1, -1):
@@ -161,7 +162,7 @@ class Lattice:
         return cost, choices[::-1]
 
     def _route(self, first: int, choices: list[Indexes], cost_s: float) -> Route:
-        """Follow the choices from `first` and join the segments of each stay."""
+        """Return the route that follows `choices` from the candidate `first`. Adjoining segments on one peer become one hop."""
         path = [first]
         for choice in choices:
             path.append(int(choice[path[-1]]))
@@ -177,7 +178,8 @@ class Lattice:
 def _links(
     view: View, candidates: Sequence[Candidate], client: PeerId | None
 ) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
-    """Seconds that a position takes from candidate to candidate and to the client, and which candidates are the same peer."""
+    """Return the seconds of one position from candidate to candidate, those to the client, and which candidates are the same
+    peer."""
     names = {name: index for index, name in enumerate(dict.fromkeys(candidate.peer for candidate in candidates))}
     seconds = position_times(view, [*names, client])
     index = np.array([names[candidate.peer] for candidate in candidates])

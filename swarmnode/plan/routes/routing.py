@@ -1,8 +1,7 @@
-"""Routing: the route of least latency for a session, the peers among which it is looked for, and the newcomers that it can do
-without.
+"""Routing: the route of least latency for a session, the peers considered for it, and the newcomers that it can do without.
 
-`Lattice` finds the optimum; here it is decided who may take part, what a running session's caches are worth, and that a
-peer has one place in a route.
+`Lattice` finds the optimum. This module decides which peers may take part, weighs the caches of a running session, and
+gives each peer at most one place in a route.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ from swarmnode.plan.routes.lattice import Candidate, Lattice, Request, Route, Ro
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.records.announcement import State
 
-MAX_SPLITS = 4  # how often a peer that came up twice is resolved by trying all that it may be
+MAX_SPLITS = 4  # depth of the search that gives one place to a peer with two
 SHARE = 0.25  # of sessions, that newcomers may take part in
-ESTABLISHED = 0.1  # trust, from which on one is no newcomer
+ESTABLISHED = 0.1  # least trust of a peer that is no newcomer
 CONSIDERED = 48
 
 
 def shortlist(
     view: View, client: PeerId | None, span: Span, keep: frozenset[PeerId] = frozenset(), considered: int = CONSIDERED
 ) -> View:
-    """The view with `considered` peers, drawn by the client, more where those do not cover `span`. `keep` stay in any case.
+    """Return the view with about `considered` peers, drawn at random by the client's id, and those in `keep`.
 
-    A swarm of up to four times as many is left as it is.
+    More are drawn until each layer of `span` has two ready holders. A view of at most four times `considered` peers is
+    returned unchanged.
     """
     if len(view.peers) <= 4 * considered:
         return view
@@ -47,7 +47,7 @@ def shortlist(
 
 
 def _cover(peers: tuple[PeerView, ...], span: Span) -> bool:
-    """Return whether each unit of the span has at least two ready holders."""
+    """Return whether each layer of the span has at least two ready holders."""
     held = [0] * span.end
     for peer in peers:
         if peer.state is State.READY:
@@ -57,7 +57,10 @@ def _cover(peers: tuple[PeerView, ...], span: Span) -> bool:
 
 
 def dispensable(view: View, trust: Mapping[PeerId, float], avoid: Collection[PeerId] = ()) -> frozenset[PeerId]:
-    """The newcomers without whom each of their units still has an established holder that is not in `avoid`."""
+    """Return the newcomers that a route can do without: peers of little `trust` whose layers all have an established holder.
+
+    Holders in `avoid`, and holders that are not ready, do not count.
+    """
     established = [
         peer
         for peer in view.peers
@@ -79,11 +82,21 @@ def find_route(
     size: SessionSize = SessionSize(),
     config: RoutingConfig = RoutingConfig(),
 ) -> Route:
-    """The route of least estimated latency over READY peers that are not in `avoid`; the same view gives the same one.
+    """Find the route of least estimated latency through ready peers: the hops, each a peer with its layers, that cover `units`.
 
-    `units` is the whole model by default. `keep` are the hops of a running session: leaving a peer that holds its cache
-    counts as the time of a replay. `size`: a long prompt weighs how fast peers take it in, and peers whose caches have no room
-    for the session come last. Raises NoRoute, naming the units that nobody holds.
+    Args:
+        view: Snapshot of all peers and links. The same arguments always give the same route.
+        units: Layers to cover; None means the whole model.
+        client: Id of the peer that asks; None if it is unknown.
+        ring: Whether each token goes from the last hop to the first one, instead of through the client.
+        avoid: Peers to leave out.
+        keep: Hops of a running session. Leaving one of them costs the time of computing its KV cache again.
+        size: Planned positions of the session. A long prompt gives weight to the peers' prefill speed; a peer without room for
+            the session in its KV caches gets a penalty.
+        config: Weights of the cost.
+
+    Raises:
+        NoRoute: Some layer has no ready holder outside `avoid`. The text names the layers.
     """
     request = Request(units or Span(0, view.units), client, ring)
     candidates = _candidates(view, request, avoid, keep, size, config)
@@ -101,7 +114,8 @@ def _candidates(
     size: SessionSize,
     config: RoutingConfig,
 ) -> list[Candidate]:
-    """Return all possible hops, in an order drawn by the client, so that ties do not send all clients to the same peer."""
+    """Return all possible hops (peers with layers) of a route, in an order drawn by the client, so that ties do not send all
+    clients to the same peer."""
     ready = {peer.peer: peer for peer in view.peers if peer.state is State.READY and peer.peer not in avoid}
     kept = [
         Candidate(hop.peer, Span(hop.start, hop.end), _unit_s(ready[hop.peer], size, config), exact=True)
@@ -118,14 +132,15 @@ def _candidates(
 
 
 def _unit_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
-    """Return the seconds per unit of one new token, with its share of the prompt."""
+    """Return the seconds per layer that `peer` takes for one new token and the token's share of the prompt. More sessions count
+    as slower."""
     prompt_share = size.prompt_tokens / max(1, size.new_tokens)
     unit_s = 1 / peer.assumed_units_per_s + prompt_share / peer.assumed_prefill_units_per_s
     return (1 + config.load_weight * peer.sessions) * unit_s
 
 
 def _full_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
-    """Return the penalty per unit of a full peer, else 0. Full peers stay in: their announcement may be some seconds old."""
+    """Return the penalty per layer of a full peer, else 0. Full peers stay in: their announcement may be some seconds old."""
     return 0.0 if peer.has_room(size.tokens) else config.full_s
 
 
@@ -134,7 +149,7 @@ def _within(inner: Span, outer: Span) -> bool:
 
 
 def _clip(candidate: Candidate, span: Span) -> Candidate | None:
-    """The candidate inside `span`; None where nothing is left, or where an exact one would not be whole any more."""
+    """Return the candidate cut to `span`; None if nothing is left, or if the candidate is exact and would be cut."""
     start, end = max(candidate.span.start, span.start), min(candidate.span.end, span.end)
     if start >= end or (candidate.exact and Span(start, end) != candidate.span):
         return None
@@ -164,8 +179,10 @@ def _ranges(units: Sequence[int]) -> str:
 def _spread(
     view: View, candidates: Sequence[Candidate], request: Request, config: RoutingConfig, splits: int
 ) -> Route | None:
-    """The best route of which no two hops are of one address group of the open internet: its peers may all be one stranger. Where
-    there is none, or none is found after so many `splits`, the best one."""
+    """Return the best route without two hops of one public address group, as all peers of a group may belong to one stranger.
+
+    If none is found within `splits` levels of search, returns the best route regardless of groups; None without any route.
+    """
     route = _without_repeats(view, candidates, request, config, MAX_SPLITS) if candidates else None
     group = None if route is None else _shared_group(view, route.hops)
     if route is None or group is None or splits == 0:
@@ -191,10 +208,11 @@ def _shared_group(view: View, hops: Sequence[HopSpec]) -> str | None:
 def _without_repeats(
     view: View, candidates: Sequence[Candidate], request: Request, config: RoutingConfig, splits: int
 ) -> Route | None:
-    """The best route in which each peer has one place.
+    """Return the best route that gives each peer at most one place; None without any route.
 
-    Where the plain optimum uses a peer twice, before and after a faster one, its one place does not reach the second, or does not
-    reach the first, or holds all in between: the three are tried. After so many `splits` it gets everything in between.
+    The plain optimum may use a peer twice, before and after a faster peer. Then three cases are tried: the peer keeps to the
+    part before its second place, to the part after its first, or gets everything in between. After `splits` levels it
+    just gets everything in between.
     """
     route = Lattice(view, candidates, request, config).best()
     repeated = None if route is None else _repeated(route.hops)
@@ -212,13 +230,13 @@ def _without_repeats(
 
 
 def _restricted(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> list[Candidate]:
-    """The same candidates, but `peer` only within `place`."""
+    """Return the candidates with those of `peer` cut to the layers in `place`."""
     clipped = [candidate if candidate.peer != peer else _clip(candidate, place) for candidate in candidates]
     return [candidate for candidate in clipped if candidate is not None]
 
 
 def _reserved(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> list[Candidate]:
-    """Return the candidates with only `peer` within `place`."""
+    """Return the candidates such that only `peer` may compute the layers in `place`."""
     rest: list[Candidate] = []
     for candidate in candidates:
         if candidate.peer == peer:
@@ -245,7 +263,7 @@ def _repeated(hops: Sequence[HopSpec]) -> tuple[HopSpec, HopSpec] | None:
 def _merge_repeats(
     view: View, candidates: Sequence[Candidate], request: Request, config: RoutingConfig, hops: Sequence[HopSpec]
 ) -> Route:
-    """The same route with everything between a peer's places given to that peer (its span is contiguous: it can)."""
+    """Return the route with all layers between a peer's two places given to that peer, whose span is contiguous."""
     while repeated := _repeated(hops):
         first, last = repeated
         before = [hop for hop in hops if hop.end <= first.start]
@@ -258,7 +276,7 @@ def _merge_repeats(
 
 
 def _exact(hop: HopSpec, candidates: Sequence[Candidate]) -> Candidate:
-    """The cheapest candidate that can be this hop, as one that can be nothing else."""
+    """Return `hop` as an exact candidate, with the cheapest time per layer of the candidates that can be it."""
     span = Span(hop.start, hop.end)
     able = [c.unit_s for c in candidates if c.peer == hop.peer and _clip(c, span) is not None]
     return Candidate(hop.peer, span, min(able), exact=True)

@@ -1,8 +1,8 @@
-"""Codec of a session's states at the entry of a unit, by position, so that a second sender sends the same bytes.
+"""Codec of a session's hidden states on their way into a layer, by position, so that a second sender sends the same bytes.
 
-A codec is chosen once for the prompt of a text and once for its steps. Prompts are many positions at once: there a link must
-keep up with the pass that makes them, as in training. A step is a single one: there a transfer is waited for, and what is not
-noticed beside pass and round trip is not worth a loss.
+A codec is chosen once for the prompt of a text and once for its steps. A prompt is many positions at once, so the link must keep
+up with the pass that computes them, as in training. A step is one position that waits for its transfer; a transfer that is
+short beside the pass and the round trip is not worth a loss of precision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LinkView:
 
 
 def choose(states: TensorInfo, link: LinkView, allowed: Collection[int], *, is_step: bool) -> Codec:
-    """Return the mildest of the `allowed` codecs with which the link keeps up; the coarsest usable one if none does."""
+    """Return the mildest of the `allowed` codecs that lets the link keep up; the coarsest usable codec if none does."""
     ladder = STEP_LADDER if is_step else PROMPT_LADDER
     room_s = STEP_SHARE * (link.pass_s + link.rtt_s) if is_step else SHARE * link.pass_s
     usable = [codec for codec in ladder if codec in allowed] or [Codec.NONE]
@@ -66,7 +66,7 @@ class CodecSchedule:
         return len(self._changes) >= MAX_CHANGES
 
     def at(self, position: int) -> Codec:
-        """Return the codec of a position."""
+        """Return the codec that is used at `position`."""
         return next((codec for start, codec in reversed(self.changes) if start <= position), self._first)
 
     def pieces(self, start: int, end: int) -> Iterator[tuple[int, int, Codec]]:
@@ -89,9 +89,10 @@ class CodecSchedule:
         self._changes = {**self._changes, start: codec}  # another thread may be reading the former
 
     def take_up(self, changes: Iterable[tuple[int, Codec]]) -> None:
-        """Add `changes` of other peers; own changes at the same positions stay. Keeps the first `MAX_CHANGES`."""
+        """Add `changes`, pairs of a position and the codec from there on. Changes that are already known at the same positions
+        stay. Keeps the first `MAX_CHANGES`."""
         self._changes = dict(sorted({**dict(changes), **self._changes}.items())[:MAX_CHANGES])
 
     def truncate(self, to: int) -> None:
-        """Drop the changes at position `to` and after it."""
+        """Drop the changes of codec from position `to` on."""
         self._changes = {at: codec for at, codec in self._changes.items() if at < to}

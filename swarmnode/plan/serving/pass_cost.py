@@ -10,7 +10,7 @@ KEPT = 0.97  # of the weight of all earlier passes, at each new one
 
 
 class PassCost:
-    """`fixed_s + positions * position_s`; both are zero as long as nothing was noted."""
+    """Learnt seconds of a pass, `fixed_s + positions * position_s`; both are zero before the first `note`."""
 
     def __init__(self) -> None:
         self.position_s = 0.0  # of each further position: all of the time is theirs where all passes were alike

@@ -1,4 +1,4 @@
-"""Which positions of which sessions go through the model in the next pass: continuous batching with chunked prompts.
+"""Scheduler of a stage's passes: the positions of each session in the next pass, by continuous batching with chunked prompts.
 
     add(session, count) -> next() -> {session: count} -> took(them) -> [the pass] -> ran(positions, seconds)
 
@@ -7,15 +7,16 @@ turn with the steps, so that neither starves the other (Sarathi-Serve, arXiv 240
 do not share a pass as they do there: all rows of a pass are as long as the longest (`compute/serving/cohort.py`), so a chunk of T
 positions beside B steps would be one of (B + 1) T.
 
-How long a chunk is, from what passes were seen to cost (a fixed time f, and p for each position):
+The length of a chunk follows from the measured cost of passes (a fixed time f, and p for each position):
 
-  - While others decode it takes at most STALL times what their step takes: that is the longest that a step waits for it.
-  - While nobody does, UNDISTURBED times: reading the weights is then a small part of it, on a card as on a slow processor, and who
-    comes meanwhile does not wait long.
-  - Who has had much more of the device than others (`DeviceShares`) has a few positions of its prompt beside their steps, as
-    many as lengthen that pass by half, and a short chunk where no step waits: others hardly notice.
-  - Where stages follow, they are to work on its beginning while this one works on its end. Of L positions in n chunks, h stages one
-    after another make (n + h - 1) (f + p L / n), which is least for n = sqrt((h - 1) p L / f); f is taken as that of one position.
+  - While other sessions decode, a chunk takes at most STALL times as long as their step, so no step waits longer for it.
+  - While no session decodes, a chunk takes up to UNDISTURBED times as long as a step of one session. Reading the weights is then
+    a small part of it, on a card as on a slow processor, and a new session does not wait long.
+  - An owner that has used much more of the device than others (`DeviceShares`) gets a few positions of its prompt beside their
+    steps, as many as lengthen that pass by half. If no step waits, it gets a short chunk. Others hardly notice.
+  - If stages follow, they should work on the beginning of the prompt while this stage works on its end. With L positions in n
+    chunks, h stages take (n + h - 1) (f + p L / n), which is least for n = sqrt((h - 1) p L / f). For f the cost of one position
+    is used.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from dataclasses import dataclass
 
 from swarmnode.plan.serving.pass_cost import PassCost
 
-STALL = 1.5  # times a step: who comes just after a chunk has begun waits for it and for a step
+STALL = 1.5  # times a step: a session that arrives just after a chunk has begun waits for the chunk and for a step
 UNDISTURBED = 10.0  # times a step
-SHORTEST_CHUNK, USUAL_CHUNK = 16, 128  # positions; shorter ones are all overhead, or most of it where no step waits
-RECENT_PASSES = 16  # who had no step in as many is so slow that a whole chunk does not matter to it
-SLOWDOWN = 1.5  # of a pass, by those who have most
-ALLOWED_POSITIONS = 512  # by which one may be ahead: a prompt
-MAX_OWNERS = 1024  # that are remembered
+SHORTEST_CHUNK, USUAL_CHUNK = 16, 128  # positions; shorter chunks are mostly overhead: USUAL_CHUNK if no step waits
+RECENT_PASSES = 16  # a session without a step in all of these is too slow to notice a whole chunk
+SLOWDOWN = 1.5  # of a pass, by the owners with the most sessions or time
+ALLOWED_POSITIONS = 512  # about a prompt: the lead of an owner that still counts as equal
+MAX_OWNERS = 1024  # remembered at most
 
 Owner = str | int
 
 
-"""A name, or the number of a session that has none"""
+"""Name of an owner, or the number of a session without owner"""
 
 
 class DeviceShares:
@@ -66,7 +67,11 @@ class DeviceShares:
         self._weights.pop(session, None)
 
     def arrive(self, session: int, present: Iterable[int]) -> None:
-        """More of a session waits; these other sessions are there."""
+        """Note that an idle session has work again while the sessions `present` have some, too.
+
+        An owner without a session among them counts as having used at least as much time as the owner that used least, so that
+        time without work earns no lead.
+        """
         owner, there = self._owner(session), {self._owner(other) for other in present}
         if owner not in there:
             least_s = min((self._used_s.get(other, 0.0) for other in there), default=0.0)
@@ -89,7 +94,10 @@ class DeviceShares:
         return self._owners.get(session, session)
 
     def ahead_s(self, sessions: Iterable[int], present: Iterable[int]) -> dict[int, float]:
-        """By how much the owners of these sessions have had more than the one that has had least of all that are there."""
+        """Return, for each of `sessions`, the seconds that its owner has used more than the owner that used least.
+
+        Only owners of the sessions in `present` are compared. A session without owner is 0 seconds ahead.
+        """
         least_s = min(
             (self._used_s.get(owner, 0.0) for owner in {self._owner(other) for other in present}), default=0.0
         )
@@ -100,7 +108,7 @@ class DeviceShares:
 
     @property
     def allowed_s(self) -> float:
-        """Seconds by which an owner may be ahead without being held back."""
+        """Lead in seconds that an owner may have without being held back."""
         return self._cost.seconds(ALLOWED_POSITIONS)
 
     def of_others(self, sessions: Iterable[int], session: int) -> list[int]:
@@ -131,7 +139,7 @@ class DeviceShares:
 
 @dataclass(slots=True)
 class Backlog:
-    """What of a session waits: `positions`, and how many waited when its prompt began. `stages_after` this one it goes on to."""
+    """Waiting work of a session: its `positions`, the most that have waited at once (`prompt`), and the stages after this one."""
 
     positions: int = 0
     prompt: int = 0
@@ -139,15 +147,15 @@ class Backlog:
 
 
 class PassScheduler:
-    """Scheduler of one stage's passes. A session of which at most `longest_step` positions wait may go as a step; others are
-    in their prompts."""
+    """Scheduler of one stage's passes. A session with at most `longest_step` waiting positions may go as a step; a session with
+    more is in its prompt and goes in chunks of at most `longest_chunk` positions."""
 
     def __init__(self, *, longest_step: int, longest_chunk: int) -> None:
         self.cost = PassCost()
         self.shares = DeviceShares(self.cost)
         self._longest_step = longest_step
         self._longest_chunk = longest_chunk
-        self._backlogs: dict[int, Backlog] = {}  # who had a turn last stands last
+        self._backlogs: dict[int, Backlog] = {}  # the session with the latest turn stands last
         self._stepped_at: dict[int, int] = {}  # by session that decodes, the number of the last pass with a step of it
         self._passes = 0
         self._prompts_next = False
@@ -169,7 +177,7 @@ class PassScheduler:
         backlog.stages_after = stages_after
 
     def drop(self, session: int) -> None:
-        """The session is over."""
+        """Forget a session that has ended, with its waiting positions."""
         self._backlogs.pop(session, None)
         self._stepped_at.pop(session, None)
         self.shares.close(session)
@@ -182,7 +190,7 @@ class PassScheduler:
         """Return the number of positions by session for the next pass; empty if nothing waits."""
         if len(self._backlogs) == 1:
             ((session, backlog),) = self._backlogs.items()
-            if backlog.positions <= self._longest_step:  # nobody to share with, whoever decodes besides
+            if backlog.positions <= self._longest_step:  # no other session waits
                 self._prompts_next = True
                 return {session: backlog.positions}
         waiting = [session for session, backlog in self._backlogs.items() if backlog.positions <= self._longest_step]
@@ -191,7 +199,7 @@ class PassScheduler:
         out_of_turn = set(waiting).difference(turn)
         prompts = [session for session in self._backlogs if session not in steps and session not in out_of_turn]
         ahead_s = self.shares.ahead_s(prompts, self._present)
-        prompts.sort(key=ahead_s.__getitem__)  # whose turn it is, where all have had as much
+        prompts.sort(key=ahead_s.__getitem__)  # stable: owners with the same time keep their order of turns
         held_back = [session for session in prompts if self._stepped_at and ahead_s[session] > self.shares.allowed_s]
         prompts = [session for session in prompts if session not in held_back]
         self._prompts_next = bool(steps) and not (prompts and self._prompts_next)
@@ -202,7 +210,7 @@ class PassScheduler:
         return self._chunks(held_back[:1], SHORTEST_CHUNK) if held_back else {}
 
     def took(self, counts: Mapping[int, int]) -> None:
-        """These go into a pass now, which may be somewhat more or less than what `next` said."""
+        """Record that a pass begins with `counts` positions by session, which may differ somewhat from the result of `next`."""
         self._passes += 1
         self.shares.charge(counts)
         for session, count in counts.items():
@@ -220,8 +228,11 @@ class PassScheduler:
         self.cost.note(positions, took_s)
 
     def _steps(self, turn: Sequence[int]) -> dict[int, int]:
-        """Those whose turn it is. Some have several positions (drafts, the end of a prompt), to which all rows are filled up: they
-        are left to the prompts unless that costs less than another pass."""
+        """Return the positions by session of the steps in the next pass.
+
+        All rows are filled up to the longest step. A step of several positions (drafts, the end of a prompt) is left to the
+        prompts if filling up would cost more than another pass.
+        """
         steps: dict[int, int] = {}
         longest = 0
         for count, session in sorted((self._backlogs[session].positions, session) for session in turn):
@@ -246,7 +257,10 @@ class PassScheduler:
         return {**steps, prompt: int(min(max(fit, longest), most))}
 
     def _chunks(self, prompts: list[int], room: int) -> dict[int, int]:
-        """Of the prompt whose turn it is, and of others that are about as long while there is room."""
+        """Return the positions by session of a pass over prompts, at most `room` with all rows filled up.
+
+        The first of `prompts` gets a chunk. Others join with more than half its length, as long as there is room.
+        """
         longest = min(self._chunk(self._backlogs[prompts[0]]), room)
         chunks: dict[int, int] = {}
         for session in prompts:
@@ -258,7 +272,7 @@ class PassScheduler:
         return chunks
 
     def _room(self) -> int:
-        """Positions of a pass over chunks, such that who decodes does not wait too long for it."""
+        """Return the largest number of positions of a pass over chunks that does not make decoding sessions wait too long."""
         if self._stepped_at:
             most = max(self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))), SHORTEST_CHUNK)
         else:
@@ -266,7 +280,10 @@ class PassScheduler:
         return int(min(most, self._longest_chunk))
 
     def _chunk(self, backlog: Backlog) -> int:
-        """Such that the stages after this one are not idle for long; all chunks of a prompt are about as long."""
+        """Return the length of a prompt's next chunk, short enough that the stages after this one are not idle for long.
+
+        All chunks of a prompt are about equally long.
+        """
         parallel_s, least_s = backlog.stages_after * backlog.prompt * self.cost.position_s, self.cost.seconds(1)
         chunks = max(1, round(math.sqrt(parallel_s / least_s))) if least_s else 1
         length = math.ceil(backlog.prompt / chunks)

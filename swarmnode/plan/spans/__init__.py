@@ -1,1 +1,1 @@
-"""Placement: which units a peer should hold, and what the swarm's throughput gains by it."""
+"""Placement: which layers a peer should hold, and what the swarm's throughput gains by it."""

@@ -15,7 +15,7 @@ from swarmnode.plan.view import PeerView, Span
 
 
 class CapacityIndex:
-    """Peers counted by span. `holders_U`: how many hold each unit; `supply_SE`: units/s by (start, end) of the span.
+    """Peers counted by span. `holders_U`: how many hold each layer; `supply_SE`: layers/s by (start, end) of the span.
 
     A peer's speed is what its line sustains where a position weighs `position_bytes` between stages.
     """
@@ -37,13 +37,13 @@ class CapacityIndex:
         return f"<CapacityIndex {self.spans.total()} peers on {len(self.spans)} spans, {len(self.missing())} units missing>"
 
     def units_per_s(self, peer: PeerView, span_units: int) -> float:
-        """Return the units/s that `peer` sustains on a span of `span_units` units."""
+        """Return the layers/s that `peer` sustains on a span of `span_units` layers."""
         return sustained_units_per_s(
             peer.assumed_units_per_s, span_units, self.position_bytes, peer.up_bps, peer.down_bps
         )
 
     def change(self, peer: PeerView, by: int) -> None:
-        """Count a peer on its span once more, or (`by` -1) once less."""
+        """Add a peer's speed to the counts of the layers that it holds, or remove it if `by` is -1."""
         span = self._clip(peer.span)
         if span.units <= 0:
             return
@@ -55,18 +55,18 @@ class CapacityIndex:
             self.supply_SE[span.start, span.end] = 0.0  # not what rounding has left
 
     def reach(self) -> list[int]:
-        """Return for each unit the furthest end of the spans that begin at or before it."""
+        """Return for each layer the furthest end of the spans that begin at or before it."""
         ends = [0] * self.units
         for start, end in self.spans:
             ends[start] = max(ends[start], end)
         return list(accumulate(ends, max))
 
     def edges(self) -> frozenset[int]:
-        """Return the units at which spans begin or end. The fewer, the more often one peer can stand in for another."""
+        """Return the layers at which spans begin or end. The fewer, the more often one peer can stand in for another."""
         return frozenset(unit for span in self.spans for unit in span)
 
     def missing(self) -> list[int]:
-        """Return the units without a holder."""
+        """Return the numbers of the layers without a holder."""
         return [int(unit) for unit in np.flatnonzero(self.holders_U == 0)]
 
     def _clip(self, span: Span) -> Span:

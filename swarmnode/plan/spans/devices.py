@@ -15,7 +15,7 @@ from swarmnode.plan.view import Span
 
 @dataclass(frozen=True)
 class DeviceView:
-    """Device as the planner sees it. `fitting(start)` is the number of units from `start` on that fit into its memory. Only the
+    """Device as the planner sees it. `fitting(start)` is the number of layers from `start` on that fit into its memory. Only the
     ratio of the speeds matters; unmeasured devices keep the default."""
 
     fitting: Callable[[int], int]
@@ -24,7 +24,7 @@ class DeviceView:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """Part of a span on one device."""
+    """Layers of one node that one of its devices holds."""
 
     device: int
     span: Span
@@ -62,7 +62,7 @@ def _replicate(span: Span, devices: Sequence[DeviceView], count: int) -> tuple[P
 def _split(span: Span, devices: Sequence[DeviceView], group: Sequence[int]) -> PipelineLayout:
     """Split `span` over the devices of `group` so that the slowest part is as fast as possible; empty if it does not fit.
 
-    Within a given time each device takes as many units as it can, which leaves the least to the devices behind it. This is the
+    Within a given time each device takes as many layers as it can, which leaves the least to the devices behind it. This is the
     greedy bottleneck partition of PipeDream's stages (arXiv 1806.03377 section 3.1), with memory as a bound.
     """
     times_s = sorted({units / devices[number].units_per_s for number in group for units in range(1, span.units + 1)})

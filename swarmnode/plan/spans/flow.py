@@ -1,16 +1,16 @@
-"""Throughput of a placement as a maximum flow, and its fair share for each unit.
+"""Throughput of a placement as a maximum flow, and its fair share for each layer.
 
-Every token passes every unit once. A peer computes `v` unit passes a second and may spend them on any units of its span,
-so what flows is work: from peers, along "holds", to units that each need the same amount. By max-flow = min-cut the
-throughput is bounded by every set I of units: all peers that hold any of I must do the work of all of I,
+Every token passes every layer once. A peer computes `v` layer passes a second and may spend them on any layers of its span,
+so what flows is work: from peers, along "holds", to layers that each need the same amount. By max-flow = min-cut the
+throughput is bounded by every set I of layers: all peers that hold any of I must do the work of all of I,
 
     throughput <= v(holders of I) / |I|,        and the smallest such ratio is reached.
 
 Spans are intervals, so the cheapest cut is found by a shortest path: where i < j are consecutive members of I, choosing j
 adds the peers whose span begins after i and contains j, `first[i, j]`, whatever came before i. The ratio is minimised by
-Dinkelbach's iteration (1967); cutting the tightest set away and asking again gives the fair (leximin) share of every unit.
+Dinkelbach's iteration (1967); cutting the tightest set away and asking again gives the fair (leximin) share of every layer.
 
-Everything works on a batch of placements at once: the leading axis B of each array. Speeds are in units/s.
+Everything works on a batch of placements at once: the leading axis B of each array. Speeds are in layers/s.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARPNESS = 30  # of the power mean: close to the minimum, yet two equal bottlen
 
 
 def supply_of(units: int, spans: Iterable[tuple[int, int, float]]) -> Floats:
-    """Sum the speeds of `spans`, given as (start, end, units/s), by span. Returns `supply_SE` of shape units x (units + 1)."""
+    """Sum the speeds of `spans`, given as (start, end, layers/s), by span. Returns `supply_SE` of shape layers x (layers + 1)."""
     supply_SE = np.zeros((units, units + 1))
     for start, end, units_per_s in spans:
         supply_SE[start, end] += units_per_s
@@ -37,14 +37,14 @@ def supply_of(units: int, spans: Iterable[tuple[int, int, float]]) -> Floats:
 
 
 def throughput(supply_SE: Floats) -> float:
-    """Return the tokens/s of a placement; 0 if a unit has no holder."""
+    """Return the tokens/s of a placement; 0 if a layer has no holder."""
     return float(_tightest(supply_SE[None], np.ones((1, len(supply_SE)), bool))[0][0])
 
 
 def fair_levels(supply_BSE: Floats, rounds: int | None = None) -> Floats:
-    """Return `level_BU`, the tokens/s of each unit if no unit had to wait for another; the least is the throughput.
+    """Return `level_BU`, the tokens/s of each layer if no layer had to wait for another; the least is the throughput.
 
-    The levels are the fairest division of the peers' work. After `rounds` rounds all remaining units share the last level.
+    The levels are the fairest division of the peers' work. After `rounds` rounds all remaining layers share the last level.
     """
     supply_BSE = supply_BSE.copy()
     batch, units = supply_BSE.shape[:2]
@@ -76,9 +76,10 @@ def worth(level_BU: Floats) -> Floats:
 
 
 def bound(units: int, peers: Iterable[tuple[int, float]]) -> float:
-    """The max-flow upper bound of any placement of peers of (capacity in units, units/s), in tokens/s.
+    """Return an upper bound, in tokens/s, of any placement of `peers`, given as (capacity in layers, layers/s); 0 if they cannot
+    hold all `units` layers.
 
-    At T tokens/s a peer does at most min(v, T x capacity) unit passes a second, and all units together need T x units.
+    At T tokens/s a peer does at most min(v, T x capacity) layer passes a second, and all layers together need T x layers.
     """
     able = [(min(capacity, units), speed) for capacity, speed in peers if capacity > 0 and speed > 0]
     able.sort(key=lambda peer: peer[1] / peer[0])  # the slowest for their memory are the first to be busy all the time
@@ -93,7 +94,7 @@ def bound(units: int, peers: Iterable[tuple[int, float]]) -> float:
 
 
 def _first(supply_BSE: Floats) -> Floats:
-    """`first_BIJ`[b, i, j]: units/s of the peers that hold unit j and begin after unit i - 1; infinite where j < i.
+    """Return first_BIJ, the layers/s of the peers that hold layer j and begin after layer i - 1; infinite if j < i.
 
     Row i stands for the previous member i - 1 of a set, row 0 for none.
     """
@@ -109,7 +110,7 @@ def _first(supply_BSE: Floats) -> Floats:
 
 
 def _tightest(supply_BSE: Floats, open_BU: Bools) -> tuple[Floats, Bools]:
-    """The least ratio holders / units over sets of open units, and the largest set that has it."""
+    """Return the least ratio of layers/s to size over all sets of open layers, and the largest set that has this ratio."""
     first_BIJ = np.where(open_BU[:, None, :], _first(supply_BSE), np.inf)
     level_B = first_BIJ[:, 0].min(axis=1)  # of single units: an upper bound
     level_B[~np.isfinite(level_B)] = 0.0  # nothing is open there
@@ -124,7 +125,8 @@ def _tightest(supply_BSE: Floats, open_BU: Bools) -> tuple[Floats, Bools]:
 
 
 def _cheapest(first_BIJ: Floats, level_B: Floats) -> tuple[Floats, Indexes, Bools]:
-    """The set of units that minimises holders - level x size: its cost, its size, its members."""
+    """Find the set of layers with the least cost, its holders' layers/s minus `level_B` times its size. Returns its cost, its
+    size and its members."""
     batch, _, units = first_BIJ.shape
     rows = np.arange(batch)
     cost_BI = np.full((batch, units + 1), np.inf)
@@ -147,7 +149,7 @@ def _cheapest(first_BIJ: Floats, level_B: Floats) -> tuple[Floats, Indexes, Bool
 
 
 def _spend(supply_BSE: Floats, taken_BU: Bools) -> None:
-    """Take away all peers that hold a unit of the sets: their work is given."""
+    """Set to 0 the speed of all peers that hold one of the layers in `taken_BU`, as their work is used up."""
     batch, units = taken_BU.shape
     before_BU = np.zeros((batch, units + 1), np.intp)
     before_BU[:, 1:] = np.cumsum(taken_BU, axis=1)

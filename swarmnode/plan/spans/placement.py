@@ -1,8 +1,8 @@
-"""Placement: the units that a peer should hold, so that the swarm's throughput gains most.
+"""Placement: the layers that a peer should hold, so that the swarm's throughput gains most.
 
 Every peer decides for itself from the same view, one peer at a time (best response). The rule, in order: leave the fewest
-units without a holder; leave gaps that the fewest further peers can fill; the same for units with a single holder; then
-the throughput of the whole swarm as a maximum flow (`flow`), units that hang on one peer counting less; then short
+layers without a holder; leave gaps that the fewest further peers can fill; the same for layers with a single holder; then
+the throughput of the whole swarm as a maximum flow (`flow`), layers that hang on one peer counting less; then short
 routes and aligned spans, so that replicas can stand in for one another; then a draw by peer id, so that peers that decide
 together differ.
 
@@ -40,7 +40,8 @@ REAL_CHANGE = 1.25  # a speed that differs by less than this factor from the hel
 
 
 class Hysteresis:
-    """Held speeds of all peers, in units/s, for one observer. An unmeasured peer has no held speed."""
+    """Speeds of all peers in layers/s, as one observer holds them: they follow only real changes of the measured speeds. An
+    unmeasured peer has no held speed."""
 
     def __init__(self) -> None:
         self._held: dict[PeerId, float] = {}
@@ -49,7 +50,8 @@ class Hysteresis:
         return f"<Hysteresis speeds of {len(self._held)} peers>"
 
     def view(self, view: View) -> View:
-        """The same view with held speeds. Peers that are gone are forgotten."""
+        """Return the view with each peer's held speed, which changes only if the measured one differs by a factor of REAL_CHANGE.
+        Peers that are gone are forgotten."""
         self._held = {peer.peer: self._hold(peer.peer, peer.decode_units_per_s) for peer in view.peers}
         peers = tuple(replace(peer, decode_units_per_s=self._held[peer.peer]) for peer in view.peers)
         return replace(view, peers=peers)
@@ -62,7 +64,7 @@ class Hysteresis:
 
 @dataclass(frozen=True, slots=True)
 class Joiner:
-    """The peer that decides: how many units fit into its memory, and how fast it computes them."""
+    """Peer that chooses its layers: the number of layers that fit into its memory, and its speed."""
 
     peer: PeerId
     capacity_units: int
@@ -70,7 +72,7 @@ class Joiner:
     started_at: float
 
     def seen_in(self, view: View) -> PeerView:
-        """Return this peer's entry in `view`; without an entry, a joining peer without units at its own measured speed."""
+        """Return this peer's entry in `view`; without an entry, a joining peer without layers at its own measured speed."""
         known = next((peer for peer in view.peers if peer.peer == self.peer), None)
         return known or PeerView(
             self.peer, Span(0, 0), State.JOINING, self.decode_units_per_s, started_at=self.started_at
@@ -90,7 +92,8 @@ class MovePolicy:
 
 @dataclass(frozen=True)
 class Move:
-    """Move to `span`. The wish must last for `delay_s` seconds first, as it may be another peer's turn."""
+    """Wish of a peer to move to the layers `span`. The wish must last for `delay_s` seconds first, as another peer's move may
+    make it needless."""
 
     span: Span
     gain: float  # relative throughput; infinite where a gap is filled
@@ -99,18 +102,19 @@ class Move:
 
     @property
     def fills(self) -> bool:
-        """Whether the move gives a holder to units without any."""
+        """Whether the move gives a holder to layers without any."""
         return self.gain == float("inf")
 
     def is_same_wish(self, other: Move) -> bool:
-        """Whether wanting one is still wanting the other: the same span, or both fill gaps, whichever these are."""
+        """Return whether this wish to move and `other` are the same: both go to the same layers, or both fill gaps."""
         return self.span == other.span or (self.fills and other.fills)
 
 
 def choose_span(view: View, joiner: Joiner) -> Span:
-    """The span that `joiner` should take. It has as many units as fit, at most the whole model.
+    """Return the layers that `joiner` should take: as many as fit into its memory, at most the whole model.
 
-    Peers that drain are leaving and do not count; claims (JOINING) count where they were there before ours.
+    Draining peers do not count, as they are leaving. Of the joining peers, those that joined before `joiner` count, each with the
+    layers that this rule gives it.
     """
     others = [peer for peer in view.peers if peer.peer != joiner.peer]
     settled = (peer for peer in others if peer.state in (State.LOADING, State.READY))
@@ -125,7 +129,7 @@ def choose_span(view: View, joiner: Joiner) -> Span:
 
 
 def reconsider(view: View, joiner: Joiner, move_policy: MovePolicy = MovePolicy()) -> Move | None:
-    """Return a better place for a peer that holds a span; None if it should stay, holds no units or is leaving."""
+    """Return a better place for a peer that holds a span; None if it should stay, holds no layers or is leaving."""
     own = joiner.seen_in(view)
     if own.state not in HOLDING or own.span.units <= 0:
         return None
@@ -140,8 +144,10 @@ def reconsider(view: View, joiner: Joiner, move_policy: MovePolicy = MovePolicy(
 
 @dataclass(frozen=True)
 class PlacementRule:
-    """Rule by which a peer chooses its span when it joins (`choose`) and later (`reconsider`). `awaits_others` returns whether new
-    work should wait until all peers are at their places."""
+    """Rule for a peer's choice of its layers when it joins (`choose`) and later (`reconsider`).
+
+    `awaits_others()` returns whether new work should wait until all peers hold the layers that they are meant to hold.
+    """
 
     choose: Callable[[View, Joiner], Span]
     reconsider: Callable[[View, Joiner, MovePolicy], Move | None]
@@ -152,7 +158,7 @@ BY_THROUGHPUT = PlacementRule(choose_span, reconsider)
 
 
 def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
-    """Return the units that none of `peers` holds."""
+    """Return the numbers of the layers that none of `peers` holds."""
     return CapacityIndex(units, peers).missing()
 
 
@@ -181,7 +187,7 @@ def _filling(capacity_index: CapacityIndex, span: Span, size: int) -> tuple[list
     """Return the windows that leave the fewest gaps if a peer leaves `span` for them, and the number of gaps filled; ([], 0) if
     no window fills any.
 
-    While a unit is missing no client is served, so the peer may leave a smaller gap behind for another peer to fill.
+    While a layer is missing no client is served, so the peer may leave a smaller gap behind for another peer to fill.
     """
     starts = np.arange(capacity_index.units - size + 1)
     alone_U = capacity_index.holders_U == 1
@@ -193,7 +199,7 @@ def _filling(capacity_index: CapacityIndex, span: Span, size: int) -> tuple[list
 
 
 def _turn(peer: PeerView, filled: int) -> tuple[int, int, int]:
-    """Sort key for turns at filling gaps; the least goes first."""
+    """Return a sort key for peers that could fill a gap of layers; the peer with the least key goes first."""
     return -filled, peer.sessions, draw(peer.peer)
 
 
@@ -237,7 +243,7 @@ def _windows(units: int, size: int) -> list[Span]:
 
 
 def _best_span(capacity_index: CapacityIndex, peer: PeerView, capacity: int) -> Span:
-    """The best window of min(capacity, units) units by the rule above."""
+    """Return the best range of min(`capacity`, all) layers for `peer`, by the rule of this module."""
     return _best_window(capacity_index, _windows(capacity_index.units, _size(capacity_index.units, capacity)), peer)
 
 
@@ -259,14 +265,14 @@ def _aligned(capacity_index: CapacityIndex, windows: Sequence[Span], peer: PeerI
 
 
 def _least(windows: Sequence[Span], cost: Callable[[Span], Any]) -> list[Span]:
-    """All windows of the least cost."""
+    """Return the windows with the least `cost`."""
     costs = [cost(window) for window in windows]
     least = min(costs)
     return [window for window, value in zip(windows, costs, strict=True) if value == least]
 
 
 def _gap_cost(held: Sequence[bool], window: Span) -> tuple[int, int]:
-    """Units still not held once `window` is taken, and how many more peers of this size they need."""
+    """Return the number of layers without a holder once `window` is taken, and how many more peers of its size they need."""
     missing = peers = run = 0
     for unit, is_held in enumerate([*held, True]):
         if is_held or window.start <= unit < window.end:
@@ -281,7 +287,7 @@ def _gap_cost(held: Sequence[bool], window: Span) -> tuple[int, int]:
 def _values(capacity_index: CapacityIndex, windows: Sequence[Span], units_per_s: float) -> Floats:
     """Return `value_W`: the swarm's worth in tokens/s with one more peer of `units_per_s` on each of the windows.
 
-    Units without a holder are left aside: the rule counts them before.
+    Layers without a holder are left aside: the rule counts them before.
     """
     starts, ends = np.array(windows).T
     rows = np.arange(len(windows))
@@ -296,7 +302,8 @@ def _values(capacity_index: CapacityIndex, windows: Sequence[Span], units_per_s:
 
 
 def _hops(reach: Sequence[int], window: Span) -> int:
-    """Hops of the shortest route over all spans and `window`; more than there are units where they leave a gap."""
+    """Return the number of hops of the shortest route, with one more peer on `window`; more than there are layers if some layer
+    has no holder."""
     units = len(reach)
     reached = hops = 0
     while reached < units:

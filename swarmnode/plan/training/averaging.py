@@ -89,7 +89,7 @@ class AveragingNetwork:
         return AveragingNetwork(self.path_bps_NN[pairs], self.line_bps_N[list(places)], self.delay_NN[pairs], homes)
 
     def slowest_s(self, number: int, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
-        """Estimate the seconds that contributor `number` needs on its slowest path, without lines and delays."""
+        """Estimate the seconds that contributor `number` needs on its slowest path, without shared lines and delays."""
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         return float((np.maximum(bits_NN, bits_NN.T) / self.path_bps_NN)[number].max())
 
@@ -148,14 +148,15 @@ def part_shares(lines_bps: Sequence[float]) -> tuple[int, ...]:
 
 
 def _share(ratio: float) -> int:
-    """Return the share for a line that is `ratio` times the median one; `USUAL_SHARE` if `ratio` is not positive."""
+    """Return the share of the work for a member whose line is `ratio` times as fast as the median one; `USUAL_SHARE` if `ratio`
+    is not positive."""
     bounded = min(ratio, MOST_SHARE / USUAL_SHARE)
     return max(LEAST_SHARE, round(USUAL_SHARE * bounded)) if ratio > 0 else USUAL_SHARE
 
 
 def gathering(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
-    """Return [gatherer, owner]: how much of the owner's part, as a share of the whole vector, the gatherer sums up for its
-    own cluster."""
+    """Return an array [gatherer, owner] of shares of the whole vector: what the gatherer sums up, for its own cluster, of the
+    parts that the owner settles."""
     share_N = np.asarray(shares, dtype=float) / sum(shares)
     labels_N = np.asarray(clusters)
     inside_NN = labels_N[:, None] == labels_N[None, :]
@@ -165,7 +166,8 @@ def gathering(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
 
 
 def crossing(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
-    """Return [N, N]: the share of the vector that each contributor sends to each other one, contributions and sums together."""
+    """Return an array [from, to]: the share of the vector that each contributor sends to each other one, contributions and sums
+    together."""
     gathered_NN = gathering(shares, clusters)
     labels_N: Indexes = np.asarray(clusters)
     each_N = gathered_NN.sum(axis=1)
@@ -207,7 +209,7 @@ def averaging_s(peer: PeerId, groups: Sequence[ClusteredGroup]) -> float:
 
 
 class AveragingClusters:
-    """Clusters of the groups of one training. A group is identified by its blocks."""
+    """Clusters of members for averaging, chosen for each group of replicas. A group is identified by its blocks."""
 
     def __init__(self) -> None:
         self._chosen: dict[tuple[int, ...], tuple[tuple[PeerId, ...], Clusters]] = {}

@@ -1,6 +1,6 @@
 """Backups of training states on other peers' disks: the blocks, the peers and the frequency. Pure, from announcements alone.
 
-A unit with fewer holders than wanted is scarce. Its states go to peers that offer disk space and do not hold it: first to
+A layer with fewer holders than wanted is scarce. Its states go to peers that offer disk space and do not hold it: first to
 peers at another address than the sender's, then to peers that hold nothing, then in an order drawn for each block, so that
 the next step replaces the last.
 
@@ -27,7 +27,7 @@ KEEPING = (State.JOINING, State.LOADING, State.READY)
 
 
 def holds(announcement: Announcement, block: int, units: int) -> bool:
-    """Return whether a peer computes `block`. The shared block belongs to the first and the last unit."""
+    """Return whether a peer computes `block`. The shared block belongs to the first and the last layer."""
     ends = (0, units - 1) if block == SHARED else (block,)
     return any(announcement.holds(unit) for unit in ends)
 
@@ -39,8 +39,8 @@ def learnt_alone(
     units: int,
     met: Mapping[int, Collection[PeerId]] | None = None,
 ) -> list[int]:
-    """Return the units of `held` that no other ready peer with a training step holds. If `met` is given, only the peers in
-    `met[unit]`, those that have averaged the unit with this peer, count as other holders."""
+    """Return the layers of `held` that no other ready peer with a training step holds. If `met` is given, only the peers in
+    `met[unit]`, those that have averaged the layer with this peer, count as other holders."""
     others = [peer for peer in announced if peer.peer != own and peer.life is State.READY and peer.training_step > 0]
     return [
         unit

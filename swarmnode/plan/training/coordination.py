@@ -93,7 +93,7 @@ def transition(phase: Phase, event: Event) -> Outcome:
 
 
 class Coordination:
-    """The state machine of one stage, with its current phase."""
+    """State machine of one stage in the training, with its current phase."""
 
     def __init__(self, phase: Phase = Phase.VACANT) -> None:
         self.phase = phase
@@ -103,7 +103,7 @@ class Coordination:
 
     @property
     def in_office(self) -> bool:
-        """Whether this stage is the coordinator."""
+        """Whether this stage is the coordinator of the training."""
         return self.phase in IN_OFFICE
 
     def due(self, has_come: Callable[[Event], bool]) -> Event | None:

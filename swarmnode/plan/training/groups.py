@@ -1,11 +1,11 @@
 """Groups of replicas that average at the end of a step, and the encoding of their values.
 
-Every step (`Averaging.every` = 1): the gradients of each unit are summed over its replicas, and all replicas make the same
+Every step (`Averaging.every` = 1): the gradients of each layer are summed over its replicas, and all replicas make the same
 update.
 
 Every H steps (DiLoCo, arXiv 2311.08105), after a warm-up with gradients summed in every step: in between each replica
 updates by itself. At every H-th step, and at the last one, replicas average how far their parameters moved; see
-`compute/training/block.py`. The parameters that the first and the last unit share must stay identical, so their gradient is
+`compute/training/block.py`. The parameters that the first and the last layer share must stay identical, so their gradient is
 summed in every step unless all holders of the ends hold the whole model.
 """
 
@@ -53,7 +53,7 @@ def make_groups(
     count: Count,
     codecs: Collection[int] = tuple(Codec),
 ) -> list[Group]:
-    """Return the groups that average at the end of `step`. Units with the same members and the same counts form one group;
+    """Return the groups that average at the end of `step`. Layers with the same members and the same counts form one group;
     the parameters that both ends share form another one. Groups without members are left out. `codecs`: the codecs that the
     swarm allows."""
     how = _how(run, step)
@@ -71,7 +71,7 @@ def make_groups(
 
 
 def _how(run: Run, step: int) -> How:
-    """Return what the blocks of units do at the end of `step`. Replicas that separate at random weights do not converge
+    """Return what the blocks of layers do at the end of `step`. Replicas that separate at random weights do not converge
     again, so gradients are summed in every step of the warm-up."""
     every = run.averaging.every
     if every == 1 or step < run.warmup_steps:

@@ -38,14 +38,15 @@ FEW_CLUSTERS = 8  # at one scale: more have no stage each, but teams
 
 @dataclass(frozen=True, eq=False)
 class StageLayout:
-    """The stages of the model, and `places`, the stage of each of N peers; an empty span for a peer that stands by."""
+    """Layout of a training: the `stages` that the model is cut into, and `places`, the stage of each of N peers. The place of a
+    peer that stands by is an empty span."""
 
     stages: Sequence[Span]
     places: Sequence[Span]
 
     @property
     def least_holders(self) -> int:
-        """Number of holders of the stage that has fewest."""
+        """Number of peers that hold the stage with the fewest holders."""
         return min(self.places.count(stage) for stage in self.stages)
 
     @property
@@ -56,23 +57,23 @@ class StageLayout:
 
     @property
     def holding(self) -> int:
-        """Number of peers that have a stage."""
+        """Number of peers that hold layers in this layout; the others stand by."""
         return sum(place.units > 0 for place in self.places)
 
     @property
     def mean_holders(self) -> float:
-        """Mean number of holders of a unit."""
+        """Mean number of holders of a layer."""
         return sum(place.units for place in self.places) / self.stages[-1].end
 
     def windows(self, capacity: int) -> list[Span]:
-        """Return the whole stages, and for each stage longer than `capacity` units every part of `capacity` units (at least
+        """Return the whole stages, and for each stage longer than `capacity` layers every part of `capacity` layers (at least
         1)."""
         return _parts(self.stages, capacity)
 
 
 @dataclass(frozen=True)
 class LikelyLayout:
-    """A candidate layout. `step_s`: the seconds of its step, raised for units with few holders, for peers left out, and by
+    """A candidate layout. `step_s`: the seconds of its step, raised for layers with few holders, for peers left out, and by
     the margin over the layout with the best sketch."""
 
     step_s: float
@@ -80,8 +81,8 @@ class LikelyLayout:
 
 
 def windows_between(spans: Sequence[Span], units: int, capacity: int) -> list[Span]:
-    """Return the spans of at most `capacity` units that begin and end at edges of `spans` or of the model. If two
-    neighbouring edges are farther apart, all parts of `capacity` units (at least 1) between them are returned, too."""
+    """Return the spans of at most `capacity` layers that begin and end at edges of `spans` or of the model. If two
+    neighbouring edges are farther apart, all parts of `capacity` layers (at least 1) between them are returned, too."""
     edges = sorted({0, units, *(edge for span in spans if span.units for edge in span)})
     whole = [Span(start, end) for start, end in combinations(edges, 2) if end - start <= capacity]
     return [*whole, *_parts([Span(*pair) for pair in pairwise(edges)], capacity)]
@@ -99,7 +100,7 @@ def _parts(stages: Sequence[Span], capacity: int) -> list[Span]:
 def likely_layouts(forecast: StepForecast, capacity_units: Sequence[int]) -> Sequence[LikelyLayout]:
     """Return the layouts with fewest missing places, at least one, that with the shortest step first. Sketches of steps
     select the candidates, then steps are simulated. The best sketch stays first unless the simulated step of another layout
-    is shorter, and clearly shorter if that layout has fewer holders per unit."""
+    is shorter, and clearly shorter if that layout has fewer holders per layer."""
     sketched = _sketched(forecast, np.array(capacity_units))
     if not sketched:
         return [LikelyLayout(math.inf, _along(forecast, cut(forecast.unit_s(1), 1), []))]
@@ -131,7 +132,7 @@ def _sketched(forecast: StepForecast, capacity_N: Indexes) -> Sequence[LikelyLay
 
 
 def _sketch(forecast: StepForecast, layouts: Sequence[StageLayout]) -> dict[tuple[Span, ...], LikelyLayout]:
-    """Return the layouts with sketched steps, by their places."""
+    """Return `layouts` by their places, each with the quickly estimated seconds of its step."""
     if not layouts:
         return {}
     held_LNU = np.stack([held_units(layout.places, forecast.load.units) for layout in layouts])
@@ -278,7 +279,7 @@ def _by_team(forecast: StepForecast, teams: Sequence[Indexes], count: int, capac
 
 
 def _in_proportion(work_U: Floats, rate_S: Floats) -> list[Span]:
-    """Return the units cut into stages whose work is proportional to the speed of their holders."""
+    """Return the layers cut into stages whose work is proportional to the speed of their holders."""
     middle_U = (work_U.cumsum() - work_U / 2) / work_U.sum()
     ends = np.searchsorted(middle_U, rate_S.cumsum()[:-1] / rate_S.sum()).tolist()
     return [Span(*pair) for pair in pairwise([0, *ends, len(work_U)])]
@@ -304,8 +305,8 @@ def _stage_numbers(forecast: StepForecast, stages: Sequence[Span], along: Indexe
 
 
 def _whole_stages(forecast: StepForecast, stages: Sequence[Span], along: Indexes) -> Indexes:
-    """Return the stage number of each peer: stages are filled one after another with the next peers along the clusters, each
-    until its speed matches its length."""
+    """Return the stage number of each peer, for peers in the order `along`. Stages are filled one after another, each until its
+    share of the peers' speed matches its share of the layers."""
     work_per_s = forecast.network.work_per_s_N[along]
     middle_C = (work_per_s.cumsum() - work_per_s / 2) / work_per_s.sum()
     ends_S = np.array([stage.end for stage in stages]) / forecast.load.units
@@ -329,7 +330,7 @@ def _along(forecast: StepForecast, stages: Sequence[Span], along: Sequence[int])
 
 
 def cut(unit_s_U: Floats, count: int) -> list[Span]:
-    """Return the units cut into `count` stages of about equal seconds (least sum of squares), each of at least one unit."""
+    """Return the layers cut into `count` stages of about equal seconds (least sum of squares), each of at least one layer."""
     units = len(unit_s_U)
     done_s = np.concatenate([[0.0], np.cumsum(unit_s_U)])
     stage_s = done_s[None, :] - done_s[:, None]  # [start, end]

@@ -1,13 +1,13 @@
-"""Placement for training: the units that a peer should hold so that a step becomes shortest, or none.
+"""Placement for training: the layers that a peer should hold so that a step becomes shortest, or none.
 
-First every unit needs a holder. Then the step's forecast counts (`step_forecast.py`), raised for units with just one holder,
+First every layer needs a holder. Then the step's forecast counts (`step_forecast.py`), raised for layers with just one holder,
 because a training state is lost with its last holder. Each peer takes the span with the lowest cost, given the spans of the
 others (best response). Peers that do so one by one can end in an arrangement that no single move improves; so before the
 first step all peers compute the same layout (`layout.py`), and each goes to its place there.
 
-Once something is trained, units with just one holder come next after units with none, before any step's time: a joining or
-standby node is worth most as insurance against losses. A peer that holds units may leave those with two other holders; while
-some units have no holder at all, it may leave those with one other holder.
+Once something is trained, layers with just one holder come next after layers with none, before any step's time: a joining or
+standby node is worth most as insurance against losses. A peer that holds layers may leave those with two other holders; while
+some layers have no holder at all, it may leave those with one other holder.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ POSSIBLE = 1.0  # relative: the most gain of a move to a place whose units all h
 
 @dataclass(frozen=True)
 class TrainingPeers:
-    """N peers: the span that each holds now (empty if none), the number of units that fit into its memory, and the numbers
-    of the peers with the trained state of their units (`learnt`)."""
+    """N peers: the span that each holds now (empty if none), the number of layers that fit into its memory, and the numbers
+    of the peers with the trained state of their layers (`learnt`)."""
 
     spans: Sequence[Span]
     capacity_units: Sequence[int]
     learnt: Collection[int] = ()
 
     def has_learnt(self, peer: int) -> bool:
-        """Return whether `peer` holds units with their trained state."""
+        """Return whether `peer` holds layers with their trained state."""
         return peer in self.learnt and self.spans[peer].units > 0
 
     def cover(self, units: int) -> bool:
@@ -47,18 +47,18 @@ class TrainingPeers:
         return bool(held_units(self.spans, units).any(axis=0).all())
 
     def go_on(self, units: int) -> bool:
-        """Return whether every unit has a holder with its trained state, so that steps can be done."""
+        """Return whether every layer has a holder with its trained state, so that steps can be done."""
         learnt = [STANDING_BY, *(self.spans[peer] for peer in self.learnt)]
         return bool(held_units(learnt, units).any(axis=0).all())
 
     def lack(self, place: Span, units: int) -> bool:
-        """Return whether some unit of `place` has no holder."""
+        """Return whether some layer of `place` has no holder. `units` is the number of layers of the model."""
         held_NU = held_units(self.spans, units)
         return not held_NU[:, place.start : place.end].any(axis=0).all()
 
     def kept_units(self, peer: int, units: int) -> set[int]:
-        """Return the units that `peer` must not leave: those with fewer than two other holders of the trained state, or,
-        while some unit has no holder at all, those with no other."""
+        """Return the layers that `peer` must not leave: those with fewer than two other holders of the trained state, or,
+        while some layer has no holder at all, those with no other."""
         others = [self.spans[other] for other in self.learnt if other != peer]
         holders_U = held_units(others, units).sum(axis=0)
         wanted = HOLDERS if self.cover(units) else 1
@@ -68,7 +68,7 @@ class TrainingPeers:
 @dataclass(frozen=True)
 class TrainingPlace:
     """The place where a peer should be. `gain`: how much faster steps become, relative to its present place; 0 if it stays,
-    infinite if units would have no holder without the move. `missed`: the share of the swarm's speed that is lost while the
+    infinite if layers would have no holder without the move. `missed`: the share of the swarm's speed that is lost while the
     peer moves; `fetching_s`: the seconds to fetch the trained state."""
 
     span: Span
@@ -85,8 +85,8 @@ class TrainingPlace:
 
 @dataclass(frozen=True, order=True)
 class _Worth:
-    """Worth of an arrangement, the least first: units without a holder; then units with too few, if counted by themselves;
-    then the seconds of a step, raised for units with too few holders."""
+    """Worth of an arrangement, the least first: layers without a holder; then layers with too few, if counted by themselves;
+    then the seconds of a step, raised for layers with too few holders."""
 
     missing: int
     fragile: int
@@ -100,16 +100,16 @@ class _Worth:
         return cls(int((holders_U == 0).sum()), 0, fragile * forecast.step_s(spans))
 
     def secures(self, now: _Worth) -> bool:
-        """Return whether fewer units lack a holder than in `now`, or as many and fewer lack a second one."""
+        """Return whether fewer layers lack a holder than in `now`, or as many and fewer lack a second one."""
         return (self.missing, self.fragile) < (now.missing, now.fragile)
 
     def holds_up(self, spare: _Worth) -> bool:
-        """Return whether the step takes longer than in `spare`, the arrangement without the peer, and as many units lack a
+        """Return whether the step takes longer than in `spare`, the arrangement without the peer, and as many layers lack a
         holder."""
         return self.missing == spare.missing and self.step_s > spare.step_s
 
     def gain(self, now: _Worth) -> float:
-        """Return how much longer the step of `now` is, relative to this one; infinite if `now` lacks holders of more units,
+        """Return how much longer the step of `now` is, relative to this one; infinite if `now` lacks holders of more layers,
         negative infinite if of fewer."""
         if now.missing != self.missing:
             return math.inf if now.missing > self.missing else -math.inf
@@ -125,8 +125,8 @@ def choose_training_place(
     hysteresis: float = HYSTERESIS,
 ) -> TrainingPlace | None:
     """Return the place where `peer` should be; None if a layout is given, but neither all peers on its places nor the best
-    span of `peer` leave every unit with a holder. Without a layout something is trained already: the other peers stay on
-    their spans, and each additional unit with a holder counts."""
+    span of `peer` leave every layer with a holder. Without a layout something is trained already: the other peers stay on
+    their spans, and each additional layer with a holder counts."""
     now = peers.spans[peer]
     windows = _windows(forecast, layout, peers, peer)
     spans = peers.spans if layout is None else _settled(layout, peers)
@@ -151,7 +151,7 @@ def choose_training_place(
     moved, away = (_with(spans, peer, place) for place in (best, STANDING_BY))
     gain, may_stay = worth_of[best].gain(stays), now in windows
     if gain < math.inf and best != now and gain_of_all(forecast, moved, spans) < 0:
-        gain = 0.0  # sketches find a move, also where one is not enough; no step may become longer by it
+        gain = 0.0  # sketches also find a move if one move is not enough; no step may become longer by it
     if gain <= hysteresis and not worth_of[best].secures(stays) and may_stay:
         return TrainingPlace(now)
     missed = 1 - forecast.step_s(_with(spans, peer, now)) / forecast.step_s(away)
@@ -164,7 +164,7 @@ def _with(spans: Sequence[Span], peer: int, place: Span) -> list[Span]:
 
 def gain_of_all(forecast: StepForecast, then: Sequence[Span], now: Sequence[Span]) -> float:
     """Return by how much steps become shorter, relative, if all peers go from the spans `now` to the spans `then`; infinite
-    if more units have a holder then, negative infinite if fewer do."""
+    if more layers have a holder then, negative infinite if fewer do."""
     return _Worth.of(forecast, then).gain(_Worth.of(forecast, now))
 
 
@@ -194,7 +194,7 @@ def _settled(layout: StageLayout, peers: TrainingPeers) -> list[Span]:
 def _worth(
     forecast: StepForecast, spans: Sequence[Span], peer: int, windows: Sequence[Span], *, secure: bool = False
 ) -> list[_Worth]:
-    """Return the worth of each window, with `peer` on it and all others on their spans, by sketched steps. `secure`: units
+    """Return the worth of each window, with `peer` on it and all others on their spans, by sketched steps. `secure`: layers
     with too few holders count by themselves."""
     held_WNU = np.repeat(held_units(spans, forecast.load.units)[None], len(windows), axis=0)
     held_WNU[:, peer] = held_units(windows, forecast.load.units)

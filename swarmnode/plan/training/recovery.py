@@ -29,7 +29,7 @@ class HoldingReport:
 @dataclass(frozen=True)
 class RecoveryPlan:
     """The step to resume from, and the peers by what they do: stay, commit, restore from disk, or sync from others.
-    `missing`: units without a peer that can reach the step. `anew`: all begin with the parameters that the swarm was founded
+    `missing`: layers without a peer that can reach the step. `anew`: all begin with the parameters that the swarm was founded
     with."""
 
     step: int
@@ -46,7 +46,7 @@ def plan_anew(units: int, reports: Mapping[PeerId, HoldingReport], *, kept_from:
     from the parameters of the swarm's foundation. The latter needs more than half of the peers beyond step 0 to report that
     the run began there.
 
-    None if neither is possible, units have no holder, or a peer has reached step `kept_from`, which all peers write to disk:
+    None if neither is possible, layers have no holder, or a peer has reached step `kept_from`, which all peers write to disk:
     a peer that is away may still have it.
     """
     kept = {step for report in reports.values() for step in report.kept}
@@ -63,7 +63,7 @@ def plan_anew(units: int, reports: Mapping[PeerId, HoldingReport], *, kept_from:
 
 def plan_recovery(units: int, reports: Mapping[PeerId, HoldingReport], *, roll_back: bool) -> RecoveryPlan:
     """Return the plan for the newest step that the peers cover together. With `roll_back`, steps on disk count, too. If no
-    step covers all units, the plan for the newest step in memory names the `missing` ones.
+    step covers all layers, the plan for the newest step in memory names the `missing` ones.
 
     Rolling back never goes to step 0, so that a run is not thrown away for a peer that has nothing.
     """

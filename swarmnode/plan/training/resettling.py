@@ -2,7 +2,7 @@
 
 When many peers have left, or links have changed, a step may be much shorter with other stages that no single move reaches.
 Then each peer goes to its place in the layout that all compute alike (`layout.py`), as soon as nothing is lost by that:
-standby peers at once, the holders of a unit one after another, while another holder has its trained state. If a stage has to
+standby peers at once, the holders of a layer one after another, while another holder has its trained state. If a stage has to
 be fetched over slow links, one peer fetches it, and the others fetch from that peer. The peer with the longest fetch goes
 first, because steps take longest while some have arrived and others have not. A peer without a stage in the new layout keeps
 working until all others have arrived. A peer that cannot go yet goes when others have arrived.
@@ -30,7 +30,7 @@ LONG_S = 30.0  # others wait for a longer fetch of trained state
 
 
 class Resettling:
-    """Move of `peers` into `layout`."""
+    """Move of all `peers` from the layers that they hold to those that `layout` gives them."""
 
     def __init__(self, forecast: StepForecast, layout: StageLayout, peers: TrainingPeers) -> None:
         self.layout = layout
@@ -46,7 +46,7 @@ class Resettling:
 
     def pays(self, move_s: float, stay_s: float) -> bool:
         """Return whether steps gain more until `stay_s` from now than is lost while trained state is fetched (at least
-        `move_s`), and some peer can go or is on its way. False if the gain is at most `WORTH_IT`, or infinite: units without
+        `move_s`), and some peer can go or is on its way. False if the gain is at most `WORTH_IT`, or infinite: layers without
         a holder are filled first."""
         if not WORTH_IT < self._gain < math.inf:
             return False
@@ -63,7 +63,7 @@ class Resettling:
 
     def spare_s(self, peer: int) -> float:
         """Return the seconds that `peer` may spend on fetching the state of another place that helps meanwhile. A peer with
-        trained state gets 0. A peer that can be a second holder of units outside its own place gets the longest fetch of
+        trained state gets 0. A peer that can be a second holder of layers outside its own place gets the longest fetch of
         all, at least `LONG_S`. A peer that waits for long fetches gets `MUCH_SOONER` of the longest one, any other peer 0."""
         if self._peers.has_learnt(peer):
             return 0.0
@@ -72,7 +72,8 @@ class Resettling:
         return MUCH_SOONER * self._longest_s if self._longest_s > LONG_S and not self._may_go(peer) else 0.0
 
     def _secures_others(self, peer: int) -> bool:
-        """Return whether some units have fewer than two holders besides this peer, and none of its own place do."""
+        """Return whether some layers of the model have fewer than `HOLDERS` holders besides this peer, and none of the layers of
+        its present place do."""
         others = [span for one, span in enumerate(self._peers.spans) if one != peer]
         lacking_U = held_units(others, self._forecast.load.units).sum(axis=0) < HOLDERS
         return bool(lacking_U.any() and not lacking_U[slice(*self._places[peer])].any())
@@ -89,7 +90,7 @@ class Resettling:
         return peer in self._coming and self._places[peer] == self._peers.spans[peer]
 
     def _leaves_nothing_alone(self, peer: int) -> bool:
-        """Return whether each unit that the peer has learnt has another holder that stays or leaves later."""
+        """Return whether each layer that the peer has learnt has another holder that stays or leaves later."""
         later = [span for one, span in enumerate(self._learnt) if self._turn(one) > self._turn(peer)]
         holders_U = held_units([STANDING_BY, *later], self._forecast.load.units).sum(axis=0)
         return bool(holders_U[slice(*self._learnt[peer])].all())
@@ -108,14 +109,14 @@ class Resettling:
         return self._longest_s > LONG_S and self._alone_s[peer] < MUCH_SOONER * self._longest_s
 
     def _first_to(self, place: Span) -> int | None:
-        """Return the peer that fetches the state of `place` first, for the others, too: one that is on its way, or the
-        fastest to fetch it of those that could go. None if there is none."""
+        """Return the peer that should fetch the state of `place` first, so that others can fetch it from there: one that is on
+        its way, or the fastest of those that could go. None if there is none."""
         able = (one for one in self._able if self._places[one] == place)
         return min(able, key=lambda one: (not self._is_on_its_way(one), self._alone_s[one], one), default=None)
 
     @cached_property
     def _able(self) -> list[int]:
-        """Peers still to arrive that are on their way, or leave no unit without a holder."""
+        """Peers still to arrive that are on their way, or leave no layer without a holder."""
         return [one for one in self._coming if self._is_on_its_way(one) or self._leaves_nothing_alone(one)]
 
     @cached_property
@@ -134,7 +135,7 @@ class Resettling:
         return self._forecast.fetching_s(then, peer, self._places[peer])
 
     def _missed(self) -> float:
-        """Return the share of speed that the swarm loses meanwhile: that of the unit with the largest loss."""
+        """Return the share of speed that the swarm loses while peers are on their way: that of the layer with the largest loss."""
         held_NU = held_units(self._learnt, self._forecast.load.units) * self._forecast.network.work_per_s_N[:, None]
         stays_N1 = np.array([[one not in self._coming] for one in range(len(self._learnt))])
         return float(1 - ((held_NU * stays_N1).sum(axis=0) / np.maximum(held_NU.sum(axis=0), 1e-12)).min())

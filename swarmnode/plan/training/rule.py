@@ -108,8 +108,8 @@ class FirstPlaces:
         return f"<FirstPlaces, {'awaited' if self.awaited else 'taken'}>"
 
     def note(self, peers: Sequence[PeerView], *, elsewhere: bool, patience_s: float) -> None:
-        """Note the present places. `elsewhere`: whether a move of all peers pays. From then on the moves are awaited, until
-        no peer is on its way, or no peer has changed its place for `patience_s`."""
+        """Note the present places. `elsewhere`: whether a move of all peers pays. If so the moves are awaited, until no peer is
+        on its way, or no peer has changed its place for `patience_s`."""
         on_the_way = any(peer.span.units and peer.state in ON_THE_WAY for peer in peers)
         places = {peer.peer: (peer.span, peer.state in ON_THE_WAY) for peer in peers}
         if places != self._places or (elsewhere and not self._awaited):
@@ -118,13 +118,13 @@ class FirstPlaces:
 
     @property
     def awaited(self) -> bool:
-        """Whether the first step should wait for moves."""
+        """Whether the first step of the training should wait until peers have moved to their layers."""
         return self._awaited and self._clock() < self._still_until_s
 
 
 @dataclass(eq=False)
 class TrainingRule:
-    """Rule of placement in one swarm that trains. `outlook`: on steps of the current run. `capacity_of`: the number of units
+    """Rule of placement in one swarm that trains. `outlook`: on steps of the current run. `capacity_of`: the number of layers
     that fit into another peer's memory. `has_begun`: whether something is trained already. `under_way`: whether a run
     exists; before its first step is done, it waits for `first_places` while these are awaited. `clock`: seconds."""
 
@@ -142,15 +142,15 @@ class TrainingRule:
         return f"<TrainingRule by {self.outlook!r}>"
 
     def choose(self, view: View, joiner: Joiner) -> Span:
-        """Return the span that `joiner` should take, empty if it should stand by. If no arrangement gives every unit a
-        holder, the joiner takes as many units as fit, in the region with most missing."""
+        """Return the span that `joiner` should take, empty if it should stand by. If no arrangement gives every layer a
+        holder, the joiner takes as many layers as fit, in the region with most missing."""
         place = self._place(view, joiner, MovePolicy(hysteresis=HYSTERESIS))
         return choose_span(view, joiner) if place is None else place.span
 
     def reconsider(self, view: View, joiner: Joiner, move_policy: MovePolicy) -> Move | None:
         """Return the move to a better place, or None if the peer should stay. All peers leave for another layout only if
         that pays: a first step may be under way by then. Delays are drawn at random, so that few peers move at the same
-        time. Units without a holder are first left to peers without trained state."""
+        time. Layers without a holder are first left to peers without trained state."""
         own = joiner.seen_in(view)
         trains = self.has_begun() and own.state is State.READY
         policy = replace(move_policy, hysteresis=RESETTLING) if trains else move_policy
@@ -170,7 +170,7 @@ class TrainingRule:
         return Move(place.span, place.gain, delay_s, disturbs=disturbs)
 
     def _knows_its_paths(self, view: View, own: PeerView) -> bool:
-        """Return whether the paths from a peer to all others that can hold units have been measured."""
+        """Return whether the paths from a peer to all others that can hold layers have been measured."""
         able = (peer for peer in view.peers if peer.peer != own.peer and self.capacity_of(peer))
         return all((own.peer, peer.peer) in view.path_bps for peer in able)
 
@@ -248,7 +248,7 @@ def _soonest(
 def _pays_to_load(
     forecast: StepForecast, resettling: Resettling, peers: TrainingPeers, move_policy: MovePolicy
 ) -> bool:
-    """Return whether, before anything is trained, a layout is worth loading its units. Nothing is computed while they load."""
+    """Return whether, before anything is trained, a layout is worth loading its layers. Nothing is computed while they load."""
     gain = gain_of_all(forecast, resettling.layout.places, peers.spans)
     if gain <= move_policy.hysteresis:
         return False

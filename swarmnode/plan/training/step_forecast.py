@@ -2,8 +2,8 @@
 
 Microbatches are simulated through the stages (`step_model.py`); then come the averaging of gradients and the waiting for
 commands. For the comparison of hundreds of arrangements a step is sketched in closed form instead, and only the best are
-simulated. The terms of the sum are the slowest units, or the busiest hop; the way of the first microbatch; and the slowest
-replicas. The traffic between the holders of a unit and the holders of the next follows from `Clusters`.
+simulated. The terms of the sum are the slowest layers, or the busiest hop; the way of the first microbatch; and the slowest
+replicas. The traffic between the holders of a layer and the holders of the next follows from `Clusters`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ UNHELD = 1e-3  # of a peer's speed on the whole model: the assumed speed of a un
 
 @dataclass(frozen=True, eq=False)
 class TrainingLoad:
-    """Load of a step: its microbatches, the activation bytes of one between stages, and per unit bytes of gradients, work
+    """Load of a step: its microbatches, the activation bytes of one between stages, and per layer bytes of gradients, work
     (in any measure) and bytes of trained state. `over_clusters`: whether replicas may average over clusters. `commands`: the
     coordinator's round trips that all peers wait for."""
 
@@ -48,7 +48,7 @@ class TrainingLoad:
 
     @property
     def units(self) -> int:
-        """Number of units of the model."""
+        """Number of layers of the model."""
         return len(self.work_U)
 
 
@@ -134,14 +134,14 @@ class Clusters:
 
 
 def _scales(heights: Floats) -> list[Floats]:
-    """Return the heights in at most `LEVELS` groups, cut at the largest ratios between neighbours."""
+    """Cut the ascending `heights` into at most `LEVELS` groups, at the largest ratios between neighbours."""
     steps = np.diff(np.log(np.maximum(heights, 1e-9)))
     cuts = np.sort(np.argsort(-steps, kind="stable")[: LEVELS - 1])
     return np.split(heights, cuts + 1)
 
 
 class StepForecast:
-    """Forecast of the steps of one load on one network."""
+    """Forecast of the seconds of a training step for any arrangement of layers on peers."""
 
     def __init__(self, load: TrainingLoad, network: TrainingNetwork) -> None:
         self.load, self.network = load, network
@@ -160,7 +160,7 @@ class StepForecast:
         return f"<StepForecast of {self.load.units} units on {self.network.peers} peers, {self.clusters!r}>"
 
     def unit_s(self, stages: int) -> Floats:
-        """Return [U]: the seconds that a unit adds to its stage with `stages` stages: its computing, and its gradients on
+        """Return [U]: the seconds that a layer adds to its stage with `stages` stages: its computing, and its gradients on
         the slowest line."""
         compute_U = stages * self.load.microbatches * self.load.work_U / self.network.work_per_s_N.sum()
         unit_s_U: Floats = compute_U + 2 * self.load.gradient_bytes_U * self.line_N.max() + 1e-9
@@ -168,7 +168,7 @@ class StepForecast:
 
     def step_s(self, spans: Sequence[Span]) -> float:
         """Return the seconds of a step with all peers on `spans`: passes of the microbatches, averaging of gradients, and
-        waiting for commands. The passes are simulated, or sketched if some unit has no holder."""
+        waiting for commands. The passes are simulated, or sketched if some layer has no holder."""
         key = tuple(spans)
         if key not in self._played_s:
             held_NU = held_units(spans, self.load.units)
@@ -185,7 +185,7 @@ class StepForecast:
         return self._passing_s(held_LNU) + self._averaging_s(held_LNU)
 
     def fetching_s(self, spans: Sequence[Span], peer: int, window: Span) -> float:
-        """Return the seconds to fetch the trained state of the units of `window` that `peer` does not hold. Each unit comes
+        """Return the seconds to fetch the trained state of the layers of `window` that `peer` does not hold. Each layer comes
         from its fastest other holder, or from a disk over the peer's fastest path if there is none."""
         held_NU = held_units(spans, self.load.units)
         new_U = held_units([window], self.load.units)[0] > held_NU[peer]
@@ -195,7 +195,7 @@ class StepForecast:
         return float((self.load.state_bytes_U * path_U)[new_U].sum())
 
     def _stages(self, spans: Sequence[Span]) -> tuple[dict[PeerId, Replica], Transfers]:
-        """Return the replicas of the peers with units, by name, and the transfers between them."""
+        """Return the replicas of the peers with layers, by name, and the transfers between them."""
         chosen = [number for number, span in enumerate(spans) if span.units]
         names = [f"{number:06d}" for number in chosen]
         unit_s = [float(self.load.work_U[slice(*spans[one])].mean() / self.network.work_per_s_N[one]) for one in chosen]
@@ -205,7 +205,7 @@ class StepForecast:
         return {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}, transfers
 
     def _averaged_s(self, held_NU: Floats) -> float:
-        """Return the seconds until the peer with most to average is done, or the busiest shared line of a home. Units with
+        """Return the seconds until the peer with most to average is done, or the busiest shared line of a home. Layers with
         the same holders form one group; groups average one after another."""
         holders_GN, group_U = np.unique(held_NU.T > 0, axis=0, return_inverse=True)
         busy_s_N, homes_s = np.zeros(len(held_NU)), Counter[int]()
@@ -235,7 +235,7 @@ class StepForecast:
     # -- sketched
 
     def _passing_s(self, held_LNU: Floats) -> Floats:
-        """Sketch the passes of all microbatches: computing, with lines side by side, and the way of the first one."""
+        """Estimate roughly the seconds of all microbatches: computing, with lines side by side, and the way of the first one."""
         least = UNHELD / self.latency_s
         work_LN = np.maximum(held_LNU @ self.load.work_U, 1e-12)
         rates_LNU = held_LNU * (self.network.work_per_s_N / work_LN)[..., None]  # microbatches/s through each unit
@@ -249,10 +249,10 @@ class StepForecast:
         return passing_L
 
     def _hops_s(self, rates_LNU: Floats, rate_LU: Floats) -> Floats:
-        """Return [L, V]: the seconds of the hop behind each unit but the last for the mean microbatch. Microbatches without
+        """Return [L, V]: the seconds of the hop behind each layer but the last for the mean microbatch. Microbatches without
         room at the same peer, or in the same cluster, have to leave it.
 
-        A holder of a unit works at full capacity, or on its share if more is held than needed: the truth lies between.
+        A holder of a layer works at full capacity, or on its share if more is held than needed: the truth lies between.
         """
         inside_LKU = self._members_KN @ rates_LNU
         passing_LV = np.minimum(rate_LU[:, 1:], rate_LU[:, :-1])
@@ -263,8 +263,8 @@ class StepForecast:
         return np.where(hops_LV > 1e-9 * self.clusters.rise_L.sum(), hops_LV, 0.0)
 
     def _averaging_s(self, held_LNU: Floats) -> Floats:
-        """Sketch the averaging: each replica of a unit sends a part to every other one, twice, through its line and then
-        along its slowest path."""
+        """Estimate roughly the seconds of averaging: each replica of a layer sends a part to every other one, twice, through its
+        line and then along its slowest path."""
         gradient_U, delay_NN = 2 * self.load.gradient_bytes_U, 2 * self.network.delay_NN
         replicas_LU = np.maximum(held_LNU.sum(axis=1), 1.0)
         parts_LNN = (held_LNU * (gradient_U / replicas_LU)[:, None]) @ held_LNU.transpose(0, 2, 1)
@@ -286,7 +286,7 @@ def _mean(seconds_WX: Floats, sharpness: int) -> Floats:
 
 
 def held_units(spans: Sequence[Span], units: int) -> Floats:
-    """Return [X, U]: 1 if a span contains a unit, else 0."""
+    """Return [X, U]: 1 if a span contains a layer, else 0."""
     starts_X, ends_X = np.array(spans, dtype=np.intp).reshape(-1, 2).T
     units_U = np.arange(units)
     held_XU: Floats = ((starts_X[:, None] <= units_U) & (units_U < ends_X[:, None])).astype(float)

@@ -1,11 +1,11 @@
 """The ledger of one training step: the lease of each microbatch, and the replicas that have counted it.
 
-A microbatch is counted for a unit once its gradient is in the accumulator of a live replica of that unit. A replica that
+A microbatch is counted for a layer once its gradient is in the accumulator of a live replica of that layer. A replica that
 dies takes its counts with it; they are then missing, and the microbatch is leased again: through the replicas that have
-counted it for their units, which add nothing, and through any others for the rest.
+counted it for their layers, which add nothing, and through any others for the rest.
 
 A lease is granted, then done, or called back and released by every live stage of its route. Until then its microbatch is not
-leased again, for only then the counts tell all that came of it: so each microbatch counts exactly once for every unit.
+leased again, for only then the counts tell all that came of it: so each microbatch counts exactly once for every layer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from swarmnode.plan.view import Span
 
 @dataclass
 class Holding:
-    """Counts of one live replica: per unit of its span, a bit for each counted microbatch."""
+    """Microbatches that one live replica (a peer's stage) has counted: a bit mask for each of its layers."""
 
     span: Span
     masks: dict[int, int] = field(default_factory=dict)
 
     def mask(self, unit: int) -> int:
-        """Return the bits of a unit; 0 if the replica does not hold it."""
+        """Return the bit mask of the microbatches counted for a layer; 0 if the replica does not hold the layer."""
         return self.masks.get(unit, 0)
 
 
@@ -56,12 +56,12 @@ class OutstandingLease:
     claimed: bool = False
 
     def passes(self, peer: PeerId) -> bool:
-        """Return whether a stage is on the route."""
+        """Return whether `peer` is on the route of the leased microbatch."""
         return any(hop == peer for hop, _ in self.route)
 
 
 class StepLedger:
-    """Leases and counts of one step of `microbatches` microbatches over a model of `units` units."""
+    """Leases and counts of one step of `microbatches` microbatches over a model of `units` layers."""
 
     def __init__(self, step: int, units: int, microbatches: int) -> None:
         self.step = step
@@ -80,12 +80,12 @@ class StepLedger:
 
     @property
     def leases(self) -> list[OutstandingLease]:
-        """Leases that are neither done nor released."""
+        """Leases of microbatches that are neither finished nor released."""
         return list(self._leases.values())
 
     @property
     def out(self) -> list[OutstandingLease]:
-        """Leases that are not called back."""
+        """Leases that are still valid: given out and not called back."""
         return [lease for lease in self._leases.values() if not lease.called_back]
 
     def held_by(self, trainer: PeerId) -> list[OutstandingLease]:
@@ -98,16 +98,16 @@ class StepLedger:
         return found if found is not None and found.trainer == trainer and not found.called_back else None
 
     def lease(self, number: int) -> OutstandingLease | None:
-        """Return the lease of this number; None if it is over."""
+        """Return the lease with this number; None if it was never given out or is over."""
         return self._leases.get(number)
 
     def free(self) -> list[int]:
-        """Return the microbatches that can be leased: some unit has not counted them, and they have no lease."""
+        """Return the microbatches that can be leased: some layer has not counted them, and they have no lease."""
         leased = {lease.number for lease in self._leases.values()}
         return [number for number in self.missing() if number not in leased]
 
     def grant(self, lease: OutstandingLease) -> None:
-        """Add a lease to those of the step."""
+        """Record a lease that was given out."""
         self._leases[lease.lease] = lease
 
     def done(self, lease: OutstandingLease, loss: float) -> None:
@@ -120,13 +120,14 @@ class StepLedger:
     def call_back(
         self, lease: OutstandingLease, stages: Collection[PeerId], suspects: frozenset[PeerId] | None = None
     ) -> None:
-        """Wait until each of these stages has released a lease; if there are none, it is over."""
+        """Call a lease back: it ends once each of `stages` has released it, at once if there are none. `suspects` may have made
+        it fail."""
         lease.called_back, lease.releasing, lease.suspects = True, set(stages), suspects
         if not stages:
             self._leases.pop(lease.lease, None)
 
     def released(self, lease: int, peer: PeerId) -> OutstandingLease | None:
-        """Note that a stage has forgotten a lease; return the lease if that was the last stage, else None."""
+        """Note that the stage of `peer` has forgotten a lease. Returns the lease if no other stage still has to, else None."""
         found = self._leases.get(lease)
         if found is None or not found.called_back:
             return None
@@ -134,7 +135,7 @@ class StepLedger:
         return None if found.releasing else self._leases.pop(lease)
 
     def void(self) -> None:
-        """Forget all leases."""
+        """Forget all leases of the step."""
         self._leases.clear()
 
     def around_the_gap(self, lease: OutstandingLease) -> frozenset[PeerId]:
@@ -165,8 +166,8 @@ class StepLedger:
         *,
         adds: bool = False,
     ) -> None:
-        """Note the microbatches that a replica says it has counted, by unit. They replace the known ones, or (`adds`) join them, if
-        these may be newer. `losses`: those of the microbatches counted for the last unit, in order."""
+        """Note the microbatches that a replica says it has counted, by layer. They replace the known ones, or (`adds`) join them
+        if these may be newer. `losses`: those of the microbatches counted for the last layer, in order."""
         self._losses.update(zip(_bits(masks.get(self.units - 1, 0)), losses, strict=False))
         known = self.holdings.get(peer) if adds else None
         told = Holding(span, {unit: masks[unit] for unit in range(*span) if masks.get(unit)})
@@ -176,30 +177,30 @@ class StepLedger:
         self.holdings[peer] = told
 
     def count(self, peer: PeerId, span: Span, number: int) -> None:
-        """Note that a microbatch went through these units of a replica, and back. A replica that is lost counts nothing."""
+        """Note that a microbatch went through these layers of a replica, and back. A replica that is lost counts nothing."""
         holding = self.holdings.get(peer)
         if holding is not None:
             for unit in range(max(span.start, holding.span.start), min(span.end, holding.span.end)):
                 holding.masks[unit] = holding.mask(unit) | 1 << number
 
     def lose(self, peer: PeerId) -> None:
-        """Forget a replica, with all that it had counted."""
+        """Forget a replica (the peer's stage) with the microbatches that it had counted."""
         self.holdings.pop(peer, None)
 
     def missing(self) -> list[int]:
-        """Return the microbatches that some unit has not counted."""
+        """Return the microbatches that some layer has not counted."""
         counted = reduce(and_, map(self._union, range(self.units)), self.everything)
         return [number for number in range(self.microbatches) if not counted >> number & 1]
 
     def complete(self) -> bool:
-        """Return whether every unit has counted every microbatch."""
+        """Return whether every layer has counted every microbatch."""
         return all(self._union(unit) == self.everything for unit in range(self.units))
 
     def _union(self, unit: int) -> int:
         return reduce(or_, (holding.mask(unit) for holding in self.holdings.values()), 0)
 
     def counters(self, number: int) -> list[PeerId | None]:
-        """Return for each unit the replica that has counted this microbatch, or None."""
+        """Return for each layer the replica that has counted this microbatch, or None."""
         found: list[PeerId | None] = [None] * self.units
         for peer, holding in self.holdings.items():
             for unit, mask in holding.masks.items():
@@ -226,8 +227,8 @@ class StepLedger:
         return sum(mask.bit_count() for mask in self.holdings[peer].masks.values())
 
     def counts(self, peer: PeerId, units: Sequence[int]) -> int:
-        """Return the number of microbatches that a replica has counted for one of these units, at most; 0 for a listener. A
-        replica of both ends of the model adds to what these share even if all microbatches came in elsewhere."""
+        """Return the number of microbatches that `peer` has counted, at that one of the layers `units` where it has counted most.
+        0 if it holds none of them or has reported no counts."""
         holding = self.holdings.get(peer)
         if holding is None:
             return 0
@@ -236,5 +237,5 @@ class StepLedger:
 
 
 def _bits(mask: int) -> list[int]:
-    """Numbers of the bits that are set."""
+    """Return the numbers of the bits that are set in `mask`, lowest first."""
     return [number for number in range(mask.bit_length()) if mask >> number & 1]

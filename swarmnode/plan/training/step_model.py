@@ -31,7 +31,7 @@ REMEMBERED = 5  # past steps that correct the next forecast
 
 
 def passing_s(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers, microbatches: int) -> float:
-    """Return the seconds until `microbatches` have gone through the stages and back, as if nothing were booked. Infinite if a unit
+    """Return the seconds until `microbatches` have gone through the stages and back, as if nothing were booked. Infinite if a layer
     has no holder, or holders cannot do all of them."""
     played = min(microbatches, FULL_PLAY)
     ends_s = _Play(units, workers, transfers, played).run()
@@ -65,13 +65,13 @@ class Bench:
         return f"<Bench, {len(self._jobs)} passes wait>"
 
     def submit(self, way: Way, takes_s: float, done: Action) -> None:
-        """Compute a pass of `takes_s` seconds, then call `done`."""
+        """Queue a pass of `takes_s` seconds in the direction `way`, and call `done` after it."""
         heapq.heappush(self._jobs, (way, next(self._numbers), takes_s, done))
         if not self._is_busy:
             self._next()
 
     def stop(self) -> None:
-        """Drop everything, the pass in progress as well."""
+        """Drop all queued passes, and the result of the one in progress."""
         self._is_stopped = True
         self._jobs.clear()
 
@@ -102,7 +102,7 @@ class Passage(ABC):
 
     @abstractmethod
     def takes_s(self, way: Way, hop: int) -> float:
-        """Return the seconds of a pass at a hop."""
+        """Return the seconds that a microbatch takes at a hop, in the direction `way`."""
 
     @abstractmethod
     def hand_on(self, way: Way, sender: int, receiver: int) -> None:
@@ -110,10 +110,10 @@ class Passage(ABC):
 
     @abstractmethod
     def done(self) -> None:
-        """Hear that the first hop has the gradient."""
+        """Handle that the gradient is back at the first hop."""
 
     def arrived(self, way: Way, hop: int) -> None:
-        """Submit a pass of this microbatch to the bench of `hop`."""
+        """Queue the microbatch at hop `hop`, to be computed in the direction `way`."""
         self._benches[hop].submit(way, self.takes_s(way, hop), partial(self._computed, way, hop))
 
     def _computed(self, way: Way, hop: int) -> None:
@@ -130,7 +130,7 @@ class Passage(ABC):
 
 
 class _Play:
-    """Microbatches through idle copies of `workers`, which it books."""
+    """Simulation of microbatches through idle copies of `workers`."""
 
     def __init__(self, units: int, workers: Mapping[PeerId, Replica], transfers: Transfers, microbatches: int) -> None:
         self.workers = {peer: replace(worker, booked_units=0, in_flight=0) for peer, worker in workers.items()}
@@ -143,7 +143,7 @@ class _Play:
         self._ends_s: list[float] = []
 
     def run(self) -> Sequence[float]:
-        """Return when each microbatch was back, one after another."""
+        """Run the simulation, and return the times in seconds at which the microbatches were back, in order."""
         self._lease()
         self._clock.run_out()
         return self._ends_s
@@ -158,38 +158,39 @@ class _Play:
             _PlayedMicrobatch(self, route).arrived(Way.FORWARD, 0)
 
     def done(self, route: Sequence[Wire]) -> None:
-        """Give out the next ones in place of one that is back."""
+        """Release the bookings of a microbatch that is back, record its time, and send the next ones."""
         book(route, self.workers, self._transfers, -1)
         self._ends_s.append(self._clock.now_s)
         self._lease()
 
 
 class _PlayedMicrobatch(Passage):
-    """A microbatch of a simulated step, along its route."""
+    """Microbatch of a simulated step on its route through the stages."""
 
     def __init__(self, play: _Play, route: Sequence[Wire]) -> None:
         super().__init__([play.benches[peer] for peer, _ in route])
         self._play, self._route = play, route
 
     def takes_s(self, way: Way, hop: int) -> float:
-        """Return the share that this way has of what the stage takes there and back."""
+        """Return the seconds that the stage at `hop` computes for this microbatch in one direction: its share of the forward and
+        backward pass."""
         peer, span = self._route[hop]
         share = FORWARD_SHARE if way is Way.FORWARD else 1 - FORWARD_SHARE
         return share * span.units * self._play.workers[peer].assumed_unit_s
 
     def hand_on(self, way: Way, sender: int, receiver: int) -> None:
-        """Send it over the play's lines."""
+        """Send the microbatch from hop `sender` to hop `receiver` over the simulated links, in the direction `way`."""
         here, there = self._route[sender][0], self._route[receiver][0]
         self._play.lines.send(here, there, partial(self.arrived, way, receiver))
 
     def done(self) -> None:
-        """Tell the play."""
+        """Report to the simulation that this microbatch is back."""
         self._play.done(self._route)
 
 
 class ExpectedStep:
-    """Expected seconds of a run's next step, corrected by the errors of the last forecasts: trainers, updates and commands
-    are in no model. `expected_s`: seconds of the current step; 0 if unknown."""
+    """Expected seconds of a run's next step: its forecast times the median ratio of real to forecast seconds of the last steps,
+    since no forecast includes trainers, updates and commands. `expected_s`: seconds of the current step; 0 if unknown."""
 
     def __init__(self) -> None:
         self.expected_s = 0.0

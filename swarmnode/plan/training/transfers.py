@@ -86,7 +86,7 @@ class Transfers:
         return other
 
     def lines(self, clock: VirtualClock) -> VirtualLines:
-        """Return these links in virtual time, with no transfer under way."""
+        """Return the same links for a simulation in the time of `clock`, with no transfer in progress."""
         return VirtualLines(clock, list(self._number), self._delay_NN, self._sending_NN, self._uplink_N, self._homes)
 
     def busy_s(self, peer: PeerId) -> float:
@@ -95,7 +95,7 @@ class Transfers:
         return float(self._busy_s_N()[self._at(peer)])
 
     def clear(self) -> None:
-        """Delete all bookings."""
+        """Forget all booked transfers."""
         self._booked.clear()
         self._booked_NN[:] = 0.0
 
@@ -168,7 +168,8 @@ class VirtualLines:
             self._send_piece(path, PIECES)
 
     def _carry(self, path: Path, share: float) -> float:
-        """Return when a share of a microbatch's values that is handed over now has left by its path."""
+        """Send `share` of a microbatch's values along `path` (from, to), from now on or when its lines are free. Returns the time
+        in seconds when all have been sent."""
         here, there = path
         begins_s = max(self.clock.now_s, self._free_s[here])
         if self.homes is not None and self.homes.parts(here, there):

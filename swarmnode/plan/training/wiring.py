@@ -1,7 +1,7 @@
 """Wiring: the route of a microbatch, through the replicas that will finish it first.
 
 Peers and links are booked for microbatches sent and not yet back (virtual finish times, as SWARM does, 2301.11913
-section 3.2, with measured seconds per unit; links added); a route is the cheapest chain of spans, mid-span entry included. So a
+section 3.2, with measured seconds per layer; links added); a route is the cheapest chain of spans, mid-span entry included. So a
 peer with half the speed gets half the work, and a slow link is crossed where waiting for a fast one would take longer. Of
 what costs the same a lot decides that no name favours. A slow peer gets no more microbatches if the others would
 finish the rest of the step sooner. By Little's law (1961) a stage needs as many microbatches at once,
@@ -37,8 +37,12 @@ BELIEVED = 4.0  # times the median speed: the most that counts for the number of
 
 @dataclass
 class Replica:
-    """A peer that may take microbatches: `unit_s` seconds for one through one unit, `booked_units` sent and not back. `at_once`:
-    microbatches that keep it busy; `window`: that it has room for; 0: not known."""
+    """Peer that may take microbatches.
+
+    `unit_s` are seconds for one microbatch through one layer, and `booked_units` the layers of microbatches that are sent and not
+    back. `at_once` is the number of microbatches that keep the peer busy, and `window` the number that it has room for; 0 if
+    unknown.
+    """
 
     span: Span
     unit_s: float = 0.0
@@ -49,16 +53,16 @@ class Replica:
 
     @property
     def is_free(self) -> bool:
-        """Whether it takes one more."""
+        """Whether the peer has room for one more microbatch now."""
         return self.in_flight < min(self.at_once or ENDLESS, self.window or ENDLESS)
 
     @property
     def assumed_unit_s(self) -> float:
-        """Measured seconds per unit, or `UNMEASURED_UNIT_S` if there is no measurement."""
+        """Measured seconds per layer, or `UNMEASURED_UNIT_S` if there is no measurement."""
         return self.unit_s or UNMEASURED_UNIT_S
 
     def finish_s(self, units: int) -> float:
-        """Return the seconds until the peer would finish its booked units and `units` more."""
+        """Return the seconds until the peer would finish its booked layers and `units` more."""
         return (self.booked_units + units) * self.assumed_unit_s
 
 
@@ -77,8 +81,8 @@ def book(route: Sequence[Wire], workers: Mapping[PeerId, Replica], transfers: Tr
 
 
 def keep_busy(units: int, workers: Mapping[PeerId, Replica], transfers: Transfers) -> None:
-    """Set how many microbatches each has `at_once`: as many as it does while one is on its way there and back, and one. Where units
-    have no holder nothing changes."""
+    """Set `at_once` of each worker: `QUEUES` times the microbatches that it computes while one goes through all stages and back,
+    plus one. Nothing changes if some layer has no holder."""
     idle = {peer: replace(worker, booked_units=0, in_flight=0, at_once=0, window=0) for peer, worker in workers.items()}
     links, routes = transfers.idle(), Counter[tuple[Wire, ...]]()
     for _ in range(TRIED):
@@ -97,7 +101,7 @@ def keep_busy(units: int, workers: Mapping[PeerId, Replica], transfers: Transfer
 
 
 def _way_s(route: Sequence[Wire], workers: Mapping[PeerId, Replica], links: Transfers) -> float:
-    """Seconds of one microbatch alone, there and back."""
+    """Return the seconds of one microbatch that travels `route` alone, forward and back."""
     hops_PP = links.there_and_back_s([peer for peer, _ in route])
     return float(hops_PP.diagonal(1).sum()) + sum(span.units * workers[peer].assumed_unit_s for peer, span in route)
 
@@ -109,10 +113,10 @@ def wire(
     *,
     left: int = ENDLESS,
 ) -> list[Wire] | None:
-    """Return the route of one microbatch; None if no chain of free peers covers all units. Peers that would take longer than
+    """Return the route of one microbatch; None if no chain of free peers covers all layers. Peers that would take longer than
     the others need for all `left` microbatches are not used.
 
-    `fixed` names, for each unit, the peer that the microbatch must pass there, or None.
+    `fixed` names, for each layer, the peer that the microbatch must pass there, or None.
     """
     late = _late(workers, left) - set(fixed)
     free = sorted((peer for peer, worker in workers.items() if worker.is_free and peer not in late), key=_lot)
@@ -127,7 +131,7 @@ def wire(
 
 @lru_cache(maxsize=1024)
 def _cover(spans: Collection[Span], units: int) -> bool:
-    """Return whether the spans contain all `units`."""
+    """Return whether every one of `units` layers is in at least one of `spans`."""
     return len(set().union(*(range(*span) for span in spans))) >= units
 
 
@@ -167,8 +171,8 @@ def _lot(peer: PeerId) -> int:
 
 
 class _Cuts(NamedTuple):
-    """Unit numbers of the C possible handovers, and the unit that each peer can reach from each cut but the last; the cut
-    itself if none."""
+    """Numbers of the C layers where a microbatch may change peers, and the layer that each peer can reach from each of them but
+    the last; the cut itself if none."""
 
     unit_C: Indexes
     reach_PC: Indexes
@@ -176,14 +180,15 @@ class _Cuts(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _cuts(spans: Sequence[Span], fixed: Sequence[int]) -> _Cuts:
-    """Return the cuts for peers with `spans`; `fixed` gives by number the peer that must take each unit."""
+    """Return the layers where peers with `spans` can hand on microbatches, and how far each peer can compute from there. `fixed`
+    gives by number the peer that must take each layer."""
     able_PU = _able(spans, fixed)
     unit_C = np.concatenate([[0], 1 + np.flatnonzero((able_PU[:, 1:] != able_PU[:, :-1]).any(axis=0)), [len(fixed)]])
     return _Cuts(unit_C, _reach(able_PU)[:, unit_C[:-1]])
 
 
 def _able(spans: Sequence[Span], fixed: Sequence[int]) -> Bools:
-    """Return [P, U]: whether a peer holds a unit, and no other peer must take it."""
+    """Return [P, U]: whether a peer holds a layer, and no other peer must take it."""
     starts_P, ends_P = np.array(spans).T
     fixed_U, units_U = np.array(fixed), np.arange(len(fixed))
     held_PU = (starts_P[:, None] <= units_U) & (units_U < ends_P[:, None])
@@ -192,7 +197,8 @@ def _able(spans: Sequence[Span], fixed: Sequence[int]) -> Bools:
 
 
 def _reach(able_PU: Bools) -> Indexes:
-    """[P, U]: how far a peer may take a microbatch that enters at a unit; the unit itself where it may not take it."""
+    """Return [P, U]: the end of the layers that a peer may compute for a microbatch that enters at a layer; the layer itself if
+    it may not compute it."""
     units = able_PU.shape[1]
     ends_PU = np.where(able_PU, units, np.arange(units))
     reach_PU: Indexes = np.minimum.accumulate(ends_PU[:, ::-1], axis=1)[:, ::-1]
@@ -200,7 +206,7 @@ def _reach(able_PU: Bools) -> Indexes:
 
 
 class _Cheapest:
-    """The cheapest chain, computed from the end of the model backwards."""
+    """Search for the cheapest chain of peers through all layers, computed from the end of the model backwards."""
 
     def __init__(self, cuts: _Cuts, workers: Sequence[Replica], there_and_back_PP: Floats) -> None:
         self.cuts_C, self.reach_PC = cuts
@@ -217,7 +223,8 @@ class _Cheapest:
             self._enter(cut)
 
     def _enter(self, cut: int) -> None:
-        """Compute the least cost of entering each peer at `cut`, its best later cut, and the best next peer."""
+        """Compute for `cut`: the least cost of entering each peer there, the later cut where a microbatch best leaves it, and the
+        best peer to hand on to."""
         unit, stops = self.cuts_C[cut], self.cuts_C[cut + 1 :]
         compute_PS = (self.booked_P[:, None] + stops - unit) * self.unit_s_P[:, None]
         within_PS = stops <= self.reach_PC[:, cut, None]

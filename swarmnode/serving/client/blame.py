@@ -31,7 +31,7 @@ LEAVING_S = 30.0  # a leaving peer does not come back soon
 
 
 class Verdict(Enum):
-    """Consequence of a fault."""
+    """Conclusion that a client draws from a fault in a session: whether the peer or the request is to blame."""
 
     PEER = auto()  # the peer failed: suspect it in all sessions
     ELSEWHERE = auto()  # it may be the peer or the request: use another peer in this session
@@ -52,7 +52,7 @@ class Blame:
         """Record that `hop` failed with `code` and return the verdict. `retry_s`: seconds after which the peer asked to
         be tried again.
 
-        The verdict is REQUEST if, since the last progress, a hop with some of the same units failed with the same
+        The verdict is REQUEST if, since the last progress, a hop with some of the same layers failed with the same
         arguable code.
         """
         self._backoff.failed(hop.peer, at_least_s=LEAVING_S if code == ErrorCode.DRAINING else retry_s)
@@ -84,7 +84,7 @@ class Blame:
 
     @property
     def avoided(self) -> frozenset[PeerId]:
-        """Peers left out at this moment."""
+        """Peers that routes should avoid at this moment, because they failed lately."""
         return self._backoff.resting
 
     @property

@@ -34,7 +34,7 @@ ID_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Ends:
-    """Embedding and head on the client, each a span of one unit. They keep no cache, only positions."""
+    """Embedding and head on the client, each a span of one layer. They keep no cache, only positions."""
 
     def __init__(self, embedding: StageRunner, head: StageRunner) -> None:
         self._embedding = embedding
@@ -46,7 +46,7 @@ class Ends:
 
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> Ends:
-        """Load unit 0 and the last unit. Raises CheckpointError if the checkpoint cannot be read."""
+        """Load layer 0 and the last layer. Raises CheckpointError if the checkpoint cannot be read."""
         units = checkpoint.units
         nothing = RunnerConfig(cache_bytes=0)
         head = load_span(checkpoint, units - 1, units)
@@ -60,17 +60,17 @@ class Ends:
             runner.open(session, rows=rows, max_length=max_length, padding=padding)
 
     def close(self, session: Hashable) -> None:
-        """End a session."""
+        """End a session and forget its positions."""
         for runner in (self._embedding, self._head):
             runner.close(session)
 
     def truncate(self, session: Hashable, length: int) -> None:
-        """Forget the positions from `length` on."""
+        """Forget the positions of a session from `length` on."""
         for runner in (self._embedding, self._head):
             runner.truncate(session, length)
 
     def embed(self, session: Hashable, ids_BT: Tensor, reorder: tuple[int, ...]) -> Tensor:
-        """Return hidden_BTH of the next token ids."""
+        """Return the embeddings hidden_BTH of a session's next token ids."""
         return self._embedding.run([StepInput(session, ids_BT, want=WANT_NOTHING, reorder=reorder)])[0].output
 
     def logits(self, session: Hashable, hidden_BTH: Tensor) -> Tensor:
@@ -123,10 +123,11 @@ class RemoteCache(Cache):
         """Raise UsageError if the input's `rows` differ from the session's, or `count` more positions do not fit."""
         spec, length = self.session.spec, self.length
         if rows != spec.rows:
-            raise UsageError(f"the cache was made for {spec.rows} sequences, the input has {rows}")
+            raise UsageError(f"the cache was made for {spec.rows} sequences, the input has {rows}; make a new cache")
         if length + count > spec.max_length:
             raise UsageError(
-                f"the cache has room for {spec.max_length} positions: {length} are taken, {count} more do not fit"
+                f"the cache has room for {spec.max_length} positions: {length} "
+                f"are taken, {count} more do not fit; make a larger cache"
             )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -134,7 +135,7 @@ class RemoteCache(Cache):
         for each row."""
         order, rows = beam_idx.tolist(), self.session.spec.rows
         if len(order) != rows or not all(0 <= row < rows for row in order):
-            raise UsageError(f"a reordering must name {rows} rows below {rows}, not {order}")
+            raise UsageError(f"a reordering must list {rows} row numbers below {rows}, not {order}")
         self.reorder = tuple(self.reorder[row] for row in order) if self.reorder else tuple(order)
 
     def close(self) -> None:
@@ -251,7 +252,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
             raise UsageError(f"the attention mask must be (rows, T), with as many rows as there are sequences: {rows}")
         padding_B = (attention_mask_BT == 0).sum(dim=1)
         if int(padding_B.max()) == attention_mask_BT.shape[1]:
-            raise UsageError("the attention mask leaves a sequence without any token")
+            raise UsageError("the attention mask leaves a sequence without any token; leave that sequence out")
         columns_T = torch.arange(attention_mask_BT.shape[1])
         if not torch.equal(attention_mask_BT != 0, columns_T[None, :] >= padding_B[:, None]):
             raise UsageError("the attention mask must be left padding: zeros first, then ones (padding_side='left')")

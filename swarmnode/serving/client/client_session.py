@@ -72,7 +72,7 @@ TOLD = (*FINAL, ErrorCode.NOT_FOUND)
 
 
 class ToldCodecs:
-    """Codecs that the hops of one session chose and reported, by the unit that the states enter."""
+    """Codecs that the hops of one session chose and reported, by the layer that the states enter."""
 
     def __init__(self, first: Codec, told: Iterable[LinkCodec] = ()) -> None:
         self._first = first
@@ -85,7 +85,7 @@ class ToldCodecs:
 
     @property
     def told(self) -> tuple[LinkCodec, ...]:
-        """All reported choices, for OPEN."""
+        """Return all codecs that hops chose, as an OPEN message carries them to a new hop."""
         schedules = self._schedules.items()
         return tuple(LinkCodec(unit, start, codec) for unit, one in schedules for start, codec in one.changes)
 

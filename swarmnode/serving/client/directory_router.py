@@ -81,7 +81,7 @@ class DirectoryRouter(Router):
         return tuple(route.hops)
 
     def _note(self, what: str, result: str, view: View, avoid: frozenset[PeerId], hops: Sequence[HopSpec] = ()) -> None:
-        """Log the routing decision with what this peer knew of the other peers."""
+        """Record a routing decision, with the facts about the peers behind it, for `swarmnode why`."""
         peers, own = {peer.peer: peer for peer in view.peers}, self._host.directory.network.peer_id
         ready = sum(peer.state is State.READY and peer.span.units > 0 for peer in view.peers)
         left_out = avoid & peers.keys()

@@ -34,7 +34,7 @@ class ModelLimits:
         not have."""
         ids = [_whole(token) for token in prompt]
         if not ids:
-            raise UsageError("the prompt has no tokens")
+            raise UsageError("the prompt has no tokens; give at least one")
         self.check_ids(min(ids), max(ids))
         return ids
 
@@ -43,9 +43,11 @@ class ModelLimits:
         if lowest < 0:
             raise UsageError(f"token id {lowest} is negative: token ids count from 0")
         if self.vocabulary is not None and highest >= self.vocabulary:
-            raise UsageError(f"token id {highest} is not in the model's vocabulary of {self.vocabulary}")
+            raise UsageError(
+                f"token id {highest} is not in the model's vocabulary of {self.vocabulary}; use the model's tokenizer"
+            )
         if highest > MAX_TOKEN_ID:
-            raise UsageError(f"token id {highest} is not in any model's vocabulary")
+            raise UsageError(f"token id {highest} is not in any model's vocabulary; use the model's tokenizer")
 
     def check_text(self, chars: int) -> None:
         """Raise ContextTooLong if a prompt of `chars` characters is too long in any tokenization, without tokenizing it
@@ -90,7 +92,10 @@ class ModelLimits:
         """Raise UsageError if the swarm has no adapter `name`, or the user wants to `hold_ends` with one. "" is the
         model alone."""
         if name and hold_ends:
-            raise UsageError("hold_ends does not work with an adapter: its changes to embedding and head are not here")
+            raise UsageError(
+                "hold_ends does not work with an adapter: its changes to "
+                "embedding and head are not here; leave out one of the two"
+            )
         if name and name not in self.adapters:
             known = f"it has {', '.join(self.adapters)}" if self.adapters else "it has none"
             raise UsageError(f"the swarm has no adapter {name[:MAX_ADAPTER_CHARS]!r}: {known}")
@@ -98,9 +103,7 @@ class ModelLimits:
     def check_session(self, rows: int, length: int) -> None:
         """Raise UsageError if no session can have `rows` rows of `length` positions."""
         if not 1 <= rows <= MAX_ROWS:
-            raise UsageError(
-                f"{rows} sequences together are not possible: between 1 and {MAX_ROWS} are (batch x beams)"
-            )
+            raise UsageError(f"{rows} sequences at once are not possible: use 1 to {MAX_ROWS} (batch x beams)")
         if not 1 <= length <= self._bound:
             raise UsageError(
                 f"{length} positions were asked for, the model has {self._bound}: shorten prompt or max_new_tokens"

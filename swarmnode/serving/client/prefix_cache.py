@@ -78,7 +78,8 @@ class _Alike(NamedTuple):
 
 
 class Beginnings:
-    """Texts of one client that others may begin with. A text serves only its own owner.
+    """Texts of one client whose caches are kept at peers, so that later prompts may begin with them. A text serves only its own
+    owner.
 
     Otherwise the time to the first token would reveal what another owner has said.
     """

@@ -33,10 +33,10 @@ class Router(Protocol):
             size: Positions of the session.
 
         Returns:
-            Hops whose units follow one another without a gap, over all units of the router.
+            Hops whose layers follow one another without a gap, over all layers of the router.
 
         Raises:
-            NoRoute: Some units have no holder outside `avoid`.
+            NoRoute: Some layers have no holder outside `avoid`.
         """
 
     @abstractmethod

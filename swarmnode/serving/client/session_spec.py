@@ -45,7 +45,7 @@ class ServedWork:
             self._tokens[session, hop] = max(0, tokens - self._given.get((session, hop), 0))
 
     def by_peer_and_session(self) -> Iterator[tuple[tuple[PeerId, bytes], int]]:
-        """Yield ((peer, session id), units times tokens) for all work."""
+        """Yield ((peer, session id), layers times tokens) for all work."""
         totals = Counter[tuple[PeerId, bytes]]()
         for (session, hop), tokens in self._tokens.items():
             totals[hop.peer, session] += (hop.end - hop.start) * tokens
@@ -86,9 +86,9 @@ class SessionSpec:
         rows: Sequences computed side by side.
         sampling: Parameters of the draw, in RING mode.
         padding: Left padding of each row; empty if there is none.
-        codec: Codec of the states between hops, unless `codecs` names another one for a unit and position.
+        codec: Codec of the states between hops, unless `codecs` names another one for a layer and position.
         adapts: Whether hops choose codecs themselves, among `allowed`.
-        codecs: Codecs already chosen, by unit and position.
+        codecs: Codecs already chosen, by layer and position.
         allowed: Codecs that the swarm allows.
         prompt_tokens: Positions that come at once, 0 if not known.
         prompt: Token ids before the drawn tokens.

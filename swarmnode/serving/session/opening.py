@@ -1,6 +1,6 @@
 """Opening of a session at one hop.
 
-OPEN fixes its units, shape and memory. The module also checks OPEN and INPUT, and keeps each ATTACH that comes before
+OPEN fixes its layers, shape and memory. The module also checks OPEN and INPUT, and keeps each ATTACH that comes before
 its OPEN.
 """
 
@@ -36,7 +36,7 @@ class EarlyAttaches:
         return f"<EarlyAttaches to {len(self._waiting)} sessions>"
 
     def take(self, session: bytes) -> list[tuple[Channel, Attach]]:
-        """Remove and return the messages for a session that is open now."""
+        """Remove and return the ATTACH messages that arrived before the session was opened; empty if there are none."""
         return self._waiting.pop(session, [])
 
     def keep(self, channel: Channel, body: Attach) -> None:
@@ -71,7 +71,7 @@ def is_last(opened: Open) -> bool:
 
 
 def units_of(opened: Open) -> tuple[int, int]:
-    """Return the units [start, end) that the receiver of an OPEN computes."""
+    """Return the layers [start, end) that the receiver of an OPEN computes."""
     hop = opened.route[opened.index]
     return hop.start, hop.end
 

@@ -100,7 +100,7 @@ class StageSession:
 
     @property
     def epoch(self) -> int:
-        """Number of the client's present route; grows with each."""
+        """Number of the client's present route for this session; it grows with each new route."""
         return self.opened.epoch
 
     def _new_timing(self) -> Timing:
@@ -209,7 +209,7 @@ class StageSession:
             self._refuse(ErrorCode.MALFORMED)
 
     def _refuse(self, code: ErrorCode) -> None:
-        """Refuse an invalid message from upstream: the session ends."""
+        """End the session with the error `code`, after an invalid message from the hop before."""
         if self._upstream is not None:
             self._upstream.close(Error(code))
             self.free()
@@ -295,7 +295,7 @@ class StageSession:
         asyncio.get_running_loop().call_soon(self._left, job, run, self.pipeline.clock())
 
     def _left(self, job: Job, run: Pass, sent_s: float) -> None:
-        """Note that the result of a job was sent."""
+        """Record in the trace that the result of `job` was sent at `sent_s`, and report the time of a single step."""
         (began_s, ended_s, jobs), came_s = run, job.submitted_s
         self.trace.note(job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs)
         if not self._freed:
@@ -314,7 +314,7 @@ class StageSession:
         self.pipeline.computed(job, run)
 
     def _tell_ran(self, end: int) -> None:
-        """Tell the hops that sent a step that its result has left."""
+        """Report to the hops that sent a step how long it took here."""
         ran = self._timing.step()
         for channel in (self._upstream, self._ring.channel):
             if ran is not None and channel is not None and channel.open:
@@ -360,7 +360,7 @@ class StageSession:
         self._tell_client(Fault(self.epoch, index, code, retry_s))
 
     def _tell_client(self, body: Fault | LinkCodec) -> None:
-        """Send a message to the client, through the hops before this one."""
+        """Send `body` to the client, along the hops before this one; does nothing while the upstream is closed."""
         if self._upstream is not None and self._upstream.open:
             self._upstream.send(body)
 
@@ -392,7 +392,8 @@ class StageSession:
         return self._orphaned is not None
 
     def free(self) -> None:
-        """Free everything here and downstream. Safe to call twice."""
+        """End the session here: free its memory and close its links to the hops before and after. Calling it again changes
+        nothing."""
         if self._freed:
             return
         self._freed = True

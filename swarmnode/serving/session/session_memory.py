@@ -83,7 +83,7 @@ class SessionMemory:
         return self._promises[key].cache_bytes
 
     def release(self, key: int) -> None:
-        """Take back the promise to a session that is over."""
+        """Release the memory that was promised to a session."""
         self._promises.pop(key).journal.release()
         self._claim()
 
@@ -142,7 +142,7 @@ class SessionMemory:
 
 
 class _Shares:
-    """Memory held by each peer and each group of peers."""
+    """Bytes of session memory promised to each peer, and to each group of peers."""
 
     def __init__(self, promises: Iterable[Promise]) -> None:
         self._by_peer: Counter[PeerId] = Counter()
@@ -156,9 +156,9 @@ class _Shares:
         self._by_group[promise.claimant.group] -= promise.total_bytes
 
     def excess_bytes(self, holder: Claimant, asker: Claimant, weight: int, asked_bytes: int) -> int:
-        """Return by how many bytes the holder exceeds `weight` times the asker's future share.
+        """Return by how many bytes the share of `holder` exceeds `weight` times that of `asker` with `asked_bytes` more.
 
-        Within one group the peers are compared, otherwise their groups.
+        Peers of the same group are compared with each other, otherwise their groups.
         """
         if holder.group == asker.group:
             return self._by_peer[holder.peer] - weight * (self._by_peer[asker.peer] + asked_bytes)

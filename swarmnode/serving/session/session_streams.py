@@ -36,7 +36,7 @@ class Ring:
         return f"<Ring {'open' if self.channel is None else f'by {self.channel.peer}'}>"
 
     def unbind(self) -> None:
-        """Leave the last hop. Safe to call twice."""
+        """Close the channel on which the last hop sends tokens to the first one. Calling it again changes nothing."""
         channel, self.channel = self.channel, None
         if channel is not None:
             channel.close()
@@ -44,7 +44,8 @@ class Ring:
     async def bind(
         self, opened: Open, start: Callable[[], int], on_fault: Callable[[PeerError | NetworkDown], None]
     ) -> None:
-        """Subscribe at the last hop to the outputs of an epoch, from position `start()` on, unless the epoch is over.
+        """Subscribe at the last hop to the outputs of the route in `opened`, from position `start()` on, unless the session goes
+        on with a newer OPEN.
 
         `on_fault` gets the error if the last hop cannot be reached or is lost.
         """
@@ -105,7 +106,7 @@ class InputCursor:
 
 
 class OutputStream:
-    """Outputs by position, kept for later subscribers."""
+    """Outputs of one session by position; late subscribers get the earlier ones, too."""
 
     def __init__(self) -> None:
         self._outputs: dict[int, tuple[Output, tuple[Buffer, ...]]] = {}
@@ -150,7 +151,7 @@ class OutputStream:
                 channel.send(output, seq=position, payload=payload)
 
     def detach(self, channel: Channel) -> None:
-        """End a subscription. Safe to call twice."""
+        """End the subscription of `channel`. Calling it again changes nothing."""
         if channel in self._subscribers:
             self._subscribers.remove(channel)
 

@@ -34,21 +34,21 @@ class Conveyed:
 
     @property
     def length(self) -> int:
-        """Number of positions sent over the edge, from position 0 on."""
+        """Number of positions conveyed, from position 0 on."""
         return self.entries[-1].end if self.entries else 0
 
     @property
     def is_ids(self) -> bool:
-        """Whether token ids went over the edge."""
+        """Whether the values are token ids rather than hidden states."""
         return bool(self.entries) and self.entries[0].body.tensor.dtype in ID_DTYPES
 
     @property
     def codec(self) -> Codec:
-        """Coarsest codec of all entries."""
+        """The codec that loses most among those that carried these values."""
         return coarsest(Codec(entry.body.tensor.codec) for entry in self.entries)
 
     def edge(self) -> Edge:
-        """Return the edge as it appears in a statement."""
+        """Return the summary of these values for a signed statement: a digest and the range of positions."""
         if not self.entries:
             return Edge()
         if self.is_ids:
@@ -73,7 +73,7 @@ class Conveyed:
 
 
 class Transcript:
-    """Transcript of one session at one hop. Only sessions of one row are kept."""
+    """Record of what one session sent and received at one hop, for audits. Only sessions of one row are kept."""
 
     def __init__(self, downstream: Hop, output_stream: OutputStream, *, keeps: bool) -> None:
         self._downstream = downstream
@@ -90,7 +90,7 @@ class Transcript:
         self._base = position
 
     def take(self, start: int, parts: Sequence[tuple[TensorInfo, Buffer]]) -> None:
-        """Keep an input whose first position is `start`."""
+        """Keep an input from position `start` on, if inputs are kept for audits."""
         if self._keeps:
             for info, payload in parts:
                 self._received.append(Entry(start, info.shape[1], Input(info), (payload,)))
@@ -101,17 +101,17 @@ class Transcript:
 
     @property
     def received(self) -> Conveyed:
-        """Inputs received until now; empty if nothing is kept."""
+        """Inputs of this hop received up to now, for audits; empty if the hop keeps none."""
         return Conveyed(tuple(self._received), self._base)
 
     @property
     def sent(self) -> Conveyed:
-        """Entries sent on until now; empty at the last hop, or if nothing is kept."""
+        """Entries sent to the next hop up to now; empty at the last hop, or if nothing is kept."""
         return Conveyed(tuple(self._downstream.journal) if self._keeps else (), self._downstream.had)
 
     @property
     def told(self) -> Edge:
-        """Edge of the tokens that the last hop sent out; empty at other hops, or if nothing is kept."""
+        """Digest and positions of the tokens that the last hop sent out; an empty Edge at other hops, or if nothing is kept."""
         base, ids = self._output_stream.drawn() if self._keeps else (0, ())
         return Edge(ids_digest(torch.tensor(ids)), base, base + len(ids)) if ids else Edge()
 

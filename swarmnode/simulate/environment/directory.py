@@ -158,7 +158,7 @@ class Outlook:
     def _can_gain(self) -> bool:
         """Return whether a move may fill a gap, or gain more than the hysteresis.
 
-        One more peer of speed v raises no unit's level by more than v, so it gains v / throughput at most. If a unit has only one
+        One more peer of speed v raises no layer's level by more than v, so it gains v / throughput at most. If a layer has only one
         holder, more than throughput counts, and every peer is asked.
         """
         if self.rule is not BY_THROUGHPUT:

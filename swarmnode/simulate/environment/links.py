@@ -43,7 +43,7 @@ class Links:
 
     @property
     def sites(self) -> int:
-        """Number of places of the scenario."""
+        """Number of devices of the scenario: the places where simulated peers can be."""
         return len(self._delay_s)
 
     def best_bps(self, receiver: int) -> float:

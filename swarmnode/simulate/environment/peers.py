@@ -112,7 +112,7 @@ class Peer:
         self.busy_s += takes_s
 
     def view(self) -> PeerView:
-        """Return the peer's announcement of itself."""
+        """Return the simulated peer as planners see it."""
         return PeerView(
             self.peer,
             self.span,
@@ -125,5 +125,5 @@ class Peer:
         )
 
     def joiner(self) -> Joiner:
-        """Return the peer's own input for choosing a span."""
+        """Return the peer's capacity and speed, as the rule for choosing layers takes them."""
         return Joiner(self.peer, self.capacity_units, self.device.decode_units_per_s, self.started_at)

@@ -1,4 +1,4 @@
-"""Simulated world: peers that join, choose units, load them, serve, move and vanish, as nodes do.
+"""Simulated world: peers that join, choose layers, load them, serve, move and vanish, as nodes do.
 
 A peer's life is that of `node/node.py`: join -> claim a span -> get the weights -> serve -> (move) -> leave. Every choice on
 the way is made by the functions that nodes call, on the picture of the simulated directory.
@@ -41,16 +41,16 @@ class SimulatedWorkload(Protocol):
         """Whether newcomers must download more than the initial weights."""
 
     def begin(self) -> None:
-        """Begin the work; all peers are in place."""
+        """Begin the work, once all initial peers hold their layers."""
 
     def gauges(self) -> dict[str, float]:
         """Return the current values for the curves, by name."""
 
     def ready(self, peer: Peer) -> None:
-        """Take in `peer`, which begins to serve its span."""
+        """Take in `peer`, which has loaded its layers and begins to serve or train them."""
 
     def leaving(self, peer: Peer) -> None:
-        """Move the work of `peer`, which drains, to other peers."""
+        """Move the work of `peer`, which is about to leave, to other peers."""
 
     def lost(self, peer: Peer) -> None:
         """Drop `peer`, which vanished without a goodbye. Other peers notice `detect_s` seconds later."""
@@ -126,13 +126,14 @@ class World:
         self._look()
 
     def _announce_place(self, peer: Peer) -> None:
-        """Announce the peer's span to all peers at once; a peer without units stands by."""
+        """Announce the peer's span to all peers at once; a peer without layers stands by."""
         peer.state = State.READY if peer.span.units else State.JOINING
         self.directory.announce(peer.view())
         self.directory.know_now()
 
     def _find_places(self) -> None:
-        """Let the peers choose again in turn, until none changes its span or each has decided `DECISIONS` times."""
+        """Let all peers choose their spans again, one after another, until none changes its span or each has decided `DECISIONS`
+        times."""
         for _ in range(DECISIONS - 1):
             turns = self.chance.sample(list(self.by_id.values()), len(self.by_id))
             if not sum(self._chooses_anew(peer) for peer in turns):
@@ -232,7 +233,7 @@ class World:
     # -- looking
 
     def _stand_by(self) -> None:
-        """Let the peers without units choose again if the directory has changed, until the first takes units; repeat every
+        """Let the peers without layers choose again if the directory has changed, until the first takes layers; repeat every
         `look_s`."""
         if self._stood_by_at != self.directory.revision:
             self._stood_by_at = self.directory.revision

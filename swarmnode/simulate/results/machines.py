@@ -22,7 +22,7 @@ IDLE = -1  # role of a machine that does nothing
 @dataclass(frozen=True, eq=False)
 class Machines:
     """N machines of a network. `roles`: per machine an index into `role_names`, or IDLE. `traffic`: amount sent from one
-    machine to another, by their indexes, in any unit."""
+    machine to another, by their indexes, in any layer."""
 
     names: tuple[str, ...]
     regions: tuple[str | None, ...]

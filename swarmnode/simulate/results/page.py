@@ -25,7 +25,7 @@ COLOURS = tuple(f"var(--c{number})" for number in range(6))  # variables of STYL
 
 
 def curves(title: str, times_s: Sequence[float], lines: dict[str, Sequence[float]]) -> str:
-    """Draw `lines` by name over `times_s` in one figure with a legend."""
+    """Draw curves as an SVG figure with a legend: `lines` are values by name, at `times_s`."""
     highest = _round_up(max((value for line in lines.values() for value in line), default=0.0))
     latest_s = max(times_s, default=1.0)
     parts = [_frame(highest, latest_s)]
@@ -56,7 +56,7 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> str:
 
 
 def spans(title: str, units: int, rows: Sequence[tuple[str, int, int, float]]) -> str:
-    """Draw the units that each peer holds, a line for each of `rows`: (label, start, end, share of the time that it computed)."""
+    """Draw the layers that each peer holds, a line for each of `rows`: (label, start, end, share of the time that it computed)."""
     row_height = 11 if len(rows) > 20 else 16
     width = WIDTH - 200 - RIGHT
     parts = []
@@ -153,7 +153,7 @@ def _clock(seconds: float) -> str:
 
 
 def page(title: str, sections: Sequence[str]) -> str:
-    """Build the whole page; `sections` are HTML."""
+    """Return the whole HTML page with this `title`; `sections` are HTML."""
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>"

@@ -82,7 +82,7 @@ def report(result: SimulationResult) -> str:
         *_plots(result),
         "<h2>Latencies in seconds</h2>",
         _latencies(figures["latencies"]),
-        "<h2>Units of each peer at the end</h2>",
+        "<h2>Layers of each peer at the end</h2>",
         _holders(result),
         "<h2>The network and its traffic</h2>",
         *_network(result),
@@ -135,12 +135,12 @@ def _holders(result: SimulationResult) -> str:
         (f"{peer.device.name} #{peer.index}", peer.span.start, peer.span.end, peer.busy_s / seconds)
         for peer in alive[::step]
     ]
-    which = "Units of each peer" if step == 1 else f"Units of every {step}th peer"
+    which = "Layers of each peer" if step == 1 else f"Layers of every {step}th peer"
     return spans(f"{which}; the stronger the colour, the more of its time it computed", result.model.units, rows)
 
 
 def _network(result: SimulationResult) -> list[str]:
-    """Draw a map and a matrix of the peers alive at the end, with the bytes sent, and a legend of their units."""
+    """Draw a map and a matrix of the peers alive at the end, with the bytes sent, and a legend of their layers."""
     machines = _machines(result).shown()
     carried = "bytes sent"
     held = [
@@ -165,7 +165,7 @@ def _machines(result: SimulationResult) -> Machines:
         tuple(network.regions[place] for place in places),
         *world.links.between([peer.index for peer in peers]),
         tuple(held.index(peer.span) if peer.span.units else IDLE for peer in peers),
-        tuple(f"units {span.start} to {span.end - 1}" for span in held),
+        tuple(f"layers {span.start} to {span.end - 1}" for span in held),
         {
             (numbers[here], numbers[there]): size_bytes
             for (here, there), size_bytes in world.links.bytes_sent.items()

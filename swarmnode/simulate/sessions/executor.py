@@ -27,7 +27,7 @@ class SimulatedJob:
 
 
 class SimulatedExecutor:
-    """Worker of a peer during one of its lives."""
+    """Simulated worker of a peer: it computes the waiting jobs of sessions in passes, from the peer's start until it stops."""
 
     def __init__(self, clock: VirtualClock, peer: Peer, model: Model) -> None:
         self._clock = clock
@@ -85,7 +85,7 @@ class SimulatedExecutor:
             self._waiting.pop(session, None)
 
     def _pass_s(self, counts: dict[int, int]) -> float:
-        """Return the seconds of a pass with `counts` positions by session. Sessions over the same units are computed together."""
+        """Return the seconds of a pass with `counts` positions by session. Sessions over the same layers are computed together."""
         device, together = self._peer.device, dict[Span, list[int]]()
         for session, count in counts.items():
             together.setdefault(self._waiting[session][0].span, []).append(count)

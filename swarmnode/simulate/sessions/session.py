@@ -22,7 +22,7 @@ FRAME_BYTES = 64  # bytes of a message besides its tensor
 
 @dataclass(frozen=True, slots=True)
 class SimulatedHop:
-    """Hop of a route: a span on a peer during one of its lives."""
+    """Hop of a simulated route: a peer, until it vanishes or moves, and the layers that it computes."""
 
     peer: Peer
     name: PeerId  # id of the peer in this life
@@ -74,7 +74,7 @@ class Session(ABC):
 
     @property
     def client(self) -> PeerId:
-        """Client id for route search."""
+        """Id of the simulated client, for choosing a route."""
         return f"client {self.number}"
 
     @property
@@ -104,7 +104,7 @@ class Session(ABC):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Send the prompt."""
+        """Send the prompt into the route, when the session starts."""
 
     @abstractmethod
     def _resume(self, kept: set[SimulatedHop]) -> None:
@@ -117,7 +117,7 @@ class Session(ABC):
 
 
 class RingSession(Session):
-    """Session that is followed token by token around the ring of its hops."""
+    """Simulated session, followed token by token around the peers of its route."""
 
     _token_at_s = 0.0
 
@@ -128,7 +128,7 @@ class RingSession(Session):
             self._send(self.place, 0, tokens, ID_BYTES, last=start + tokens == self.prompt_tokens)
 
     def _send(self, sender: int, index: int, tokens: int, token_bytes: int, *, last: bool) -> None:
-        """Send `tokens` positions to hop `index`, which computes them on arrival."""
+        """Send `tokens` positions from peer `sender` to hop `index` of the route, which computes them on arrival."""
         hop, size_bytes = self.hops[index], FRAME_BYTES + tokens * token_bytes
         arrives_s = self._links.send(self._clock.now_s, sender, hop.peer.index, size_bytes)
         self._clock.at(arrives_s, self._guard(lambda: self._compute(index, tokens, last)))

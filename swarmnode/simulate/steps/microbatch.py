@@ -97,7 +97,7 @@ class Encoder:
 
 @dataclass(eq=False)
 class SimulatedStage:
-    """Stage of training: a peer during one of its lives."""
+    """Training stage of a simulated peer, from the peer's start until it vanishes or loads other layers."""
 
     peer: Peer
     name: PeerId
@@ -107,7 +107,7 @@ class SimulatedStage:
 
     @property
     def lives(self) -> bool:
-        """Whether the peer is still in the same life, so that it answers."""
+        """Whether the peer has neither vanished nor moved to other layers since, so that this stage still answers."""
         return self.peer.life == self.life
 
 
@@ -124,7 +124,7 @@ class MicrobatchOwner(Protocol):
 
 
 class SimulatedMicrobatch(Passage):
-    """Attempt at microbatch `number` along `route`."""
+    """Attempt at a simulated microbatch `number` along a `route` of stages."""
 
     def __init__(self, training: MicrobatchOwner, number: int, route: Sequence[tuple[SimulatedStage, Span]]) -> None:
         super().__init__([stage.bench for stage, _ in route])

@@ -1,6 +1,6 @@
 """Simulated training, microbatch by microbatch, and its coordinator (`training/coordinator/coordinator.py`).
 
-Microbatches are wired through the replicas that will finish first. A ledger records which units have counted which microbatches.
+Microbatches are wired through the replicas that will finish first. A ledger records which layers have counted which microbatches.
 Microbatches of a lost peer are sent again. When all are counted the replicas average and the next step begins. The order of
 actions, also after the loss of the coordinator, follows the state table of nodes (`plan/training/coordination.py`). Passes
 follow the model of a step (`plan/training/step_model.py`), on peers that may be lost and links that compress.
@@ -40,7 +40,7 @@ class Training:
 
     def __init__(self, world: World, settings: TrainSettings, pipelines: Sequence[Sequence[int]] = ()) -> None:
         if len(world.peers) > MAX_PEERS:
-            raise UsageError(f"training is simulated with at most {MAX_PEERS} peers, not {len(world.peers)}")
+            raise UsageError(f"training is simulated with at most {MAX_PEERS} peers, not {len(world.peers)}; use fewer")
         self.world = world
         self.clock = world.clock
         self.settings = settings
@@ -103,7 +103,7 @@ class Training:
             self._happen(Event.OUR_TURN)
 
     def leaving(self, peer: Peer) -> None:
-        """Remove `peer`, which moves to other units and says so; other peers repeat the work that it counted in this step."""
+        """Remove `peer`, which moves to other layers and says so; other peers repeat the work that it counted in this step."""
         self._coming = [other for other in self._coming if other is not peer]
         stage = self._stages.get(peer.peer)
         if stage is not None:
@@ -184,7 +184,7 @@ class Training:
             does[action]()
 
     def _in_turn(self, seconds: float, does: Callable[[], None]) -> None:
-        """Call `does` after `seconds`, unless another turn (candidacy or roll call) has begun by then."""
+        """Call `does` after `seconds`, unless this function is called again before (for a candidacy or a roll call)."""
         turn = self._turn = self._turn + 1
         self.clock.after(seconds, lambda: does() if self._turn == turn else None)
 
@@ -197,7 +197,7 @@ class Training:
         self._in_turn(self._told_s(), self._look)
 
     def _look(self) -> None:
-        """Continue if the stages, newcomers included, hold all units; else look again after `MISSING_RETRY_S`."""
+        """Continue if the stages, newcomers included, hold all layers; else look again after `MISSING_RETRY_S`."""
         self._admit()
         if self._missing_units():
             self._uncovered = True
@@ -208,7 +208,7 @@ class Training:
         self._advance()
 
     def _gather(self) -> None:
-        """Resume the step with the work already counted; if units had no holder, resume from the last checkpoint."""
+        """Resume the step with the work already counted; if layers had no holder, resume from the last checkpoint."""
         if self._uncovered:
             kept = self.step // self.settings.checkpoint_steps * self.settings.checkpoint_steps
             self.world.measures.count("steps lost", self.step - kept)
@@ -292,7 +292,7 @@ class Training:
             flight.start(len(self.world.peers))
 
     def _fixed(self, number: int) -> list[PeerId | None]:
-        """Return for each unit the peer that microbatch `number` must pass: the peer that has counted it, else its pipeline's
+        """Return for each layer the peer that microbatch `number` must pass: the peer that has counted it, else its pipeline's
         live stage, else None."""
         fixed = self._ledger.counters(number)
         if self._pipelines:
@@ -308,7 +308,7 @@ class Training:
         book([(stage.name, span) for stage, span in flight.route], self._workers, self._transfers, sign)
 
     def _count(self, flight: SimulatedMicrobatch, index: int) -> None:
-        """Record that hop `index` has counted `flight`, and measure the units that had been counted before as replayed."""
+        """Record that hop `index` has counted `flight`, and measure the layers that had been counted before as replayed."""
         stage, span = flight.route[index]
         self._ledger.count(stage.name, span, flight.number)
         again = 0

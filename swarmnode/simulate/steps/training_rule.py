@@ -1,4 +1,4 @@
-"""Rule for the choice of units by simulated peers that train, and shares of the pipelines of a plan."""
+"""Rule for the choice of layers by simulated peers that train, and shares of the pipelines of a plan."""
 
 from __future__ import annotations
 

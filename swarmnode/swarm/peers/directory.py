@@ -107,7 +107,7 @@ class DhtMeter:
             raise
 
     def readings(self) -> Readings:
-        """Yield durations and failures of both operations."""
+        """Yield, for DHT reads and for DHT writes, the durations and the number of failures."""
         for operation, seconds in self._seconds.items():
             yield Reading(table.DHT_SECONDS, seconds, (operation,))
             yield Reading(table.DHT_FAILURES, self._failures[operation], (operation,))
@@ -192,9 +192,10 @@ class Directory:
         return self._peer_table.live
 
     def ready_after(self) -> Mapping[PeerId, int]:
-        """Return, for each peer that is ready with units, the training step of their earlier holders when the peer came.
+        """Return a step for each peer that is ready with layers: the training step that earlier holders of these layers had
+        reached when the peer came.
 
-        The step is -1 if the units had no holder, or if the peer came before this machine watched the swarm.
+        The step is -1 if the layers had no holder, or if the peer came before this machine watched the swarm.
         """
         return self._peer_table.ready_after()
 
@@ -208,7 +209,7 @@ class Directory:
         return self._peer_table.why_suspected(peer)
 
     def hurry(self) -> None:
-        """Read at once, because a caller waits for a change."""
+        """Read the announcements at once, instead of after the usual interval, because a caller waits for a change."""
         self._calm = 1.0
         self._look.set()
 
@@ -258,7 +259,7 @@ class Directory:
         self._update()
 
     async def changed(self, since: int) -> int:
-        """Wait until `revision` differs from `since`, and return it."""
+        """Wait until the directory's `revision` differs from `since`, and return the new revision."""
         while self.revision == since:
             await self._moved.wait()
         return self.revision
@@ -268,7 +269,7 @@ class Directory:
         await self._look_at(self._sampling.next_look((0, 0) if self._own is None else self._own.span))
 
     async def look_for(self, unit: int) -> None:
-        """Read the announcements of all holders of a unit, even in a large swarm with many of them."""
+        """Read the announcements of all holders of a layer, even in a large swarm with many of them."""
         for place in (shards.WIDE, *shards.places_of((unit, unit + 1))):
             await self._look_at(self._sampling.whole(place))
 
@@ -290,7 +291,7 @@ class Directory:
         await self._remember()
 
     def _enough(self, keys: Mapping[Shard, bytes]) -> Enough | None:
-        """Return the condition that ends a read of these keys early; None if all keepers must be asked."""
+        """Return the condition that ends a read of these keys early; None if every peer that keeps them must be asked."""
         now = self._now()
         others = {peer: known for peer, known in self._peer_table.live.items() if peer != self.network.peer_id}
         fresh_until = now + self.config.fresh_s(self.crowd)

@@ -22,7 +22,7 @@ USE = b"use:"
 
 
 class Notice(NamedTuple):
-    """Place of a notice in the DHT, and its value."""
+    """Notice that every peer should have (revocations, used invites): its key and subkey in the DHT, and its value."""
 
     key: bytes
     subkey: bytes
@@ -35,7 +35,7 @@ def notice_keys(swarm: bytes) -> tuple[bytes, bytes]:
 
 
 def own_notices(membership: Membership) -> Iterator[Notice]:
-    """Yield all notices that this peer knows."""
+    """Yield the notices that this peer knows: the revocation list and the used invites."""
     revocations_key, uses_key = notice_keys(membership.swarm)
     if membership.revocations_bytes:
         yield Notice(revocations_key, REVOCATIONS, membership.revocations_bytes)

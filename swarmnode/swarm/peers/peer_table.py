@@ -2,10 +2,10 @@
 
 A peer is live while its newest announcement has not expired and is no goodbye. A suspected peer is dropped at once. It
 comes back by its own announcement: at once after a restart, otherwise by one issued after the suspicion, and after a
-probation that doubles with every further suspicion. A peer that announces a pause is forgiven: letting go of its units
+probation that doubles with every further suspicion. A peer that announces a pause is forgiven: letting go of its layers
 is no fault.
 
-For each peer that is ready with units, the table remembers the training step that the earlier holders had reached when the
+For each peer that is ready with layers, the table remembers the training step that the earlier holders had reached when the
 peer became ready. Only this machine's own view counts, so no peer can claim an earlier step.
 """
 
@@ -42,7 +42,8 @@ class Suspicion:
         return self.at + min(MAX_PROBATION_S, PROBATION_S * 2.0 ** min(self.strikes - 1, 10))
 
     def lifted_by(self, announcement: Announcement, now: float) -> bool:
-        """Return whether `announcement` brings the peer back."""
+        """Return whether `announcement` ends the suspicion: the peer has restarted, or it announces itself again and the
+        probation is over."""
         if announcement.started_at > self.started_at:
             return True
         issued_after = announcement.sequence > self.sequence and announcement.issued_at > self.at
@@ -51,8 +52,8 @@ class Suspicion:
 
 @dataclass(frozen=True, slots=True)
 class ReadyPeer:
-    """Units (`span`) that a peer is ready with, the training step of their earlier holders when it came (`after`), and the time
-    when it was last seen. `after` is -1 if the units had no holder, or if the peer came before this machine watched the swarm."""
+    """Layers (`span`) that a peer is ready with, the training step of their earlier holders when it came (`after`), and the time
+    when it was last seen. `after` is -1 if the layers had no holder, or if the peer came before this machine watched the swarm."""
 
     span: tuple[int, int]
     after: int
@@ -112,7 +113,7 @@ class PeerTable:
                 self._suspicions.pop(announcement.peer, None)
 
     def forget(self, peer: PeerId) -> None:
-        """Drop the announcement of a peer."""
+        """Drop the announcement of `peer` from the table."""
         self._newest.pop(peer, None)
 
     def suspect(self, peer: PeerId, reason: str, now: float) -> None:
@@ -137,7 +138,7 @@ class PeerTable:
         return changed
 
     def _note_holders(self, now: float) -> None:
-        """Update the units of each ready peer; for newcomers, note the training step of the earlier holders."""
+        """Update the layers of each ready peer; for newcomers, note the training step of the earlier holders."""
         if self._newest and self._first_look_until is None:
             self._first_look_until = now + FIRST_LOOK_S
         ready = {peer: known for peer, known in self._newest.items() if known.life is State.READY and any(known.span)}

@@ -5,8 +5,8 @@ Every place is split into 2^L shards by the first bits of the peers' digests; th
 at the place.
 
 A small swarm has one place, ALL, where every peer reads everything. In a large swarm that is too much: a place is then
-a range of 8 units, and a peer is stored at every range that its span touches. A span over more than 4 ranges, and a
-peer without units, are stored at WIDE. So a reader finds all holders of a unit at two places, however large the swarm
+a range of 8 layers, and a peer is stored at every range that its span touches. A span over more than 4 ranges, and a
+peer without layers, are stored at WIDE. So a reader finds all holders of a layer at two places, however large the swarm
 is.
 
 The SAMPLE, which is ALL at level 0, is one key that always has about 64 peers: those with the smallest digests, in a
@@ -48,14 +48,14 @@ Place = str
 
 
 class Shard(NamedTuple):
-    """DHT key of one part of a place."""
+    """Key in the DHT for a part of the announcements: a number at a level of a place (a range of layers)."""
 
     place: Place
     level: int
     number: int
 
     def key(self, swarm_id: bytes) -> bytes:
-        """Return the key in the DHT."""
+        """Return this shard's key in the DHT, for the swarm with this id."""
         if self.place == ALL:
             return b"%b:peers:%d:%d" % (swarm_id, self.level, self.number)
         return b"%b:units:%b:%d:%d" % (swarm_id, self.place.encode(), self.level, self.number)
@@ -66,7 +66,8 @@ SAMPLE = Shard(ALL, 0, 0)
 
 @lru_cache(maxsize=4096)
 def homes(swarm_id: bytes, peer: PeerId, places: tuple[Place, ...]) -> frozenset[bytes]:
-    """Return the digests of all keys that a peer at these places may use, for any estimate of the swarm's size."""
+    """Return the digests of all DHT keys under which a peer at these places may announce itself, for any estimate of the swarm's
+    size."""
     shards = [
         Shard(place, level, _number(peer, level)) for place in (ALL, WIDE, *places) for level in range(MAX_LEVEL + 1)
     ]
@@ -83,12 +84,12 @@ def level_for(peers: float) -> int:
 
 
 def places(units: int) -> list[Place]:
-    """Return all places of a large swarm whose model has `units` units."""
+    """Return the places (ranges of layers) that announcements in a large swarm are stored under, for a model of `units` layers."""
     return [WIDE, *(str(number) for number in range(-(-units // RANGE_UNITS)))]
 
 
 def places_of(span: tuple[int, int]) -> list[Place]:
-    """Return the places of a peer with this span in a large swarm."""
+    """Return the places (ranges of layers) that a peer's announcement is stored under in a large swarm."""
     if span[0] >= span[1]:
         return [WIDE]
     first, last = span[0] // RANGE_UNITS, (span[1] - 1) // RANGE_UNITS
@@ -96,7 +97,7 @@ def places_of(span: tuple[int, int]) -> list[Place]:
 
 
 def own_shard(place: Place, peer: PeerId, peers: float) -> Shard:
-    """Return the shard of `peer` at a place of about `peers` peers."""
+    """Return the key that the announcement of `peer` is stored under, at a place of about `peers` peers."""
     level = level_for(peers)
     return Shard(place, level, _number(peer, level))
 
@@ -139,7 +140,7 @@ EnoughAt = Callable[[Shard, Mapping[bytes, Record]], bool]
 
 
 class ShardSampling:
-    """Estimates of a swarm's size and of its places. `units` is the number of units of the model, as far as seen."""
+    """Estimates of a swarm's size and of its places. `units` is the number of layers of the model, as far as seen."""
 
     def __init__(self, peer: PeerId, units: int = 0) -> None:
         self.units = units
@@ -197,7 +198,7 @@ class ShardSampling:
     # -- reading
 
     def next_look(self, span: tuple[int, int]) -> list[Shard]:
-        """Return the shards to read now. `span` is this peer's own."""
+        """Return the shards (keys of the DHT with announcements) to read now. `span` is the range of layers of this peer."""
         self._reads += 1
         if not self.large:
             return list(dict.fromkeys([SAMPLE, *all_shards(ALL, self.peers)]))
@@ -208,7 +209,7 @@ class ShardSampling:
         return self._some_of(self._next_of(others if others and self._reads % 2 else own))
 
     def whole(self, place: Place) -> list[Shard]:
-        """Return all shards of a place, for a caller that must know all holders of a unit. There may be many."""
+        """Return all shards of a place, for a caller that must know all holders of a layer. There may be many."""
         if not self.large:
             return self.next_look((0, 0))
         size = self.size(place)
@@ -223,10 +224,10 @@ class ShardSampling:
         return place
 
     def _some_of(self, place: Place) -> list[Shard]:
-        """Return the shards to read at a place.
+        """Return the shards to read at `place`.
 
-        A small place is read whole. Of another place one shard is read, or one at each possible level if its level is
-        only guessed.
+        All are read if the place is small and the last read found a peer. Otherwise one is drawn at random; if the size of the
+        place is only guessed, one at each possible level.
         """
         size, misses = self.size(place), self._misses[place]
         if size <= WHOLE and not misses:
@@ -243,7 +244,7 @@ class ShardSampling:
         return self.peers * here / max(1, len(self._spans))
 
     def saw(self, found: Mapping[Shard, Sequence[Announcement]]) -> None:
-        """Learn from the records that a read brought."""
+        """Update the estimates of the swarm's size from the announcements found in shards."""
         everybody = {peer.peer: peer for records in found.values() for peer in records}
         self.units = max([self.units, *(peer.span[1] for peer in everybody.values())])
         self._found.update({shard: frozenset(peer.peer for peer in records) for shard, records in found.items()})
@@ -282,7 +283,8 @@ class ShardSampling:
     # -- writing
 
     def own_shards(self, peer: PeerId, span: tuple[int, int]) -> list[Shard]:
-        """Return the shards of the own announcement; near the threshold those of a small and of a large swarm."""
+        """Return the shards where `peer`, with the layers `span`, announces itself; near the threshold those of a small and of a
+        large swarm."""
         own = [SAMPLE] if is_in_sample(peer, self.peers) else []
         if self.peers < LARGE * UNCERTAINTY:
             own.append(own_shard(ALL, peer, self.peers))

@@ -141,7 +141,7 @@ class Announcement(Signable, frozen=True):
         return Reachability(self.reachability) if known else Reachability.UNKNOWN
 
     def holds(self, unit: int) -> bool:
-        """Return whether the peer's span contains the unit."""
+        """Return whether the peer holds the layer with this number."""
         return self.span[0] <= unit < self.span[1]
 
 

@@ -63,7 +63,7 @@ class Grant(Signable, frozen=True):
 
     @property
     def invite_id(self) -> bytes:
-        """8 bytes that name the invite in lists."""
+        """Id of the invite, 8 bytes, as lists of invites name it."""
         return hashlib.sha256(self.key).digest()[:INVITE_ID_BYTES]
 
     @property
@@ -152,7 +152,7 @@ def open_certificate(raw: bytes, swarm: bytes, owner: bytes) -> Member:
     and the home that it names.
     """
     if len(raw) > MAX_CERTIFICATE_BYTES:
-        raise ProtocolError(f"a certificate of {len(raw)} bytes", code=ErrorCode.TOO_LARGE)
+        raise ProtocolError(f"the certificate has {len(raw)} bytes, more than allowed", code=ErrorCode.TOO_LARGE)
     try:
         certificate = _decoder.decode(raw)
     except DECODE_ERRORS as error:
@@ -160,7 +160,7 @@ def open_certificate(raw: bytes, swarm: bytes, owner: bytes) -> Member:
     grant = open_grant(certificate.grant, swarm, owner)
     peer, admitted_at = certificate.peer, certificate.admitted_at
     if grant.peer not in ("", peer):
-        raise ProtocolError("the invite is for another peer", code=ErrorCode.REFUSED, peer=peer)
+        raise ProtocolError("its invite is for another peer", code=ErrorCode.REFUSED, peer=peer)
     if not is_signed(grant.key, _admission(swarm, peer, admitted_at), certificate.signature):
         raise ProtocolError("the invite's key did not sign this admission", code=ErrorCode.REFUSED, peer=peer)
     home = certificate.home

@@ -77,7 +77,7 @@ def sign_swarm(swarm_id: bytes, owner: SigningKey) -> bytes:
 
 
 def is_owners(swarm_id: bytes, owner: bytes, signature: bytes) -> bool:
-    """Return whether the owner with this public key signed the swarm."""
+    """Return whether the owner with this public key has signed the swarm's id."""
     return is_signed(owner, SWARM_DOMAIN + swarm_id, signature)
 
 
@@ -109,7 +109,7 @@ def decode_invite(text: str) -> Invite:
     try:
         invite: Invite = decoder.decode(body)
     except DECODE_ERRORS as error:
-        raise UsageError(f"this invite is damaged: {error}") from None
+        raise UsageError(f"this invite is damaged: {error}; copy it again") from None
     _check(invite)
     return invite
 
@@ -145,7 +145,7 @@ def _check(invite: Invite) -> None:
     if isinstance(invite, OwnedInvite):
         rules |= _owners_rules(invite)
     if (broken := first_broken(rules)) is not None:
-        raise UsageError(f"this invite is not valid: it needs {broken}")
+        raise UsageError(f"this invite is not valid: it needs {broken}; ask the swarm's owner for a new one")
 
 
 def _owners_rules(invite: OwnedInvite) -> dict[str, bool]:

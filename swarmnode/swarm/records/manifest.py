@@ -74,7 +74,7 @@ class AdapterInfo(msgspec.Struct, frozen=True):
 
     @property
     def files(self) -> tuple[FileContent, FileContent]:
-        """Both files: config, weights."""
+        """The adapter's two files: its config and its weights."""
         return self.config, self.weights
 
 
@@ -89,7 +89,7 @@ def file_names(name: str) -> tuple[str, str]:
 
 
 def is_valid(adapter: AdapterInfo) -> bool:
-    """Return whether name and files are within their bounds."""
+    """Return whether the adapter's name, file names and sizes are within their bounds."""
     config, weights = adapter.files
     return (
         is_adapter_name(adapter.name)
@@ -104,7 +104,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """The numbers of a model that peers need before they have its config.
 
     In a language model, `units` counts the embedding, every block and the head, and `hidden` is the width of the states
-    between them. In a graph, `units` counts the graph's own units and `hidden` is 0. `hub_id` names the checkpoint on
+    between them. In a graph, `units` counts the graph's own layers and `hidden` is 0. `hub_id` names the checkpoint on
     the Hugging Face hub, at commit `revision`, if it is there. `positions` bounds a sequence if the model has a table
     of positions; 0 is no bound.
     """

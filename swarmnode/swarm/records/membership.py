@@ -150,7 +150,7 @@ class Membership:
             raise ProtocolError("the certificate is for another peer", code=ErrorCode.REFUSED, peer=peer)
         self._check(peer, member, now, shown=shown)
         if peer not in self._members and len(self._members) >= MAX_MEMBERS and not self._make_room(member.invite):
-            raise ProtocolError("this peer knows too many members already", code=ErrorCode.BUSY, peer=peer)
+            raise ProtocolError("this node knows too many members already", code=ErrorCode.BUSY, peer=peer)
         self._members[peer] = member
 
     def _make_room(self, invite: bytes) -> bool:
@@ -198,7 +198,7 @@ class Membership:
         return open_certificate(self.certificate, self.swarm, self.owner) if self.private else None
 
     def own_role(self) -> Role:
-        """Return this peer's own role; TRAINER in a public swarm."""
+        """Return the role of this peer in the swarm; TRAINER in a public swarm."""
         own = self.own()
         return Role.TRAINER if own is None else own.role
 
@@ -257,6 +257,6 @@ class Membership:
         self._admit(peer, certificate, now, shown=False)
         role = self.role(peer)
         if role < Role.BOOTSTRAP:
-            raise ProtocolError("a client must not announce itself", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("it is a client, and must not announce itself", code=ErrorCode.REFUSED, peer=peer)
         if role < Role.VOLUNTEER and announcement.span[0] < announcement.span[1]:
-            raise ProtocolError("a bootstrap peer must not claim layers", code=ErrorCode.REFUSED, peer=peer)
+            raise ProtocolError("it is a bootstrap peer, and must not claim layers", code=ErrorCode.REFUSED, peer=peer)

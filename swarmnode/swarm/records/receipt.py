@@ -50,13 +50,13 @@ def open_voucher(raw: bytes, swarm: bytes, verify: Verify, now: float) -> Vouche
     voucher = _VOUCHER_KIND.open(raw, swarm, verify)
     if not 0 <= voucher.until - now <= MAX_VOUCHER_S:
         raise ProtocolError(
-            "the voucher has expired, or is valid for too long", code=ErrorCode.REFUSED, peer=voucher.client
+            "its voucher has expired, or is valid for too long", code=ErrorCode.REFUSED, peer=voucher.client
         )
     return voucher
 
 
 class Receipt(Signable, frozen=True):
-    """Work from `since` to `until` (unix time, seconds), in units times tokens (samples, if a model has no tokens)."""
+    """Work from `since` to `until` (unix time, seconds), in layers times tokens (samples, if a model has no tokens)."""
 
     swarm: bytes
     client: Peer

@@ -51,6 +51,6 @@ def open_report(raw: bytes, swarm: bytes, verify: Verify) -> tuple[Report, State
     report = _KIND.open(raw, swarm, verify)
     statement = open_statement(report.statement, swarm, verify)
     if statement.peer != report.accused or statement.first + statement.count >= len(report.ids):
-        text = "a report with a statement of something else"
+        text = "its report contains a statement about something else"
         raise ProtocolError(text, code=ErrorCode.REFUSED, peer=report.author)
     return report, statement

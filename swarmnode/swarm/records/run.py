@@ -79,7 +79,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of one step."""
+        """Number of microbatches of one step."""
         return self.batch // self.microbatch
 
     @property
@@ -89,7 +89,7 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def id(self) -> bytes:
-        """32 bytes that name the run."""
+        """Id of the run, 32 bytes: the SHA-256 of its encoding."""
         return hashlib.sha256(encode_run(self)).digest()
 
     def learning_rate_at(self, step: int) -> float:
@@ -109,7 +109,7 @@ _decoder = msgspec.msgpack.Decoder(Run)
 
 
 def encode_run(run: Run) -> bytes:
-    """Encode a run canonically."""
+    """Encode the settings of a training run, always to the same bytes."""
     return _encoder.encode(run)
 
 
@@ -126,7 +126,7 @@ def decode_run(raw: bytes) -> Run:
 
 
 def check_run(run: Run) -> None:
-    """Raise UsageError that names the first invalid setting."""
+    """Check the settings of a training run. Raises UsageError, naming the first invalid one."""
     numbers = (run.learning_rate, run.final_share, run.epsilon, run.weight_decay, run.momentum, run.clip, *run.betas)
     rules = {
         "a fingerprint of the data": len(run.data) == FINGERPRINT_BYTES,

@@ -44,14 +44,14 @@ class Section(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Introduction(Section, frozen=True, kw_only=True):
-    """Name and addresses of the peer. Filled by the host."""
+    """Section of an announcement with the name and the addresses of the peer. Filled by the host."""
 
     name: str | UnsetType = UNSET
     addresses: tuple[str, ...] | UnsetType = UNSET
 
 
 class Place(Section, frozen=True, kw_only=True):
-    """State and units of the peer. Filled by the node and its placement."""
+    """Section of an announcement with the state and the layers of the peer. Filled by the node and its placement."""
 
     state: int | UnsetType = UNSET
     span: tuple[int, int] | UnsetType = UNSET
@@ -59,7 +59,7 @@ class Place(Section, frozen=True, kw_only=True):
 
 
 class Machine(Section, frozen=True, kw_only=True):
-    """Device, number format and memory. Filled by the hardware probe."""
+    """Section of an announcement with the peer's device, number format and memory. Filled by the hardware probe."""
 
     device: str | UnsetType = UNSET
     number_format: str | UnsetType = UNSET
@@ -67,7 +67,7 @@ class Machine(Section, frozen=True, kw_only=True):
 
 
 class WorkSpeeds(Section, frozen=True, kw_only=True):
-    """Computing speeds; a speed that was not measured is UNSET. Filled by the capability."""
+    """Computing speeds that a peer announces, as its `Capability` fills them in; a speed that was not measured is UNSET."""
 
     decode_units_per_s: float | UnsetType = UNSET
     prefill_units_per_s: float | UnsetType = UNSET
@@ -76,14 +76,14 @@ class WorkSpeeds(Section, frozen=True, kw_only=True):
 
 
 class ServingLoad(Section, frozen=True, kw_only=True):
-    """Sessions held, and room for more. Filled by the serving stage."""
+    """Section of an announcement: the number of sessions, and the cache positions that are free. Filled by the serving stage."""
 
     sessions: int | UnsetType = UNSET
     cache_tokens_free: int | UnsetType = UNSET
 
 
 class TrainingNews(Section, frozen=True, kw_only=True):
-    """Step, load and codecs of the training. Filled by the training worker."""
+    """Section of an announcement with the step, load and codecs of the training. Filled by the training worker."""
 
     training_step: int | UnsetType = UNSET
     step_load: tuple[int, int, int] | UnsetType = UNSET
@@ -91,13 +91,13 @@ class TrainingNews(Section, frozen=True, kw_only=True):
 
 
 class DiskOffer(Section, frozen=True, kw_only=True):
-    """Disk space for training states of other peers. Filled by the backup server."""
+    """Section of an announcement with the disk space for training states of other peers. Filled by the backup server."""
 
     backup_bytes: int | UnsetType = UNSET
 
 
 class PathNews(Section, frozen=True, kw_only=True):
-    """Measurements of links. Filled by the paths."""
+    """Section of an announcement with measured links: bandwidths, round trips, coordinate and reachability. Filled by the paths."""
 
     up_bps: float | UnsetType = UNSET
     down_bps: float | UnsetType = UNSET
@@ -108,7 +108,8 @@ class PathNews(Section, frozen=True, kw_only=True):
 
 
 class Hearsay(Section, frozen=True, kw_only=True):
-    """Speeds of other peers while this peer used them. Filled by the observed latency."""
+    """Section of an announcement with the speeds of other peers, as this peer measured them in use. Filled by the observed
+    latency."""
 
     unit_us: dict[bytes, int] | UnsetType = UNSET
 

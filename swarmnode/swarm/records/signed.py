@@ -92,7 +92,7 @@ class SignedRecord(Generic[Content]):
             raise ValueError(f"{self.name} not valid: {self._told(error)}") from None
 
     def enveloped(self, content: Content, sign: Sign) -> Signed:
-        """Encode and sign a content."""
+        """Encode `content`, sign it by `sign`, and return both."""
         body = msgspec.msgpack.encode(content)
         return Signed(body, sign(self._domain + body))
 

@@ -24,8 +24,8 @@ COMMITMENT_DOMAIN = b"swarmnode commitment 1\n"
 
 
 class Commitment(Signable, frozen=True):
-    """Commitment to `count` microbatches of a step. `entries` is the SHA-256 of all their entries
-    (`codec/spot_check_messages.py`)."""
+    """Signed promise of a training peer about the `count` microbatches that it has computed in a step, given before spot checks.
+    `entries` is the SHA-256 of their records (`codec/spot_check_messages.py`)."""
 
     swarm: bytes
     peer: Peer
@@ -58,7 +58,8 @@ class Edge(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Statement(Signable, frozen=True):
-    """Statement about positions [first, first + count) of a session in units [start, end) of the model."""
+    """Signed statement of a hop about its work on positions [first, first + count) of a session, in layers [start, end) of the
+    model."""
 
     swarm: bytes
     peer: Peer

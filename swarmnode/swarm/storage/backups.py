@@ -69,7 +69,7 @@ class BackupFolder:
         return max(votes, key=lambda run: (votes[run], run.id), default=None)
 
     def of_run(self, run_id: bytes) -> Iterator[StateStore]:
-        """Yield the stores of all writers of a run."""
+        """Return the stores of a run's states, one for each peer that sent states."""
         return (store for store in list(self._stores.values()) if store.run.id == run_id)
 
     def find(self, root: bytes) -> tuple[StateStore, int, int, FileContent, Path] | None:
@@ -136,5 +136,5 @@ class BackupFolder:
 
 
 def _last_used(store: StateStore) -> float:
-    """Return the unix time of the last addition."""
+    """Return the unix time at which a state was last added to the store."""
     return store.folder.stat().st_mtime

@@ -34,7 +34,7 @@ class ChunkFolder:
         return f"<{type(self).__name__} {self.folder.name} with {used_bytes(self.folder) / 1e6:.0f} MB>"
 
     def path(self, file: FileContent) -> Path:
-        """Return the path of the (sparse) file."""
+        """Return the path of `file` in the folder; until all chunks are there, the file on disk has holes."""
         return self.folder / file.name
 
     def _marks(self, file: FileContent) -> Path:
@@ -47,7 +47,7 @@ class ChunkFolder:
             return False
 
     def have(self, file: FileContent) -> bytes:
-        """Return one byte per chunk: whether it is marked as present."""
+        """Return one byte for each chunk of `file`: 1 if it is here, else 0."""
         try:
             marks = self._marks(file).read_bytes() if self._is_begun(file) else b""
         except FileNotFoundError:

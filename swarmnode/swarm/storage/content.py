@@ -91,15 +91,15 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """Return the files of a checkpoint folder that matter, sorted by name. Raises CheckpointError if it is not a
     checkpoint."""
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder with a checkpoint")
+        raise CheckpointError(f"{folder} is not a folder with a checkpoint; check its name")
     if not (folder / CONFIG_NAME).is_file() and not (folder / GRAPH_NAME).is_file():
         raise CheckpointError(f"{folder} has no {CONFIG_NAME}; a checkpoint folder of transformers has one")
     names = {name for name in SMALL_NAMES if (folder / name).is_file()} | _weight_names(folder)
     for name in names:
         if not is_allowed_name(name):
-            raise CheckpointError(f"the file name {name!r} in {folder} is not a plain name")
+            raise CheckpointError(f"the file name {name!r} in {folder} is not a plain name; rename the file")
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} lacks {name}, which its {INDEX_NAME} names")
+            raise CheckpointError(f"{folder} lacks {name}, which its {INDEX_NAME} names; fetch the checkpoint again")
     return [folder / name for name in sorted(names)]
 
 
@@ -136,9 +136,11 @@ def _safetensors_names(folder: Path) -> set[str]:
         try:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} is not an index of safetensors files: {error}") from None
+            raise CheckpointError(f"{index} is not an index of safetensors files: {error}; fetch it again") from None
         if not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"{index} is not an index of safetensors files: a file name is not text")
+            raise CheckpointError(
+                f"{index} is not an index of safetensors files: a file name is not text; fetch it again"
+            )
         return names
     if (folder / f"model{WEIGHTS_SUFFIX}").is_file():
         return {f"model{WEIGHTS_SUFFIX}"}

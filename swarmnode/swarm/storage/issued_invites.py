@@ -168,7 +168,7 @@ class IssuedInvites:
         return f"<IssuedInvites {self.path.name} of {len(self.guests)} invites>"
 
     def enter(self, grant: Grant, note: str = "") -> IssuedInvite:
-        """Add an invite that is handed out, and return its entry."""
+        """Add a new invite to the list, and return its entry."""
         role = grant.allows.name.lower()
         times = (grant.issued_at, grant.expires_at)
         guest = IssuedInvite(grant.invite_id.hex(), role, *times, grant.uses, grant.peer, grant.group, note)

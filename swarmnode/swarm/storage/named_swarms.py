@@ -34,7 +34,7 @@ WHAT = "a list of swarms"
 
 
 class PublicSwarm(msgspec.Struct, frozen=True):
-    """Public swarm in a list."""
+    """Entry in a list of public swarms: the name, the invite and a description."""
 
     name: str
     invite: str

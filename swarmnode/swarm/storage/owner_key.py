@@ -66,5 +66,7 @@ def parse_owner_key(pem: bytes, password: str | None, *, source: str) -> Signing
             f"the owner's key in {source} does not open: the password is wrong, or the text damaged"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
-        raise UsageError(f"the key in {source} is not an Ed25519 key")
+        raise UsageError(
+            f"the key in {source} is not an Ed25519 key; give the file that `create` wrote beside the .swarm file"
+        )
     return SigningKey(key.private_bytes_raw())

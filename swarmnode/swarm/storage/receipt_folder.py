@@ -43,7 +43,7 @@ def signed_receipts(folder: Path, swarm: bytes | None, verify: Verify) -> Iterat
     try:
         paths = sorted(folder.rglob(f"*{SUFFIX}"))
     except OSError as error:
-        raise LocalError(f"cannot read {folder}: {error.strerror or error}") from error
+        raise LocalError(f"cannot read {folder}: {error.strerror or error}; check its permissions") from error
     for path in paths:
         with contextlib.suppress(OSError, ProtocolError):
             raw = read_bounded(path, MAX_RECEIPT_BYTES)
@@ -76,7 +76,7 @@ class ReceiptFolder:
 
     @property
     def receipts(self) -> list[Receipt]:
-        """Receipts that count now."""
+        """Receipts that are recent enough to count now."""
         return [receipt for receipt in self._kept.values() if counts(receipt, self._now())]
 
     def last(self, receipt: Receipt) -> Receipt | None:
@@ -88,10 +88,10 @@ class ReceiptFolder:
         time."""
         receipt = open_receipt(raw, self._swarm, self._verify)
         if receipt.worker != self._worker:
-            raise ProtocolError("the receipt is for another worker", code=ErrorCode.REFUSED, peer=receipt.client)
+            raise ProtocolError("its receipt is for another worker", code=ErrorCode.REFUSED, peer=receipt.client)
         if not counts(receipt, self._now()):
             raise ProtocolError(
-                "the receipt is too old, or from the future", code=ErrorCode.REFUSED, peer=receipt.client
+                "its receipt is too old, or from the future", code=ErrorCode.REFUSED, peer=receipt.client
             )
         return receipt
 

@@ -30,7 +30,7 @@ MAX_MEMBERSHIP_BYTES = 1 << 22
 
 
 class ManifestCache:
-    """Manifests under one home folder."""
+    """Cache of manifests on the disk, under one home folder, by the id of the swarm."""
 
     def __init__(self, home: Path) -> None:
         self._folder = home / FOLDER

@@ -1,7 +1,7 @@
 """States of a training on this disk: one folder per step, one file per block. A step is present entirely or not at all.
 
     <root>/<run>/run.msgpack                         the run
-    <root>/<run>/step-00000042/unit-0004.safetensors a block; shared.safetensors for weights that first and last unit share
+    <root>/<run>/step-00000042/unit-0004.safetensors a block; shared.safetensors for weights that first and last layer share
     <root>/<run>/step-00000042/files.msgpack         sizes and roots of the blocks
     <root>/<run>/.incoming-00000043/                 chunks of a step that is being fetched
 
@@ -47,7 +47,7 @@ WriteBlock = Callable[[int, Path], None]
 
 
 class StateStore:
-    """Steps of one run. Nodes that share a home have a folder each, because each knows only its own units.
+    """Steps of one run. Nodes that share a home have a folder each, because each knows only its own layers.
 
     The store keeps the newest `keep` steps of those that the run names (every `checkpoint_steps`, and the last one),
     because all peers have them. It also keeps the newest two of every fourth and of every sixteenth checkpoint, the
@@ -98,14 +98,16 @@ class StateStore:
         return {block: file for block, file in self._steps.get(step, {}).items() if (step, block) not in self._damaged}
 
     def newest(self) -> int | None:
-        """Return the newest step; None if there is none."""
+        """Return the newest step with a state on this disk; None if there is none."""
         return max(self.steps(), default=None)
 
     def path(self, step: int, block: int, *, verify: bool = True) -> Path:
         """Return the file of a block. Raises CheckpointError if it is missing or, with `verify`, has a wrong hash."""
         file = self.files(step).get(block)
         if file is None:
-            raise CheckpointError(f"{self.folder} has no state of unit {block} at step {step}")
+            raise CheckpointError(
+                f"{self.folder} has no training state of layer {block} at step {step}; other peers may have it"
+            )
         path = self._step_folder(step) / file.name
         try:
             if not verify or verify_file(path, file):
@@ -114,7 +116,7 @@ class StateStore:
         except OSError as error:
             fault = str(error.strerror or error)
         self.set_aside(step, block)
-        raise CheckpointError(f"{path} cannot be used: {fault}")
+        raise CheckpointError(f"{path} cannot be used: {fault}; it counts as missing here")
 
     def set_aside(self, step: int, block: int) -> None:
         """Treat the file of a block as missing from now on, because it is damaged."""
@@ -210,7 +212,7 @@ class StateStore:
                 self.give_up(older)
 
     def give_up(self, step: int) -> None:
-        """Remove the fetched chunks of a step."""
+        """Remove the chunks of `step` that were fetched, as its fetch has ended without success."""
         shutil.rmtree(self.folder / f".incoming-{step:08d}", ignore_errors=True)
 
     # -- folders
@@ -244,7 +246,7 @@ class StateStore:
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
 
     def _on_strides(self, named: Iterable[int]) -> set[int]:
-        """Return the steps that peers with slow uplinks back up."""
+        """Return the newest two steps on each of the wider intervals between checkpoints, which peers with slow uplinks back up."""
         apart = [stride * self.run.checkpoint_steps for stride in STRIDES[1:]]
         return {step for steps in apart for step in [step for step in named if step % steps == 0][-2:]}
 

@@ -42,11 +42,11 @@ def read_user_file(path: Path, *, max_bytes: int, what: str) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a zero byte, which no path has
         return None
     except IsADirectoryError:
-        raise UsageError(f"{path} is a folder, not {what}") from None
+        raise UsageError(f"{path} is a folder, not {what}; give a file") from None
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror or error}") from None
+        raise UsageError(f"cannot read {path}: {error.strerror or error}; check its permissions") from None
     if content is None:
-        raise UsageError(f"{path} is too large, not {what}")
+        raise UsageError(f"{path} is too large, not {what}; give another file")
     return content
 
 

@@ -80,7 +80,8 @@ class Agreed:
 
 @dataclass(eq=False)
 class AllReducer:
-    """The all-reduces of one stage, one attempt at a time. `codecs`: those that the swarm allows."""
+    """Maker of a stage's all-reduces with the replicas of its layers, one attempt at a time. `codecs`: those that the swarm
+    allows."""
 
     peer: PeerId
     switchboard: Switchboard
@@ -142,7 +143,7 @@ class AllReducer:
             self._gradient_compressors.clear()
             self._detector = _new_detector()
         if learner.run.averaging.every == 1 and any(group.how != How.SUM for group in body.groups):
-            raise ProtocolError("the REDUCE lets replicas update apart, which this run does not do")
+            raise ProtocolError("the REDUCE lets replicas update apart, which this run does not allow")
         if not all(is_bearable(group, self.peer, self._received_bps(group)) for group in body.groups):
             raise ProtocolError("the REDUCE uses clusters over paths that are far too slow, as measured here")
         circles = {
@@ -200,7 +201,8 @@ class AllReducer:
     async def _average(
         self, learner: DeviceLearners, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
     ) -> None:
-        """Average the members' pseudo-gradients in place of our own; a further attempt computes our own again."""
+        """Average the members' pseudo-gradients (changes of parameters since the last averaging) into `agreed`. Without a circle,
+        this node's own one is taken."""
         pseudo_gradient_N = await self._call(lambda: learner.pseudo_gradients(blocks))
         if circle is not None:
             await self._call(lambda: pseudo_gradient_N.mul_(circle.weights.get(self.peer, 0.0)))
@@ -218,7 +220,8 @@ class AllReducer:
         circle: Circle,
         agreed: Agreed,
     ) -> None:
-        """Run a compressor's rounds, and sum each with the circle."""
+        """Average one group of blocks: run the compressor's rounds, and sum the values of each round with the members in
+        `circle`."""
         gradient_compressor = self._gradient_compressor(blocks, how)
         clipping = None
         if circle.robust:
@@ -233,7 +236,8 @@ class AllReducer:
         agreed.gradient_compressors.append(gradient_compressor)
 
     def _gradient_compressor(self, blocks: Blocks, how: int) -> GradientCompressor:
-        """Return the compressor that keeps the residuals of these blocks."""
+        """Return the compressor for these blocks, which keeps the values left out in earlier steps; it is made at the first
+        call."""
         assert self._learner is not None
         if (blocks, how) not in self._gradient_compressors:
             averaging = self._learner.run.averaging
@@ -278,7 +282,7 @@ class AllReducer:
 
 
 def _sound_gradient(learner: DeviceLearners, blocks: Blocks) -> FlatVector:
-    """Return the gradient. Raises NotFinite: NaN of our own is reported by us, with its unit."""
+    """Return the gradient of `blocks` as one vector. Raises NotFinite, naming the layer, if it holds NaN or infinity."""
     learner.squared_norm(blocks)
     return learner.gradient(blocks)
 

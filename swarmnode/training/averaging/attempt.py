@@ -59,8 +59,10 @@ Call = Callable[[Callable[[], Any]], "asyncio.Future[Any]"]
 
 @dataclass(frozen=True)
 class _Work:
-    """Round of a circle, as one member does it. `gathered`: its cluster's sums, by owner, of parts that other clusters
-    contribute to as well."""
+    """State of one member in a round of an all-reduce.
+
+    `gathered` has its cluster's sums, by owner, of the parts that other clusters contribute to as well.
+    """
 
     circle: Circle
     duties: Duties
@@ -70,7 +72,7 @@ class _Work:
     gathered: Mapping[PeerId, Parts]
 
     def head(self, part: int, *, agreed: bool = False) -> Part:
-        """Return the header of a part."""
+        """Return the header of the message for a part; `agreed` marks the final sum."""
         return msgspec.structs.replace(self.of, part=part, agreed=agreed)
 
 
@@ -96,24 +98,24 @@ class OutgoingSums:
         return f"<OutgoingSums, {self._first} of {len(self._parts)} taken by all, {len(self._sums)} here>"
 
     def hands_on(self, part: int) -> bool:
-        """Return whether a part is passed on."""
+        """Return whether this member passes on the sum of a part."""
         return part in self._place
 
     async def put(self, part: int, settled: Encoded) -> None:
-        """Pass on a part's sum, after waiting for room."""
+        """Pass on the sum `settled` of a part, after waiting until there is room for it."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._place[part] < self._first + self._ahead)
             self._sums[part] = settled
             self._advance()
 
     async def get(self, part: int) -> Encoded:
-        """Wait for a part's sum and return it."""
+        """Wait until the sum of `part` is known, and return it encoded."""
         async with self._changed:
             await self._changed.wait_for(lambda: part in self._sums)
             return self._sums[part]
 
     async def taken(self, part: int) -> None:
-        """Note that one receiver has taken a part."""
+        """Record that one more receiver has taken a part."""
         async with self._changed:
             self._missing[part] -= 1
             self._advance()
@@ -167,7 +169,8 @@ class Attempt:
         return max(1, min(WINDOW, MAX_PULLED, RECEIVED_BYTES // (2 * self._chunk_bytes * max(1, len(self._sources)))))
 
     def _patience(self, peer: PeerId) -> Patience:
-        """Return the patience with a partner, whose chunks share its link with those of all others."""
+        """Return the patience with a partner: how long to wait for it, as its parts share its link with those of all other
+        members."""
         still_s = STILL.wait_s(rtt_s=self.switchboard.rtt_s(peer) or UNKNOWN_RTT_S)
         slowest_s = self._chunk_bytes * len(self.partners) / SLOWEST_BYTES_PER_S
         return Patience(still_s, EXCUSES * still_s + slowest_s)
@@ -273,7 +276,8 @@ class Attempt:
         return heard
 
     async def _finish(self, work: _Work) -> None:
-        """Settle those of our own parts that other clusters contribute to, from our cluster's sums and theirs."""
+        """Settle the parts of this peer that other clusters contribute to: add the sum of its own cluster and the sums of the
+        others."""
         while (next_ := await work.gathered[self.peer].get()) is not None:
             part, own = next_
             assert isinstance(own, Contribution)
@@ -285,7 +289,8 @@ class Attempt:
                 self.partners[peer].taken(agreed=False)
 
     def _join(self, work: _Work, part: GatheredPart, own: Contribution, chunks: Mapping[PeerId, PartChunk]) -> Encoded:
-        """Add the clusters' sums: our own first, then the others in their order."""
+        """Return the agreed sum of `part`, encoded: our own cluster's sum `own` plus those of the other clusters, in their
+        order."""
         heard = [own]
         for peer in part.elsewhere:
             with _blaming(peer):
@@ -301,7 +306,8 @@ class Attempt:
             await self.partners[owner].push(work.head(part.number), gathered)
 
     async def _take(self, work: _Work, source: PeerId) -> None:
-        """Take the sums that `source` settled. Those that our cluster receives from us are passed on unchanged."""
+        """Receive the agreed sums of the parts that `source` settles, and write them into the vector. Those that members of our
+        cluster await from this peer are passed on unchanged."""
         partner = self.partners[source]
         for part, place in work.duties.takes[source]:
             chunk = await partner.next(work.head(part, agreed=True))
@@ -321,7 +327,7 @@ class Attempt:
         return result
 
     async def _together(self, jobs: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """Run jobs concurrently; the first error ends them all."""
+        """Run the jobs concurrently. The first error ends all of them and is raised."""
         tasks = Tasks("all-reduce", on_crash=None)
         try:
             await asyncio.gather(*[tasks.spawn(job, "job", awaited=True) for job in jobs])

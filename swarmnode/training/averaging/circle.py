@@ -37,14 +37,14 @@ class Circle:
 
     @property
     def longest_part(self) -> int:
-        """Largest number of elements that travel at once."""
+        """Largest number of elements of the vector that are sent in one message."""
         sizes = Counter(map(self.cluster_of, self.weights))
         return (
             longest_part_in_turns(self.length, list(sizes.values())) if len(sizes) > 1 else longest_part(sizes.total())
         )
 
     def cluster_of(self, peer: PeerId) -> int:
-        """Return the cluster of a member."""
+        """Return the number of the cluster that a member belongs to; 0 if it is not listed."""
         return self.clusters.get(peer, 0)
 
     def weight_near(self, peer: PeerId) -> float:
@@ -65,7 +65,7 @@ class GatheredPart:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all contributions to the part come from one cluster."""
+        """Whether all contributions to the part come from one cluster of members."""
         return not self.elsewhere
 
 

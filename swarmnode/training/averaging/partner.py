@@ -34,7 +34,7 @@ MAX_EARLY = 2 * MAX_MEMBERS  # pulls of strangers included: the members are not 
 
 
 class AttemptId(NamedTuple):
-    """Id of an attempt; ids grow from each attempt to the next."""
+    """Id of an attempt at an all-reduce; ids grow from each attempt to the next."""
 
     term: int
     step: int
@@ -43,20 +43,20 @@ class AttemptId(NamedTuple):
 
 
 def attempt_of(body: Pull) -> AttemptId:
-    """Return the attempt of a PULL."""
+    """Return the id of the all-reduce attempt (term, step, attempt and run) that a PULL message belongs to."""
     return AttemptId(body.term, body.step, body.attempt, body.run)
 
 
 @dataclass(frozen=True)
 class PartChunk:
-    """A received part of a vector."""
+    """Message of an all-reduce with a part of a vector: the header, and the encoded values."""
 
     head: Part
     payload: Buffer
 
     @property
     def encoded(self) -> Encoded:
-        """The descriptor and payload of its vector."""
+        """The values of the part as sent: the descriptor of their encoding, and the payload."""
         return self.head.values[0], self.payload
 
 
@@ -91,12 +91,12 @@ class Progress:
         return f"<Progress of {self.peer}: {state}, did something {self._clock() - self._acted_at_s:.1f} s ago>"
 
     def acted(self) -> None:
-        """Note that the peer sent or granted a chunk."""
+        """Record that the partner sent or granted a part, so that its patience starts anew."""
         self._acted_at_s = self._excused_at_s = self._clock()
         self._wake()
 
     def excused(self) -> None:
-        """Note that the peer says it waits for others."""
+        """Record that the partner has said that it waits for other members, so that its silence is no fault."""
         self._excused_at_s = self._clock()
 
     def fail(self, error: PeerError) -> None:
@@ -184,13 +184,13 @@ class Partner:
         await self.progress.until(lambda: bool(chunks), "it has not sent a part")
         chunk = chunks.popleft()
         if msgspec.structs.replace(chunk.head, values=()) != head:
-            raise ProtocolError(f"{chunk.head} arrived instead of {head}", peer=self.peer)
+            raise ProtocolError(f"it sent {chunk.head} instead of {head}", peer=self.peer)
         if len(chunk.head.values) != 1:
-            raise ProtocolError(f"a part of {len(chunk.head.values)} vectors", peer=self.peer)
+            raise ProtocolError(f"it sent a part of {len(chunk.head.values)} vectors instead of one", peer=self.peer)
         return chunk
 
     def taken(self, *, agreed: bool) -> None:
-        """Grant another chunk after one was used."""
+        """Grant the partner one more message, after one was used. `agreed`: a message with a sum instead of a contribution."""
         if self._incoming is not None and self._incoming.open:
             self._granted[agreed] += 1
             self._incoming.send(Pull(*self._attempt, int(not agreed), int(agreed)))
@@ -268,7 +268,7 @@ class Partner:
             channel.close(Error(ErrorCode.MALFORMED))
 
     def excuse(self, waits_for: PeerId) -> None:
-        """Tell the partner that we wait for `waits_for`."""
+        """Tell the partner that this node waits for the member `waits_for`, so that its silence is no fault."""
         channel = self._incoming or self._outgoing
         if channel is not None and channel.open:
             channel.send(Waiting(self._attempt.run, waits_for))
@@ -311,7 +311,7 @@ class EarlyPulls:
         return len(self._pulls)
 
     def keep(self, channel: Channel, body: Pull) -> None:
-        """Keep a pull of an attempt that has not begun here."""
+        """Keep a PULL, a request for parts, of an all-reduce attempt that has not begun here yet."""
         known = self._pulls.pop(channel.peer, None)
         if known is not None:
             known.channel.close(Error(ErrorCode.STALE))

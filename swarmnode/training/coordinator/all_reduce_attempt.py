@@ -63,7 +63,7 @@ class AllReduceAttempt:
         return self.over or (bool(self.failures) and waited_s >= OTHERS_S)
 
     def request(self, peer: PeerId) -> Reduce:
-        """Return the request to `peer`, with its groups."""
+        """Return the REDUCE message to `peer`, with the groups of blocks that it averages."""
         return Reduce(self.step, self.attempt, tuple(self._groups_of(peer)), self.run, self.within_s)
 
     def _groups_of(self, peer: PeerId) -> list[Group]:
@@ -110,7 +110,7 @@ class AllReduceAttempt:
 
     @property
     def contributors(self) -> set[PeerId]:
-        """The peers whose gradients are summed."""
+        """Ids of the peers whose gradients are summed in this attempt."""
         return {member.peer for group in self.groups for member in group.members if member.count}
 
     @property
@@ -140,7 +140,7 @@ class AllReduceAttempt:
 
     def norm(self) -> float:
         """Return the norm of the gradient over the whole model. The squares that one peer alone reports are capped at LARGEST_RATIO
-        times all others together: an absurd norm would clip the update of every unit to nothing."""
+        times all others together: an absurd norm would clip the update of every layer to nothing."""
         squares = {group.number: self._square(group) for group in self.groups}
         alone = {number: next(iter(told)) for number, told in self._squares.items() if len(told) == 1}
         for peer in set(alone.values()):

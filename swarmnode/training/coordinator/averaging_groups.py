@@ -47,7 +47,7 @@ class WarmStarts:
         return f"<WarmStarts of {len(self._had)} groups>"
 
     def clear(self) -> None:
-        """Forget everything: members may not remember their sums any more."""
+        """Forget which members remember their last sums, since they may have lost them."""
         self._had.clear()
 
     def may(self, group: Group, members: Iterable[WorkerHandle]) -> bool:
@@ -56,8 +56,8 @@ class WarmStarts:
         return all(_still_has(had, here.get(member.peer)) for member in group.members)
 
     def committed(self, groups: Iterable[Group], members: Iterable[WorkerHandle]) -> None:
-        """Record that these members go on with the sums of these groups. Earlier groups that share blocks with them are
-        forgotten."""
+        """Record which of the usable `members` have committed the sums of `groups`. Earlier groups of the same kind that share
+        blocks with them are forgotten."""
         had = {member.peer: (member, member.moves) for member in members if member.state is WorkerState.USABLE}
         for group in groups:
             blocks = set(group.blocks)

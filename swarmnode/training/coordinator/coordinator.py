@@ -90,7 +90,7 @@ class Coordinator:
         return f"<Coordinator of term {self.term}, {self._machine.phase.name}, {self._worker_group!r}, {self._step_loop!r}>"
 
     def start(self) -> None:
-        """Start the clock."""
+        """Start the periodic check of deadlines and events."""
         self._tasks.spawn(self._tick(), "clock")
 
     async def close(self) -> None:
@@ -101,7 +101,7 @@ class Coordinator:
             trainer.channel.close()
 
     def enlist(self, peers: Iterable[PeerId]) -> None:
-        """Connect to those of these stages that are new."""
+        """Connect to those of the stages `peers` that are not connected yet."""
         self._worker_group.enlist(peers)
 
     # -- clock
@@ -166,7 +166,7 @@ class Coordinator:
         command = member.answered(status.answers or FrameKind.COMMIT)
         if status.answers == FrameKind.RELEASE:
             if command is None:
-                raise ProtocolError("the stage answered a RELEASE that was not sent", peer=member.peer)
+                raise ProtocolError("it answered a RELEASE that was not sent", peer=member.peer)
         elif member.status is None and status.answers != FrameKind.LEAD:
             return  # sent before it heard our LEAD: it may have counted more since
         else:
@@ -188,7 +188,7 @@ class Coordinator:
             self._worker_group.dismiss(member.peer, "it follows a term that no other stage has heard of")
 
     def _lose(self, peer: PeerId, reason: str) -> None:
-        """Go on without a lost stage and its counts."""
+        """Continue without a lost stage: forget the microbatches that it had counted."""
         step = "before the first step" if self._step_loop is None else f"in step {self._step_loop.step}"
         failed = f"it has failed {self._strikes.in_a_row(peer)} times in a row"
         self._office.decisions.note(
@@ -258,16 +258,16 @@ class Coordinator:
 
     @property
     def _run(self) -> Run | None:
-        """The run in force; None until the first rendezvous has ended."""
+        """Settings of the training run in force; None until the first rendezvous has ended."""
         return None if self._step_loop is None else self._step_loop.run
 
     @property
     def _going(self) -> StepLoop | None:
-        """The step loop; None during a rendezvous."""
+        """Loop over the steps of the training; None while the stages meet to agree on a step."""
         return None if self._machine.phase is Phase.RENDEZVOUS else self._step_loop
 
     def _advance(self) -> None:
-        """Handle all events that have come about."""
+        """Handle all events that have occurred, until none is due."""
         if self._advancing:  # a message that arrives meanwhile is looked at afterwards
             return
         self._advancing = True
@@ -319,7 +319,7 @@ class Coordinator:
     def _recovery_plan(self) -> tuple[Run, RecoveryPlan] | None:
         """Return the run in force and the plan that brings every stage to its next step; None if the rendezvous must go on.
 
-        It needs the answers of all stages, or, after a short wait, those of enough stages to hold all units. The run is the current
+        It needs the answers of all stages, or after a short wait those of enough stages to hold all layers. The run is the current
         one, else the furthest that a stage has begun, else one that a trainer offers.
         """
         if not (self._worker_group.all_answered or self._rendezvous.waited):

@@ -98,8 +98,8 @@ class Dispatcher:
             log.warning("stage %s finds that %s sends other data than it signs: they are kept apart", accuser, accused)
 
     def passing_s(self, step: int, microbatches: int) -> float:
-        """Estimate the seconds that `microbatches` take if nothing else runs. Returns 0 if no stage has been measured or a unit has
-        no holder. A stage without measurements counts as fast as the median."""
+        """Estimate the seconds that `microbatches` take if nothing else runs. Returns 0 if no stage has been measured or a layer
+        has no holder. A stage without measurements counts as fast as the median."""
         members = (member for member in self.members.values() if member.state is WorkerState.USABLE)
         workers = {member.peer: member.worker for member in members}
         measured_s = [worker.unit_s for worker in workers.values() if worker.unit_s]
@@ -132,7 +132,7 @@ class Dispatcher:
         return min(able, key=lambda line: load[line], default=None)
 
     def hopeless_unit(self) -> int | None:
-        """Return the first unit whose usable stages have all failed ATTEMPTS times at a microbatch, since their last success,
+        """Return the first layer whose usable stages have all failed ATTEMPTS times at a microbatch, since their last success,
         or at the all-reduce; None if there is none. For failures at microbatches each connected trainer that has fed
         something must have reported some."""
         usable = [member for member in self.members.values() if member.state is WorkerState.USABLE]
@@ -199,8 +199,8 @@ class Dispatcher:
                 del self._proven[next(iter(self._proven))]
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
-        """Call back a microbatch that the trainer gave up. If it names a stage, that stage and the hop before it are suspects, else
-        the trainer."""
+        """Call back a microbatch that the trainer gave up. The suspects are the stage that it names and the hop before; only the
+        trainer if it names no stage of the route or misses labels."""
         record = self.ledger.find(failed.lease, trainer.peer)
         if record is None:
             return
@@ -261,7 +261,7 @@ class Dispatcher:
             self._proven.pop(peer, None)
 
     def lose(self, peer: PeerId) -> None:
-        """Forget a lost stage and its counts, and call back the leases through it."""
+        """Forget the lost stage of `peer` with its counts, and call back the leases whose route includes it."""
         for record in self.ledger.leases:
             if record.called_back:
                 if record.passes(peer):
@@ -272,12 +272,12 @@ class Dispatcher:
         self.ledger.lose(peer)
 
     def lose_trainer(self, trainer: TrainerLine) -> None:
-        """Call back the leases of a lost trainer."""
+        """Call back the microbatches leased to a trainer that was lost."""
         for record in self.ledger.held_by(trainer.peer):
             self._call_back(record, frozenset())
 
     def clear(self) -> None:
-        """Void all leases and the members' bookings."""
+        """Forget all leases, all booked transfers, and the microbatches booked at the members."""
         self.ledger.void()
         self._transfers.clear()
         for member in self.members.values():

@@ -83,16 +83,16 @@ class CoordinatorElection:
 
     @property
     def phase(self) -> Phase:
-        """The phase of this node's state machine."""
+        """Phase of this stage in the training, as `plan/training/coordination.py` lists them."""
         return self._machine.phase
 
     def start(self) -> None:
-        """Start to watch for a coordinator."""
+        """Start to look for a coordinator, and to take over if it is this node's turn."""
         self._tasks.spawn(self._watch(), "watch")
         self._tasks.spawn(self._follow_directory(), "directory")
 
     async def close(self) -> None:
-        """Stop watching, and stop leading."""
+        """Stop looking for a coordinator, and stop coordinating."""
         await self._tasks.close()
         if self._coordinator is not None:
             await self._coordinator.close()
@@ -126,7 +126,7 @@ class CoordinatorElection:
                 self._coordinator.enlist(ready_peers(self.directory))
 
     def _has_leader(self) -> bool:
-        """Return whether a peer that may lead does."""
+        """Return whether this node coordinates the training, or follows a peer that may coordinate."""
         coordinator = self.stage.following.coordinator
         return self._coordinator is not None or (coordinator is not None and self._may_lead(coordinator))
 
@@ -141,7 +141,7 @@ class CoordinatorElection:
         return self.stage.gate.may_lead(peer, ready_peers(self.directory))
 
     def _is_stalled(self) -> bool:
-        """Return whether the coordinator gives out no work, although every unit has a ready holder: no progress for STALLED_S."""
+        """Return whether the coordinator gives out no work, although every layer has a ready holder: no progress for STALLED_S."""
         held = {
             unit for peer in self.directory.peers().values() if peer.life is State.READY for unit in range(*peer.span)
         }
@@ -244,6 +244,6 @@ def term_after(term: int, peer: PeerId) -> int:
 
 
 def ready_peers(directory: Directory) -> list[PeerId]:
-    """Return the ready peers that hold units, the eldest first; bootstrap peers hold none."""
+    """Return the ready peers that hold layers, the eldest first; bootstrap peers hold none."""
     ready = [peer for peer in directory.peers().values() if peer.life is State.READY and peer.span[0] < peer.span[1]]
     return [peer.peer for peer in sorted(ready, key=lambda peer: (peer.started_at, peer.peer))]

@@ -29,7 +29,7 @@ from swarmnode.swarm.records.run import Averaging
 @dataclass(eq=False)
 class LinkTimes:
     """Transfer times between the peers of one swarm. `width`: values of a position between stages, or of a module's sample; if it
-    is 0 only delays count. `parameters`: number of parameters of each unit, empty if unknown. `clock`: seconds."""
+    is 0 only delays count. `parameters`: number of parameters of each layer, empty if unknown. `clock`: seconds."""
 
     directory: Directory
     units: int

@@ -14,7 +14,7 @@ ROLL_BACK_AFTER_S = 3.0  # before steps on disk count while units are missing: a
 
 
 class Rendezvous:
-    """A rendezvous of the stages. It goes on until they together hold all `units`; `missing` are the units without a holder."""
+    """A rendezvous of the stages. It goes on until they together hold all `units`; `missing` are the layers without a holder."""
 
     def __init__(self, units: int, clock: Callable[[], float]) -> None:
         self.missing: tuple[int, ...] = ()
@@ -28,11 +28,11 @@ class Rendezvous:
 
     @property
     def waited(self) -> bool:
-        """Whether ANSWERS_S have passed: stages that have not answered are not waited for if the others hold all units."""
+        """Whether ANSWERS_S have passed: stages that have not answered are not waited for if the others hold all layers."""
         return self._clock() - self._began_s >= ANSWERS_S
 
     def find(self, members: Iterable[WorkerHandle], run: Run) -> RecoveryPlan | None:
-        """Return the step to go on from and each member's way there; None while units are missing. All `members` must have
+        """Return the step to go on from and each member's way there; None while layers are missing. All `members` must have
         answered."""
         members = list(members)
         fresh = all(member.is_as_founded for member in members)

@@ -109,7 +109,7 @@ class StepLoop:
 
     @property
     def counted(self) -> int:
-        """Number of microbatches that all units have counted in this step."""
+        """Number of microbatches that all layers have counted in this step."""
         return self.run.microbatches - len(self._ledger.missing())
 
     @property
@@ -224,7 +224,7 @@ class StepLoop:
         self._stop_if_hopeless()
 
     def _stop_if_hopeless(self) -> None:
-        """Stop the run if all holders of a unit fail at the same microbatch or all-reduce: another attempt would not end."""
+        """Stop the run if all holders of a layer fail at the same microbatch or all-reduce: another attempt would not end."""
         unit = self.dispatcher.hopeless_unit()
         if unit is not None and self._stopped is None:
             code = self.dispatcher.failed_attempts.code
@@ -241,7 +241,8 @@ class StepLoop:
                 self.dispatcher.keep_apart(member.peer, body.suspect)
 
     def _hear_failed(self, member: WorkerHandle, body: Failed) -> None:
-        """Handle FAILED of a stage: it could not reduce, or met NaN."""
+        """Handle a FAILED message of a stage: its all-reduce failed, or a microbatch gave NaN. Messages of other runs are
+        ignored."""
         if body.run != self.run.id:
             return
         all_reduce = self._all_reduce
@@ -257,7 +258,7 @@ class StepLoop:
             self._hear_claim(member, body)
 
     def _hear_claim(self, member: WorkerHandle, claim: Failed) -> None:
-        """Handle a stage's claim of NaN in a microbatch, made by one of its units or sent by a neighbour.
+        """Handle a stage's claim of NaN in a microbatch, made by one of its layers or sent by a neighbour.
 
         Peers that are suspects in all claims of the step are struck. The run stops if no peer is a suspect in all of them,
         or, from the second claim on, if none of those peers can be spared.
@@ -302,13 +303,13 @@ class StepLoop:
         return frozenset({claimant, claim.peer}) if near or feeds else None
 
     def _can_do_without(self, peer: PeerId) -> bool:
-        """Return whether a peer can be spared: other stages hold all its units, or, if it is a trainer, there is another
+        """Return whether a peer can be spared: other stages hold all its layers, or, if it is a trainer, there is another
         trainer."""
         trainers = {line.peer for line in self.trainer_connections}
         return len(trainers) > 1 if peer in trainers else self.worker_group.can_spare(peer)
 
     def lose(self, peer: PeerId) -> None:
-        """Tell the all-reduce under way that a stage is lost."""
+        """Let the all-reduce in progress go on without the stage of `peer`, which is lost."""
         if self._all_reduce is not None:
             self._all_reduce.lose(peer)
 
@@ -379,7 +380,7 @@ class StepLoop:
         self.trainer_connections.tell(ProgressReport(self.step, run=self.run.id, left_out=(peer,)))
 
     def reduce(self) -> None:
-        """Start the all-reduce of the replicas of each unit; listeners take part without a contribution."""
+        """Start the all-reduce of the replicas of each layer; listeners take part without a contribution."""
         hearing = self.worker_group.hearing(self.step)
         groups = self.averaging_groups.make(self.run, self.step, hearing, self._ledger.counts)
         within_s = self._times.wait_s(FrameKind.REDUCE)
@@ -434,7 +435,7 @@ class StepLoop:
         self._expected.begin(forecast_s)
 
     def _stages_here(self) -> tuple[int, tuple[PeerId, ...]]:
-        """Return the step and the stages that take part in it."""
+        """Return the number of the present step, and the ids of the peers that can be given work in it."""
         return self.step, tuple(member.peer for member in self.worker_group.usable())
 
     def _forecast_s(self) -> float:

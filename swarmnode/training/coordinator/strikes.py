@@ -36,7 +36,7 @@ class FailedAttempts:
 
     @property
     def peers(self) -> set[PeerId]:
-        """Stages with failures."""
+        """Peers whose stages have failed attempts at work."""
         return {peer for by_stage in self._by_stage.values() for peer in by_stage}
 
     def note(self, number: int, peer: PeerId, code: int, trainer: PeerId | None = None) -> None:
@@ -51,15 +51,15 @@ class FailedAttempts:
                 self._told_by[key].add(trainer)
 
     def forget(self, number: int, peers: Collection[PeerId]) -> None:
-        """Forget the failures of a microbatch that these stages have now done."""
+        """Forget the failures of microbatch `number`, and those of `peers`, whose stages have now computed it."""
         self._by_stage.pop(number, None)
         self._told_by.pop(number, None)
         for peer in peers:
             self._by_stage[ANY].pop(peer, None)
 
     def hopeless_unit(self, holders: Sequence[Collection[PeerId]], trainers: Collection[PeerId]) -> int | None:
-        """Return the first unit whose `holders` have all failed ATTEMPTS times at the same work; None if there is none. The word of
-        one trainer is not enough: each of `trainers` must have reported such failures. Failures of the all-reduce need none."""
+        """Return the first layer whose `holders` have all failed ATTEMPTS times at the same work; None if there is none. The word
+        of one trainer is not enough: each of `trainers` must have reported such failures. Failures of the all-reduce need none."""
         for number, by_stage in self._by_stage.items():
             if number != ALL_REDUCE and not self._told_by[number].issuperset(trainers):
                 continue
@@ -98,7 +98,7 @@ class Strikes:
         return tuple(self._banned)
 
     def forgive(self, peer: PeerId) -> None:
-        """Record a success of `peer`: its failures and its pause end."""
+        """Record a success of `peer`: its failures and its back-off end."""
         self._backoff.succeeded(peer)
         self._in_a_row.pop(peer, None)
 

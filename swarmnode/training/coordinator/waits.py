@@ -57,14 +57,14 @@ def sentence(progress: ProgressReport) -> str:
 
 def _units_text(peer: str, units: Iterable[int]) -> str:
     numbers = sorted(units)
-    named = f"unit {numbers[0]} has" if len(numbers) == 1 else f"units {', '.join(map(str, numbers[:8]))} have"
+    named = f"layer {numbers[0]} has" if len(numbers) == 1 else f"layers {', '.join(map(str, numbers[:8]))} have"
     return f"{peer}{named}"
 
 
 def _wait_text(wait: Wait) -> str:
     if wait.what == FrameKind.WORK:
         return f"until peers are at the places where steps are shortest, {wait.since_s:.0f} s so far"
-    where = f" (units {wait.start}-{wait.end - 1})" if wait.end > wait.start else ""
+    where = f" (layers {wait.start}-{wait.end - 1})" if wait.end > wait.start else ""
     doing = DOING.get(FrameKind(wait.what)) if wait.what in FrameKind._value2member_map_ else None
     if doing is None:
         return f"peer {wait.peer}{where} failed and is asked again in {wait.since_s:.0f} s"

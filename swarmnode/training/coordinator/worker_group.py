@@ -53,7 +53,7 @@ class Loopback:
         return here, there
 
     def send(self, body: Body) -> None:
-        """Send a message to the other end."""
+        """Deliver a message to the other end, on the event loop's next turn."""
         asyncio.get_running_loop().call_soon(self._other._hear, body)
 
     def close(self, last: Body | None = None) -> None:
@@ -106,7 +106,8 @@ class Command:
 
 @dataclass
 class WorkerHandle:
-    """A stage: the line to it, its last status, and its unanswered commands, in order. `clock` returns seconds."""
+    """Coordinator's view of one stage: the line to it, its last status, and its unanswered commands, in order. `clock` returns
+    seconds."""
 
     peer: PeerId
     line: Line
@@ -121,12 +122,12 @@ class WorkerHandle:
 
     @property
     def span(self) -> Span:
-        """The units that the stage reports."""
+        """Layers [start, end) that the stage reports to hold."""
         return self.worker.span
 
     @property
     def has_begun(self) -> bool:
-        """Whether the stage is in a run, or has steps of one on its disk."""
+        """Whether the stage takes part in a training run, or has steps of one on its disk."""
         status = self.status
         return status is not None and bool(status.run) and (status.condition != Condition.BLANK or bool(status.kept))
 
@@ -179,7 +180,7 @@ class WorkerHandle:
         return first if first is not None and self.clock() > first.began_s + max(first.wait_s, at_least_s) else None
 
     def ask(self, term: int, key: bytes) -> None:
-        """Ask the stage for its holdings, with a LEAD of this term."""
+        """Ask the stage for its layers, step and counts, by a LEAD message of this term."""
         self.status = None
         self.command(Lead(term, key))
 
@@ -244,7 +245,7 @@ class WorkerGroup:
             member.line.close()
 
     def enlist(self, peers: Iterable[PeerId]) -> None:
-        """Call those of these stages that are new and not in a pause."""
+        """Connect to those of the stages `peers` that are not connected, being dialled, banned or backing off."""
         for peer in peers:
             if peer not in self.members and peer not in self._dialing and not self.strikes.rests(peer):
                 self._dialing.add(peer)
@@ -280,7 +281,7 @@ class WorkerGroup:
             self.lost(peer, reason)
 
     def dismiss(self, peer: PeerId, reason: str) -> None:
-        """Go on without a stage that does not do its part."""
+        """Drop the stage of `peer`, which does not do its part, as if its link were lost; `reason` is the text."""
         self._lose(peer, PeerLost(reason, peer=peer))
 
     @property
@@ -289,7 +290,7 @@ class WorkerGroup:
         return bool(self.members) and not self._dialing and all(member.status is not None for member in self)
 
     def usable(self) -> list[WorkerHandle]:
-        """Return the stages that can be given work."""
+        """Return the members of the training whose stages can be given work."""
         return [member for member in self if member.state is WorkerState.USABLE]
 
     def hearing(self, step: int) -> list[WorkerHandle]:
@@ -297,16 +298,16 @@ class WorkerGroup:
         return [member for member in self if member.hears(step)]
 
     def answered(self) -> list[WorkerHandle]:
-        """Return the stages that have reported their holdings."""
+        """Return the members whose stages have reported their layers and step."""
         return [member for member in self if member.status is not None]
 
     def can_spare(self, peer: PeerId) -> bool:
-        """Return whether other usable stages hold all units of `peer`; False if `peer` is not a member."""
+        """Return whether other usable stages hold all layers of `peer`; False if `peer` is not a member."""
         held = {unit for member in self.usable() if member.peer != peer for unit in range(*member.span)}
         return peer in self.members and held.issuperset(range(*self.members[peer].span))
 
     def uncovered(self, units: int) -> tuple[int, ...]:
-        """Return the units that no stage holds that takes part, or soon will."""
+        """Return the layers that no stage holds that takes part, or soon will."""
         able = [member for member in self if member.state in WITHIN_MOMENTS]
         held = {unit for member in able for unit in range(*member.span)}
         return tuple(unit for unit in range(units) if unit not in held)

@@ -153,10 +153,10 @@ class Examination:
                 view = self._add_up(record, tiles, view, sums)
                 shown.update(range(record.start, record.end))
             if len(view) or len(reply.records) > len(due):
-                raise ProtocolError("the peer sent sketches that were not requested", peer=self.peer)
+                raise ProtocolError("it sent sketches that were not requested", peer=self.peer)
             due = due[len(reply.records) :]
         if any(shown[block] != count for block, count in counts.items()):
-            raise ProtocolError("the contributed microbatches are not those committed to", peer=self.peer)
+            raise ProtocolError("it contributed other microbatches than it committed to", peer=self.peer)
         return sums
 
     def _tiles(self, reply: SketchesReply) -> dict[int, int]:
@@ -168,7 +168,7 @@ class Examination:
             for block, parameters in self.learner.parameters(segment.start, segment.end).items()
         }
         if any(own.get(block, count) != count for block, count in told.items()):
-            raise ProtocolError("the sketches are of another model", peer=self.peer)
+            raise ProtocolError("its sketches are of another model", peer=self.peer)
         return told | own
 
     def _add_up(
@@ -179,7 +179,7 @@ class Examination:
         is_end = record.start == 0 or record.end == self.learner.segment.units
         blocks = [SHARED] * (is_end and SHARED in tiles) + list(range(record.start, record.end))
         if not tiles.keys() >= set(blocks):
-            raise ProtocolError("the sketches are of unknown units", peer=self.peer)
+            raise ProtocolError("its sketches are of unknown layers", peer=self.peer)
         counts = {block: tiles[block] for block in blocks}
         sketch, rest = view[: 4 * sum(counts.values())], view[4 * sum(counts.values()) :]
         if hashlib.sha256(sketch).digest() != record.parameters:

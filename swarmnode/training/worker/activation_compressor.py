@@ -132,7 +132,7 @@ class ErrorFeedback:
             left.memory.release()
 
     def clear(self) -> None:
-        """Forget all left-out values."""
+        """Forget the values that compression left out, for all links."""
         for link in list(self._left):
             self._forget(link)
 
@@ -165,7 +165,7 @@ class ActivationCompressor:
 
     @property
     def choices(self) -> Mapping[Link, Choice]:
-        """The latest choice by peer and direction."""
+        """The latest choice of a codec, by peer and direction."""
         return self._choices.copy()  # at once: the executor adds links meanwhile
 
     @property

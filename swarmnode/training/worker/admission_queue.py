@@ -16,7 +16,7 @@ MAX_HELD_BYTES = 1 << 30  # of the payloads that they brought
 
 
 class Arrival(NamedTuple):
-    """A FORWARD, its payload, and the conversation that brought it."""
+    """Arrived FORWARD message of a microbatch: its channel, body and payload."""
 
     channel: Channel
     body: Forward
@@ -56,7 +56,7 @@ class AdmissionQueue:
         self._waiting.append(arrival)
 
     def begin(self, microbatch: MicrobatchInFlight) -> None:
-        """Add a microbatch that is under way."""
+        """Record a microbatch that this node has begun to compute."""
         self._taken.add(place_of(microbatch.body))
         self._microbatches[place_of(microbatch.body)] = microbatch
 
@@ -68,7 +68,7 @@ class AdmissionQueue:
             self.labels.drop([microbatch.body.lease])
 
     def release(self, leases: Iterable[int]) -> None:
-        """End the microbatches of these leases; those that arrive later are refused."""
+        """End the microbatches of these leases, as the coordinator has called them back; those that arrive later are refused."""
         called = set(leases)
         self._released |= called
         self.labels.drop(called)
@@ -86,13 +86,13 @@ class AdmissionQueue:
         self.labels.clear()
 
     def new_term(self) -> None:
-        """Begin a new term, which voids all earlier leases."""
+        """Begin a new coordinator's term: microbatches of earlier leases are given up."""
         self._released.clear()
         self._taken.clear()
         self.give_up_all()
 
     def next_step(self, step: int) -> list[Arrival]:
-        """Begin `step`. Returns the microbatches that waited for it."""
+        """Begin `step`, and return the microbatches that had arrived too early and waited for it."""
         self._released.clear()
         self.labels.next_step(step)
         self._taken.clear()

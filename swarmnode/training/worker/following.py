@@ -66,7 +66,7 @@ class Following:
         return True
 
     def heard(self) -> None:
-        """Note that the coordinator has sent something."""
+        """Record that the coordinator has sent a message."""
         self._silent_ticks = 0
 
     def lost(self, line: Line, error: PeerError | None) -> None:
@@ -105,8 +105,8 @@ class Following:
 
 
 class LeadClaims:
-    """Conversations of peers that claim to lead: besides that of the coordinator in force, one for each peer, for CLAIM_S. There
-    are at most MAX_CLAIMS of them."""
+    """Open conversations of peers that claim to lead the training: that of the coordinator which is followed, and at most
+    MAX_CLAIMS others, one for each peer. Each of the others is kept for CLAIM_S seconds."""
 
     def __init__(self, following: Following) -> None:
         self._following = following
@@ -127,7 +127,8 @@ class LeadClaims:
         asyncio.get_running_loop().call_later(CLAIM_S, self._expire, channel)
 
     def _expire(self, channel: Channel) -> None:
-        """Close a claim after its time; the one in force is looked at again later, since it may have been displaced by then."""
+        """Close a conversation after its time. That of the coordinator which is followed stays, and is looked at again after
+        CLAIM_S seconds."""
         if channel.open and channel is self._following.line:
             asyncio.get_running_loop().call_later(CLAIM_S, self._expire, channel)
         else:

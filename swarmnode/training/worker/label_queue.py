@@ -19,7 +19,7 @@ LABELS_S = 10.0  # after the values are here; at most half of the lease's time
 
 
 class ReceivedLabels(NamedTuple):
-    """LABELS as received."""
+    """Message with the labels of a microbatch, as a trainer sent it."""
 
     body: Labels
     payload: bytes | bytearray
@@ -27,7 +27,7 @@ class ReceivedLabels(NamedTuple):
 
 @dataclass
 class _Waiting:
-    """Labels that no microbatch has taken yet."""
+    """Labels that arrived before their microbatch, with the memory that they take."""
 
     received: ReceivedLabels
     memory: Reservation
@@ -68,8 +68,8 @@ class LabelQueue:
         return self._ledger.count(Account.MESSAGES, size_bytes)
 
     async def take(self, lease: int, within_s: float) -> ReceivedLabels:
-        """Return the labels of a lease, after waiting for them if need be. The lease lasts `within_s` (0: unknown). Raises
-        PeerRefused if they do not arrive in time, PeerLost if the lease ends before."""
+        """Return the labels of a lease. If they have not arrived, waits for them, at most half the `within_s` seconds that the
+        lease lasts (0: unknown). Raises PeerRefused if they do not arrive in time, PeerLost if the lease ends before."""
         waiting = self._waiting.pop(lease, None)
         if waiting is not None:
             waiting.memory.release()

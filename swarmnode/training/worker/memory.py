@@ -54,7 +54,7 @@ def give_back_large_tensors() -> bool:
 
 def no_estimates(_run: Run) -> Sequence[UnitEstimate]:
     """Raise CheckpointError: the default for segments whose work cannot be estimated."""
-    raise CheckpointError("the work of these units cannot be estimated")
+    raise CheckpointError("the work of these layers cannot be estimated; use another model")
 
 
 class TrainingMemory:
@@ -123,7 +123,8 @@ class TrainingMemory:
         self._for_good[Account.AVERAGING].count(vectors * gradient_bytes + min(CHUNKS_BYTES, gradient_bytes))
 
     def admit(self, place: int) -> bool:
-        """Reserve memory for the microbatch at `place` (see `place_of`) until it is `ended`. Returns False if there is no room."""
+        """Reserve memory for the microbatch with the number `place` (from `place_of`) until it is `ended`. Returns False if there
+        is no room."""
         if place in self._microbatches:
             return True
         first = not self._microbatches

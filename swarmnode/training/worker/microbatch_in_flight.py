@@ -1,6 +1,6 @@
 """Microbatch in flight: the life of one microbatch at one hop, and the meter of a training stage.
 
-Values come in, pass the units, and go to the next hop; gradients come back and go to the sender. One conversation with the
+Values come in, pass the layers, and go to the next hop; gradients come back and go to the sender. One conversation with the
 sender and one with the next hop carry them. If either ends, in whatever way, the microbatch ends.
 """
 
@@ -82,7 +82,7 @@ class TrainingMeter(StageMeter):
 
 
 class MicrobatchStage(Protocol):
-    """The members of a `TrainingStage` that a microbatch uses (`stage.py`)."""
+    """Interface to `TrainingStage` (`stage.py`): the members that a microbatch uses."""
 
     switchboard: Switchboard
     compressor: ActivationCompressor
@@ -97,7 +97,7 @@ class MicrobatchStage(Protocol):
         """Handle a broken backward pass: all that its device had counted is lost."""
 
     def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
-        """Report that a unit met NaN in a microbatch, or that a peer sent it."""
+        """Report to the coordinator that a layer met NaN in a microbatch, or that a peer sent it."""
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """Free the resources of a microbatch that has ended, in whatever way."""
@@ -142,7 +142,7 @@ class MicrobatchInFlight:
 
     @property
     def parts(self) -> list[TrainingPart]:
-        """The parts that the microbatch passes."""
+        """Devices' parts of this node's layers that the microbatch passes."""
         return [part for part, _ in self._passed]
 
     @property
@@ -236,7 +236,7 @@ class MicrobatchInFlight:
     # computing, on the thread of the part's device
 
     def _forward(self, part: TrainingPart, units: Span, values: Values | None) -> Encoded:
-        """Compute and encode the values for the next hop."""
+        """Compute the layers `units` on their device, and return the outputs encoded for the next peer of the route."""
         outputs = self._outputs(part, units, values)
         peer = self.body.route[self.body.hop + 1].peer
         bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
@@ -267,7 +267,7 @@ class MicrobatchInFlight:
 
     def _outputs(self, part: TrainingPart, units: Span, values: Values | None) -> Values:
         """Compute a part's outputs from `values`, or, for the first part, from the payload, which is then freed. Raises
-        NotFiniteInput if a peer or the trainer sent NaN, NotFinite if a unit produced it."""
+        NotFiniteInput if a peer or the trainer sent NaN, NotFinite if a layer produced it."""
         body, device = self.body, part.segment.device
         if values is None:
             if body.hop:  # the trainer's link is not measured
@@ -316,7 +316,10 @@ class MicrobatchInFlight:
         flowing = [gradient for gradient in inputs if gradient is not None]
         if not is_finite(flowing):
             unit = self._passed[0][1].start
-            raise NotFinite(f"the gradient that leaves unit {unit} is NaN or infinite", unit=unit)
+            raise NotFinite(
+                f"the gradient that leaves layer {unit} is NaN or infinite; lower --lr or --clip, or check the data",
+                unit=unit,
+            )
         self._returned = self._encode(flowing, self._channel.peer, BACKWARD, self._channel.bandwidth_bps)
         if self.kept is not None:
             self.kept.returned = self._returned

@@ -1,4 +1,4 @@
-"""Part loading: it loads the units of a span on a node's devices, and measures and estimates their speed."""
+"""Part loading: it loads the layers of a span on a node's devices, and measures and estimates their speed."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ SMALL = 1e-3  # gradients too small to overflow
 
 
 def dummy_run_s(learner: Learner, start: int, end: int, clock: Callable[[], float]) -> float:
-    """Time a microbatch of the learner's run through units [start, end). Returns the median seconds of some passes after a warm-up.
+    """Time a microbatch of the learner's run through layers [start, end). Returns the median seconds of passes after a warm-up.
 
-    The learner must not have counted anything yet. Raises CheckpointError if inputs of the units cannot be made up, ProtocolError
-    or NotFinite if the units cannot work with made-up inputs.
+    The learner must not have counted anything yet. Raises CheckpointError if inputs of the layers cannot be made up, ProtocolError
+    or NotFinite if the layers cannot work with made-up inputs.
     """
     segment, run = learner.segment, learner.run
     values, labels = segment.dummies(start, run.microbatch, run.sequence)
@@ -69,7 +69,7 @@ def _there_and_back(learner: Learner, start: int, end: int, values: Values, labe
 
 
 def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
-    """Estimate the work of a microbatch in each unit. Raises CheckpointError if it cannot be estimated."""
+    """Estimate the work of a microbatch in each layer. Raises CheckpointError if it cannot be estimated."""
     if isinstance(checkpoint, GraphCheckpoint):
         return estimate_units(checkpoint.graph, run.microbatch)
     return estimate_span(checkpoint, run.microbatch, run.sequence)
@@ -85,21 +85,21 @@ def measure(segment: Segment, clock: Callable[[], float], throttle: Throttle) ->
 
 
 async def load_units(checkpoint: Checkpoint, part: DevicePart, hardware: Hardware) -> tuple[int, Segment]:
-    """Load the units of `part` for training. Returns the number of their device and the segment. Raises CheckpointError,
+    """Load the layers of `part` for training. Returns the number of their device and the segment. Raises CheckpointError,
     LocalError."""
     load = _loading(checkpoint, str(hardware.lent[part.device].device.torch_device))
     return part.device, await asyncio.to_thread(load, *part.span)
 
 
 def _loading(checkpoint: Checkpoint, device: str) -> LoadUnits:
-    """Return a function that loads units with the founder's weights."""
+    """Return a function that loads any range of layers onto `device`, with the weights that the swarm was created with."""
     if isinstance(checkpoint, GraphCheckpoint):
         return functools.partial(load_graph_segment, checkpoint.path, device=device)
     return functools.partial(load_segment, checkpoint, device=device)
 
 
 async def load_served(checkpoint: Checkpoint, device: int, segment: Segment) -> LoadedSpan:
-    """Load the serving twin of a segment, which shares its weights with the training."""
+    """Return the layers of a training segment for serving; both share the same weights in memory."""
     assert isinstance(segment, SpanSegment)
     return LoadedSpan(device, await asyncio.to_thread(load_twin, checkpoint, segment))
 

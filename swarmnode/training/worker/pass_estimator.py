@@ -1,6 +1,6 @@
-"""Pass estimator and unit time: the seconds of a microbatch on one device, estimated before the first one, and timed afterwards.
+"""Pass estimator and layer time: the seconds of a microbatch on one device, estimated before the first one, and timed afterwards.
 
-The work of the passes at measured rates tells which units are alike, and their time relative to each other. A dummy run tells the
+The work of the passes at measured rates tells which layers are alike, and their time relative to each other. A dummy run tells the
 real time: rates do not include the effect of caches, allocators and calls on a whole pass.
 """
 
@@ -40,7 +40,7 @@ NotFinite if no inputs can be made up."""
 
 
 class UnitTime:
-    """Seconds of a microbatch in one unit, forward and backward. Until passes have been timed it is the estimate, corrected by the
+    """Seconds of a microbatch in one layer, forward and backward. Until passes have been timed it is the estimate, corrected by the
     error of the last run's. Then it is a weighted mean of the timed passes; newer ones count more."""
 
     def __init__(self) -> None:
@@ -73,13 +73,13 @@ class UnitTime:
         return self.timed_s / self._estimated_s if self.timed_s and self._estimated_s else self._corrected
 
     def begin(self, estimated_s: float) -> None:
-        """Begin a run whose microbatches are estimated to take `estimated_s` for a unit. Earlier timings are of other
+        """Begin a run whose microbatches are estimated to take `estimated_s` for a layer. Earlier timings are of other
         microbatches and dropped."""
         self._corrected = self.correction
         self._estimated_s, self._one_way_s, self._passes = estimated_s, 0.0, 0
 
     def note(self, units: int, pass_s: float) -> None:
-        """Record a pass through `units` units, forward or backward, that took `pass_s`. There are as many of each."""
+        """Record a pass through `units` layers, forward or backward, that took `pass_s`. There are as many of each."""
         self._passes += 1
         self._one_way_s += (pass_s / units - self._one_way_s) * max(NEWEST, 1 / self._passes)
 
@@ -103,7 +103,7 @@ class PassEstimator:
         return f"<PassEstimator of {self.device}, {len(self._rates)} rates measured>"
 
     def unit_s(self, learner: Learner) -> float:
-        """Return the seconds for one unit of the learner, forward and backward, in its run. The learner must not have counted
+        """Return the seconds for one layer of the learner, forward and backward, in its run. The learner must not have counted
         anything yet. Returns 0 if the work cannot be estimated or there is no memory to measure in."""
         units = Span(learner.segment.start, learner.segment.end)
         try:
@@ -120,13 +120,14 @@ class PassEstimator:
         return self.throttle.lent_s(passes_s / units.units, least_s)
 
     def _estimates_s(self, run: Run, units: Span, *, recompute: bool) -> list[float]:
-        """Estimate the seconds of each unit from its work."""
+        """Estimate the seconds of each layer from its work."""
         estimates = self.estimates(run)[slice(*units)]
         rates = self._rates_of(autocast_dtype(self.device, wanted=run.autocast))
         return [one.learning_s(rates) + recompute * rates.seconds(one.forward) for one in estimates]
 
     def _tried_s(self, learner: Learner, units: Span, estimates_s: Sequence[float]) -> float:
-        """Time all units. If they are estimated to take long, time one unit of each estimate: equal layers have equal estimates."""
+        """Return the seconds of all layers, timed. If they are estimated to take long, only one layer of each estimate is timed:
+        equal layers have equal estimates."""
         if sum(estimates_s) <= LONG_S:
             return self.dummy_run(learner, *units)
         one_of = dict(zip(estimates_s, range(*units), strict=True))

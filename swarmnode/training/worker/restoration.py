@@ -1,6 +1,6 @@
-"""Restoration: it fetches the last state of a stage's units from disks if no other node holds them any more.
+"""Restoration: it fetches the last state of a stage's layers from disks if no other node holds them any more.
 
-It runs after the last holder of a unit was lost for good and this node took its place. The coordinator then finds the step
+It runs after the last holder of a layer was lost for good and this node took its place. The coordinator then finds the step
 on this disk and leads all stages back to it (`plan/training/recovery.py`).
 """
 
@@ -46,7 +46,7 @@ class Restoration:
         self._tasks.spawn(self._watch(), "watch")
 
     async def close(self) -> None:
-        """Stop watching."""
+        """Stop watching for layers whose states must be restored."""
         await self._tasks.close()
 
     async def _watch(self) -> None:
@@ -60,7 +60,7 @@ class Restoration:
 
     @property
     def is_last(self) -> bool:
-        """Whether some unit of this stage has been learnt by no other node. Once the stage is ready, only peers that have
+        """Whether some layer of this stage has been learnt by no other node. Once the stage is ready, only peers that have
         averaged with it count."""
         held, announced = range(self._stage.segment.start, self._stage.segment.end), self._host.directory.peers()
         met = self._stage.state.replicas if self._stage.state.condition == Condition.READY else None
@@ -68,12 +68,12 @@ class Restoration:
 
     @property
     def is_gap(self) -> bool:
-        """Whether some unit of the model has no holder, so that training stands still."""
+        """Whether some layer of the model has no holder, so that training stands still."""
         holding = [peer for peer in self._host.directory.peers().values() if peer.life in HOLDING]
         return any(not any(peer.holds(unit) for peer in holding) for unit in range(self._units))
 
     def _is_needed(self) -> bool:
-        """Return whether the swarm has trained already and only this node holds some unit of the stage."""
+        """Return whether the swarm has trained already and only this node holds some layer of the stage."""
         announced = self._host.directory.peers()
         ready = (announced[peer] for peer in self._others() if announced[peer].life is State.READY)
         return (self._stage.state.step > 0 or any(peer.training_step > 0 for peer in ready)) and self.is_last
@@ -82,11 +82,11 @@ class Restoration:
         try:
             step = await self._checkpoint_manager.restore(self._others, self._blocks, self._units)
         except (PeerError, NetworkDown) as error:
-            log.info("your node cannot fetch the state of units %s: %s", list(self._blocks), error)
+            log.info("your node cannot fetch the state of layers %s: %s", list(self._blocks), error)
             return
         except SwarmnodeError as error:
             log.warning("%s", error)
             return
         if step is not None:
-            log.warning("your node has restored step %d of units %s from stored states", step, list(self._blocks))
+            log.warning("your node has restored step %d of layers %s from stored states", step, list(self._blocks))
             self._stage.tell_status()

@@ -1,4 +1,4 @@
-"""Training stage: the units that a node trains. It computes microbatches for other peers, and follows the coordinator.
+"""Training stage: the layers that a node trains. It computes microbatches for other peers, and follows the coordinator.
 
 Shared state changes on the event loop without an await in between; tensors live on the bench's thread. The next FORWARD
 must be of `state.step`; a FORWARD of the step after it waits for the COMMIT, which may still be on its way.
@@ -103,7 +103,7 @@ class TrainingStage:
         return f"<TrainingStage {self.segment!r} {self.state!r}, {self.following!r}>"
 
     async def start(self) -> None:
-        """Start to answer peers."""
+        """Start to answer other peers' messages about this training."""
         await self.switchboard.start()
         await self.spot_checks.start()
 
@@ -199,7 +199,7 @@ class TrainingStage:
         self._tasks.spawn(_settle(discarding), "discard")
 
     def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
-        """Report the unit that met NaN in a microbatch, or the peer that sent it, to the coordinator."""
+        """Report the layer that met NaN in a microbatch, or the peer that sent it, to the coordinator."""
         self.meter.not_finite += 1
         line = self.following.line
         if line is not None and line.open:
@@ -256,13 +256,13 @@ class TrainingStage:
         self._answer(line, FrameKind.LEAD)
 
     def _instead_of(self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a command that takes time, and cancel the previous one of its kind."""
+        """Start `work` for a command of the coordinator as a task, and cancel the task of the `earlier` command of its kind."""
         if earlier is not None:
             earlier.cancel()
         return self._tasks.spawn(work, "command")
 
     def _answer(self, line: Line, kind: FrameKind) -> None:
-        """Send a STATUS after everything begun before is done."""
+        """Send a STATUS to the coordinator, in answer to a command of this kind, after the work begun before is finished."""
         self._tasks.spawn(self._tell(line, kind), "status")
 
     async def _tell(self, line: Line, kind: int = 0) -> None:
@@ -334,8 +334,8 @@ class TrainingStage:
             line.send(answer)
 
     async def settled(self) -> None:
-        """Wait, at most WAITED_FOR_S, until the update that replicas agree on is committed; otherwise it may be lost with
-        this stage, and all would have to repeat the step."""
+        """Wait, at most WAITED_FOR_S seconds, until the update that the replicas have agreed on is committed. If this stage ended
+        before, the update might be lost with it, and all would have to repeat the step."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._settled.wait(), WAITED_FOR_S)
 

@@ -70,7 +70,7 @@ class MissedSteps:
         return len(self._steps)
 
     def clear(self) -> None:
-        """Forget all updates, to listen anew."""
+        """Forget all updates that were kept while the stage catches up, and release their memory."""
         while self._steps:
             self._steps.popleft().memory.release()
         self._forgotten_until = 0
@@ -132,7 +132,7 @@ class StageState:
         return f"<StageState {self.condition.name} at step {self.step}, {self._missed!r}>"
 
     def agree(self, agreed: Agreed, groups: Iterable[Group]) -> None:
-        """Record the agreement of the replicas of each group."""
+        """Record the result of an all-reduce, and for each block the replicas that took part."""
         self.agreed = agreed
         for group in groups:
             if group.how != How.APART:
@@ -156,14 +156,14 @@ class StageState:
 
     @property
     def learner(self) -> DeviceLearners:
-        """The learner of the run. Raises LocalError before a run has begun."""
+        """Learners of this node's devices in the present training run. Raises LocalError before a run has begun."""
         if self._learner is None:
-            raise LocalError("no training has begun here")
+            raise LocalError("no training has begun here; begin one with `swarmnode train`")
         return self._learner
 
     @property
     def masks(self) -> dict[int, int]:
-        """Masks of the counted microbatches, by unit. Must run on the executor."""
+        """Masks of the counted microbatches, by layer. Must run on the executor."""
         return {} if self._learner is None else dict(self._learner.counted)
 
     def status(self, term: int, kind: int, slowest_link_s: float) -> Status:
@@ -218,7 +218,7 @@ class StageState:
     # -- ways to a step
 
     async def begin(self, run: Run) -> None:
-        """Begin a run at step 0, with the current parameters."""
+        """Begin the training run at step 0, with the parameters that the stage has now."""
         await self._take_up(run, 0)
         self._founded = self._is_founding
         if not self._founded:
@@ -321,13 +321,13 @@ class StageState:
         """Write the current step to the disk for a peer and return it. Waits at most MEET_S for the step `at_least`, so that all
         replicas write the same one. Raises LocalError if the stage is not ready or has learnt nothing."""
         if self.condition != Condition.READY:
-            raise LocalError("this stage is still catching up")
+            raise LocalError("this node is still catching up with the training; try again soon")
         if self.step < at_least:
             meeting = self._meetings.setdefault(at_least, asyncio.get_running_loop().create_future())
             await asyncio.wait([meeting], timeout=MEET_S)
             self._meetings.pop(at_least, None)
         if self.is_as_founded:
-            raise LocalError("this stage has learnt nothing yet")
+            raise LocalError("this node has not finished a step of training yet; try again soon")
         return await self._checkpoint_manager.save(self.learner, self._executor)
 
     def _call(self, kind: str, function: Callable[[], T]) -> asyncio.Future[T]:

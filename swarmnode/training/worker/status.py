@@ -1,4 +1,4 @@
-"""Masks of counted microbatches as a STATUS carries them: runs of units with the same mask."""
+"""Masks of counted microbatches as a STATUS carries them: runs of layers with the same mask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarmnode.errors import ProtocolError
 
 
 def counted_of(masks: Mapping[int, int]) -> tuple[Counted, ...]:
-    """Return the masks by unit as runs of adjoining units; units with an empty mask are left out."""
+    """Return the masks by layer as runs of adjoining layers; layers with an empty mask are left out."""
     runs: list[Counted] = []
     for _, run in groupby(sorted(masks.items()), key=lambda item: (item[1], item[0] - sorted(masks).index(item[0]))):
         units = list(run)
@@ -21,11 +21,11 @@ def counted_of(masks: Mapping[int, int]) -> tuple[Counted, ...]:
 
 
 def masks_of(counted: Iterable[Counted], everything: int) -> dict[int, int]:
-    """Return the masks by unit. Raises ProtocolError if one contains a microbatch that is not in `everything`."""
+    """Return the masks by layer. Raises ProtocolError if one contains a microbatch that is not in `everything`."""
     masks: dict[int, int] = {}
     for entry in counted:
         mask = int.from_bytes(entry.mask, "little")
         if mask & ~everything:
-            raise ProtocolError("the stage reports microbatches that the step does not have")
+            raise ProtocolError("it reports microbatches that the step does not have")
         masks.update(dict.fromkeys(range(entry.start, entry.end), mask))
     return masks

@@ -1,4 +1,4 @@
-"""Training parts: the parts of a node's units on its devices, one behind another, or all units on each of several devices.
+"""Training parts: the parts of a node's layers on its devices, one behind another, or all layers on each of several devices.
 
 A microbatch passes the parts of one replica, whose devices work on other microbatches meanwhile (GPipe, arXiv 1811.06965).
 The replica is chosen once for each index of a step: two replicas that both count it would count it twice.
@@ -32,7 +32,7 @@ LoadUnits = Callable[[int, int], Segment]
 
 @dataclass(eq=False)
 class TrainingPart:
-    """The part of a node's units on one device: its thread, its memory, and the learner of the current run. Used on the
+    """The part of a node's layers on one device: its thread, its memory, and the learner of the current run. Used on the
     event loop, except for the learner."""
 
     segment: Segment
@@ -52,19 +52,19 @@ class TrainingPart:
 
     @property
     def span(self) -> Span:
-        """The units of the part."""
+        """Layers [start, end) on this device."""
         return Span(self.segment.start, self.segment.end)
 
     @property
     def blocks(self) -> set[int]:
-        """Numbers of the blocks of the part."""
+        """Numbers of the blocks of parameters on this device."""
         return {*self.segment.parameters(), *range(self.segment.start, self.segment.end)}
 
     @property
     def learner(self) -> Learner:
-        """The learner of the run. Raises LocalError before a run has begun."""
+        """Learner of this device in the present training run. Raises LocalError before a run has begun."""
         if self._learner is None:
-            raise LocalError("no training has begun here")
+            raise LocalError("no training has begun here; begin one with `swarmnode train`")
         return self._learner
 
     async def begin(self, run: Run, step: int, *, follows: Collection[int], alone: bool) -> Learner:
@@ -81,14 +81,15 @@ class TrainingPart:
         return learner
 
     def refound(self) -> asyncio.Future[None]:
-        """Load the founder's parameters on the part's thread. The result raises CheckpointError or LocalError."""
+        """Load the weights that the swarm was created with, on the part's thread. The result raises CheckpointError or
+        LocalError."""
         return self.call("load what the swarm was founded with", self._refound)
 
     def _refound(self) -> None:
-        """Load one unit after another: there may be no room for a second copy of all. Raises LocalError if the part has no
+        """Load one layer after another: there may be no room for a second copy of all. Raises LocalError if the part has no
         loader."""
         if self.load is None:
-            raise LocalError("this part cannot load the founder's weights")
+            raise LocalError("this device cannot load the weights that the swarm began with; restart the node")
         held = self.segment.parameters()
         for unit in range(self.segment.start, self.segment.end):
             tensors = (tensor for block in (unit, SHARED) for tensor in held.get(block, {}).values())
@@ -103,7 +104,7 @@ class TrainingPart:
         return self.executor.call(Urgency.CONTROL, function, kind=kind, owner=owner)
 
     def drop(self, place: int) -> asyncio.Future[None]:
-        """Forget a microbatch that will not come back, after the device's pending work for it."""
+        """Forget the microbatch `place`, whose gradients will not come back, after the device's pending work for it."""
 
         def drop() -> None:
             if self._learner is not None:
@@ -113,7 +114,7 @@ class TrainingPart:
 
 
 class TrainingParts:
-    """The training parts of a node, by replica, in order. Used on the event loop."""
+    """Parts of a node's layers for training, one for each device, by replica, in order. Used on the event loop."""
 
     def __init__(self, replicas: Sequence[Sequence[TrainingPart]]) -> None:
         self.replicas = tuple(tuple(replica) for replica in replicas)
@@ -134,7 +135,7 @@ class TrainingParts:
 
     @property
     def span(self) -> Span:
-        """All units of the node."""
+        """Layers [start, end) that the node trains, on all its devices."""
         return Span(self.segment.start, self.segment.end)
 
     @property
@@ -149,7 +150,7 @@ class TrainingParts:
 
     @property
     def unit_s(self) -> float:
-        """Seconds for a microbatch through one unit, forward and backward, while microbatches follow one another. The
+        """Seconds for a microbatch through one layer, forward and backward, while microbatches follow one another. The
         slowest device of a replica decides, and replicas work side by side. 0 if unknown."""
         slowest_s = [max(part.span.units * part.unit_time.unit_s for part in replica) for replica in self.replicas]
         timed = [pass_s for pass_s in slowest_s if pass_s]
@@ -162,7 +163,7 @@ class TrainingParts:
         return min(MAX_IN_FLIGHT, sum(windows)) if all(windows) else 0
 
     async def begin(self, run: Run, step: int) -> DeviceLearners:
-        """Create the learners of a run."""
+        """Create a learner on each device for a training run, from step `step` on."""
         held: set[int] = set()
         learners = []
         for part in self:
@@ -171,7 +172,7 @@ class TrainingParts:
         return DeviceLearners(learners, self.segment)
 
     async def refound(self) -> None:
-        """Load the founder's parameters of all parts. Raises CheckpointError, LocalError."""
+        """Load the weights that the swarm was created with, on all devices. Raises CheckpointError, LocalError."""
         for part in self:
             await part.refound()
 
@@ -193,7 +194,7 @@ class TrainingParts:
         return True
 
     def passed(self, body: Forward, place: int) -> list[tuple[TrainingPart, Span]]:
-        """Return the parts that an admitted microbatch passes, in order, and the units in each."""
+        """Return the parts that an admitted microbatch passes, in order, and the layers in each."""
         hop = body.route[body.hop]
         parts = self.replicas[self._in_flight[place]]
         spans = [Span(max(hop.start, part.span.start), min(hop.end, part.span.end)) for part in parts]
@@ -220,13 +221,14 @@ class TrainingParts:
     # -- memory
 
     def average(self, run: Run) -> None:
-        """Count the memory for averaging with other peers' replicas; it takes place on the first device."""
+        """Reserve memory for averaging with other peers' replicas; it is counted on the first device, where averaging takes
+        place."""
         first, *others = self.replicas[0]
         gradient_bytes = sum(part.memory.gradient_bytes for part in (first, *others))
         copies = any(part.segment.device != first.segment.device for part in others)
         first.memory.average(run, gradient_bytes, copies=int(copies))
 
     def close(self) -> None:
-        """Free all memory."""
+        """Free the memory of all devices' parts."""
         for part in self:
             part.memory.close()

@@ -1,4 +1,4 @@
-"""Training worker: a volunteer's stage in a training swarm. It trains its units, leads if it is its turn, and serves the
+"""Training worker: a volunteer's stage in a training swarm. It trains its layers, leads if it is its turn, and serves the
 learnt model."""
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class TrainingWorker(Stage):
         states: SharedStates,
         awaits_others: Callable[[], bool],
     ) -> TrainingWorker:
-        """Load units whose weights are on this machine, and start to train them. Raises CheckpointError, LocalError."""
+        """Load the layers `units`, whose weights are on this machine, and start to train them. Raises CheckpointError,
+        LocalError."""
         host, hardware = place.host, place.hardware
         layout = hardware.lay_out(units, place.speed_cache, host.swarm.id)
         loaded = [[await load_units(checkpoint, part, hardware) for part in replica] for replica in layout]
@@ -141,9 +142,9 @@ class TrainingWorker(Stage):
 
     @property
     def bound(self) -> bool:
-        """Whether the stage has learnt a unit that no other node has. False while a unit of the model has no holder.
+        """Whether the stage has learnt a layer that no other node has. False while a layer of the model has no holder.
 
-        In that case this node may take the uncovered units beside its own, whose last saved state is on its disk
+        In that case this node may take the uncovered layers beside its own, whose last saved state is on its disk
         (`plan/training/placement.py`).
         """
         return self.training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap
@@ -158,7 +159,7 @@ class TrainingWorker(Stage):
         return math.inf if run is None else self._step_time.rest_s(run.steps)
 
     def sections(self) -> tuple[Section, ...]:
-        """Return the stage's sections of the announcement."""
+        """Return the sections of the node's announcement that describe training and serving."""
         self._compare_with_real_work()
         self._step_time.note(self.training.state.step, self.host.clock.monotonic())
         step = self.training.state.learnt_step
@@ -221,7 +222,7 @@ class TrainingWorker(Stage):
             yield from self.serving.readings()
 
     def _sends(self) -> dict[bytes, int]:
-        """Return the strongest codec in use for each peer, by digest."""
+        """Return the strongest codec in use on links to each peer; the keys are digests of the peers' ids."""
         sends: dict[bytes, int] = {}
         for (peer, _), choice in self.training.compressor.choices.items():
             if choice.codec:
@@ -242,7 +243,7 @@ class TrainingWorker(Stage):
         self.training.compressor.on_choice = on_choice
 
     async def drain(self, timeout_s: float) -> None:
-        """Stop leading, and let the serving sessions move to other peers."""
+        """Stop coordinating the training, and let serving sessions move to other peers, for at most `timeout_s` seconds."""
         await self._election.close()
         if self.serving is not None:
             await self.serving.drain(timeout_s)
@@ -254,7 +255,7 @@ class TrainingWorker(Stage):
         await self.training.close()
         left = await self._backups.hand_over()
         if left:
-            log.warning("the newest state of units %s is on this disk only: no other peer took it", list(left))
+            log.warning("the newest state of layers %s is on this disk only: no other peer took it", list(left))
         await self._backups.close()
         await self.checkpoint_manager.close()
         if self.serving is not None:

@@ -59,12 +59,12 @@ def test_weights_used_again_and_again_stay_in_one_unit() -> None:
     layout = Layout(cut.graph)
     assert [sum("layer" in name for name in unit.weights) for unit in layout.units].count(2) == 1
     (remark,) = cut.remarks
-    assert remark.startswith("layer.weight is used all over") and remark.endswith("stays in one unit")
+    assert remark.startswith("layer.weight is used all over") and remark.endswith("stays in one layer")
 
 
 def test_tied_weights_are_told(folder: Callable[[str], Path]) -> None:
     cut = partition(export_module(build("gpt2"), batch_of("gpt2", 4)).graph)
-    assert cut.remarks == ("transformer.wte.weight is shared by the first and the last unit",)
+    assert cut.remarks == ("transformer.wte.weight is shared by the first and the last layer",)
     assert encode_graph(cut.graph) == encode_graph(read_graph(folder("gpt2")))  # deterministic
 
 
@@ -92,5 +92,5 @@ def test_balance_is_the_best_there_is() -> None:
     assert balance([1, 1, 1, 1], [0, 0, 0, 0], 2) == [2]
     assert balance([4, 1, 1, 1], [0, 0, 0, 0], 2) == [1]
     assert balance([2, 2, 2, 2], [0, 9, 9, 0], 2, bytes_per_s=1) == [3]  # two slow links are avoided
-    with pytest.raises(ValueError, match="2 units cannot be 3 stages"):
+    with pytest.raises(ValueError, match="2 layers cannot be cut into 3 stages"):
         balance([1, 1], [0, 0], 3)

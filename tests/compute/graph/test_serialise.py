@@ -71,7 +71,7 @@ def set_operator(name: str) -> Callable[[Tree], None]:
         (lambda tree: tree["nodes"][0]["types"][0].update(dtype="strided"), "impossible type"),
         (lambda tree: tree["weights"][0].update(kind="pickle"), "unknown kind"),
         (lambda tree: tree["weights"][1].update(tensor=tree["weights"][0]["tensor"]), "every weight once"),
-        (lambda tree: tree["moves"][0].update(buffer="image"), "which is no buffer"),
+        (lambda tree: tree["moves"][0].update(buffer="image"), "which is not a buffer"),
         (lambda tree: tree.update(loss={"is": "value", "name": "nothing"}), "before it exists"),
         (lambda tree: tree.pop("nodes"), "damaged"),
         (lambda tree: tree.update(nodes={}), "damaged"),
@@ -99,7 +99,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 def test_weights_used_here_and_there_are_refused(raw: bytes) -> None:
     tree = json.loads(raw)
     tree["cuts"] = list(range(1, len(tree["nodes"])))
-    with pytest.raises(CheckpointError, match="only the first and the last may share"):
+    with pytest.raises(CheckpointError, match="only the first and the last layer may share"):
         Layout(decode_graph(json.dumps(tree).encode()))
 
 

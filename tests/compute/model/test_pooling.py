@@ -61,7 +61,7 @@ def test_as_the_files_say(tmp_path: Path) -> None:
         ({"modules": modules("Transformer", "Pooling", "Dense")}, "asks for Dense"),
         ({"modules": modules("Transformer", "WordEmbeddings")}, "asks for WordEmbeddings"),
         ({"modules": "["}, "cannot be read"),
-        ({"modules": {}}, "not what sentence-transformers writes"),
+        ({"modules": {}}, "not as sentence-transformers writes it"),
         (
             {
                 "modules": modules("Transformer", "Pooling"),

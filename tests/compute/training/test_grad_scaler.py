@@ -116,7 +116,7 @@ def test_who_sends_what_is_no_number_is_told_and_changes_nothing(
     gradient_BTH = normal(2)
     gradient_BTH[0, 0, 0] = float(number)
     learner.forward(0, 0, *MIDDLE, (normal(1),))
-    with pytest.raises(NotFinite, match=f"came back from unit {MIDDLE[1]} is NaN") as told:
+    with pytest.raises(NotFinite, match=f"came back from layer {MIDDLE[1]} is NaN") as told:
         learner.backward(0, (gradient_BTH,))
     assert told.value.unit == MIDDLE[1]
     assert not learner.gradient(learner.blocks).copy().any() and not any(learner.counted.values())

@@ -116,7 +116,7 @@ def test_an_index_that_some_units_count_meanwhile_is_refused() -> None:
     values = learner.forward(1, 0, 0, 2, *toy_values(0))
     learner.backward(1, (torch.ones_like(values[0]),))
     before = gradient(learner)
-    with pytest.raises(ValueError, match="for some of the units"):
+    with pytest.raises(ValueError, match="for some of the layers"):
         learner.backward(2, ())
     assert torch.equal(gradient(learner), before)
 
@@ -275,18 +275,18 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 def test_what_is_not_finite_is_told_with_its_unit() -> None:
     learner = toy(breaks=1)
-    with pytest.raises(NotFinite, match="unit 1, step 0") as caught:
+    with pytest.raises(NotFinite, match="layer 1, step 0") as caught:
         learner.forward(1, 0, 0, 3, *toy_values(0))
     assert (caught.value.unit, learner.in_flight) == (1, 0)
     (x_BF,), labels = toy_values(0)
-    with pytest.raises(NotFinite, match="came in at the boundary before unit 1"):
+    with pytest.raises(NotFinite, match="came in at the boundary before layer 1"):
         toy().forward(1, 0, 1, 3, (x_BF * torch.inf,), labels)
     fine = toy()
     count(fine, 0)
     weight = next(iter(fine.segment.parameters()[2].values()))
     assert weight.grad is not None
     weight.grad[0] = torch.nan
-    with pytest.raises(NotFinite, match="unit 2") as caught:
+    with pytest.raises(NotFinite, match="layer 2") as caught:
         fine.squared_norm(fine.blocks)
     assert caught.value.unit == 2
     with pytest.raises(NotFinite):

@@ -130,8 +130,8 @@ def test_values_that_do_not_fit_are_refused(checkpoint: Get) -> None:
         with pytest.raises(ProtocolError, match=text):
             segment.forward(values, start, 5, 0, (ids_BT,))
     for labels, text in [
-        ((), "labels of shape None"),
-        ((ids_BT[:1],), r"labels of shape \(1, 12\) for a microbatch of \(2, 12\)"),
+        ((), "the labels have the shape None"),
+        ((ids_BT[:1],), r"the labels have the shape \(1, 12\), but the microbatch has \(2, 12\)"),
         ((ids_BT + VOCABULARY,), "vocabulary"),
         ((ids_BT.float(),), "float32"),
     ]:

@@ -66,5 +66,5 @@ def test_what_does_not_fit_is_told() -> None:
     run = make_run(data=batches.fingerprint, batch=12, microbatch=4, sequence=0)
     with pytest.raises(UsageError, match="settings are for other data"):
         next(train_locally(ToySegment(), make_run(batch=12, microbatch=4), batches))
-    with pytest.raises(UsageError, match=r"whole model, not units \[1:3\)"):
+    with pytest.raises(UsageError, match=r"whole model, not layers \[1:3\)"):
         next(train_locally(ToySegment(1, 3), run, batches))

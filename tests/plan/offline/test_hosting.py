@@ -164,8 +164,8 @@ def test_a_shape_that_is_given_is_kept_whoever_should_hold_what() -> None:
 @pytest.mark.parametrize(
     "hardware, message",
     [
-        (equal(7, room_gb=1.5), r"needs 12\.0 GB .* 7 of its 12 units fit, 5\.0 GB are missing"),
-        (equal(7, room_gb=0.4), r"unit 0 alone needs 1\.0 GB .* 0\.6 GB are missing in each"),
+        (equal(7, room_gb=1.5), r"needs 12\.0 GB .* 7 of its 12 layers fit, 5\.0 GB are missing"),
+        (equal(7, room_gb=0.4), r"layer 0 alone needs 1\.0 GB .* 0\.6 GB are missing in each"),
     ],
 )
 def test_a_model_that_does_not_fit_says_by_how_much(hardware: DeviceRates, message: str) -> None:
@@ -174,7 +174,7 @@ def test_a_model_that_does_not_fit_says_by_how_much(hardware: DeviceRates, messa
 
 
 def test_impossible_shapes() -> None:
-    with pytest.raises(UsageError, match="--stages 8: there are 12 units and 7 devices"):
+    with pytest.raises(UsageError, match="--stages 8: use at most 7: 12 layers on 7 devices"):
         plan(FAST_LAN, equal(7, 12), stages=8)
-    with pytest.raises(UsageError, match="--replicas 4: there are 7 devices, and 2 stages at least"):
+    with pytest.raises(UsageError, match="--replicas 4: use at most 3: 7 devices in 2 stages"):
         plan(FAST_LAN, equal(7, 12), stages=2, replicas=4)

@@ -38,11 +38,11 @@ def test_who_holds_what(tmp_path: Path) -> None:
 def test_a_plan_for_something_else_is_refused(tmp_path: Path) -> None:
     plan = load(tmp_path)
     for words, use in (
-        ("for 6 units, and the model has 7", lambda: plan.spans(4, 7)),
-        ("names device 3, and the network has 3", lambda: plan.spans(3, 6)),
-        ("for 6 units, and the model has 7", lambda: plan.span_of("a", 7)),
+        ("for 6 layers, and the model has 7", lambda: plan.spans(4, 7)),
+        ("names device 3, but the network has 3", lambda: plan.spans(3, 6)),
+        ("for 6 layers, and the model has 7", lambda: plan.span_of("a", 7)),
         ("not for this swarm", lambda: plan.check_swarm("0202")),
-        ("names device 3, and the network has 2", lambda: load(tmp_path, peers=["a", "b"]).check_swarm("0101")),
+        ("names device 3, but the network has 2", lambda: load(tmp_path, peers=["a", "b"]).check_swarm("0101")),
     ):
         with pytest.raises(UsageError, match=words):
             use()
@@ -72,5 +72,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         PlanFile.load(tmp_path / "none.json")
     (tmp_path / "list.json").write_text("[1]")
-    with pytest.raises(UsageError, match="it is no JSON object"):
+    with pytest.raises(UsageError, match="it is not a JSON object"):
         PlanFile.load(tmp_path / "list.json")

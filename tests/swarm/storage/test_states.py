@@ -161,7 +161,7 @@ def test_a_changed_file_is_noticed_when_it_is_loaded(home: Home) -> None:
     with pytest.raises(CheckpointError, match=r"unit-0000.safetensors cannot be used: it was changed or damaged"):
         store.path(20, 0)
     assert store.steps() == {10: BLOCKS, 20: (SHARED, 1)}
-    with pytest.raises(CheckpointError, match="no state of unit 0 at step 20"):
+    with pytest.raises(CheckpointError, match="no training state of layer 0 at step 20"):
         home.store.path(20, 0)
     home.write(20, blocks=(0,))
     assert home.store.path(20, 0) == path, "written again, it is sound again"

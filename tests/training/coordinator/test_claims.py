@@ -38,7 +38,7 @@ def test_two_replicas_word_stops_it(tmp_path: Path) -> None:
     async def test(scene: Scenario) -> None:
         await scene.join(0, 1, 1, 2)
         scene.on_step = lambda step: [claim(scene.swarm.volunteers[n], 1) for n in (1, 2)] if step == 1 else None
-        with pytest.raises(NotFinite, match="unit 1"):
+        with pytest.raises(NotFinite, match="layer 1"):
             await scene.train()
 
     in_scenario(tmp_path, test)

@@ -96,12 +96,12 @@ def unit_weight_bytes(graph: Graph) -> tuple[int, ...]:
 
 
 def estimate_nodes(graph: Graph, batch: int) -> dict[str, NodeEstimate]:
-    """Estimate every node, by name."""
+    """Estimate the work of every operator of a graph on a batch of `batch` samples, by the operator's name."""
     return _Estimator(graph, batch).run()
 
 
 def type_bytes(kind: TensorType, batch: int) -> int:
-    """Return the bytes of a value."""
+    """Return the bytes of a value of this type, for a batch of `batch` samples."""
     size: int = torch_constant(kind.dtype).itemsize
     for length in kind.sizes(batch):
         size *= length
@@ -109,7 +109,7 @@ def type_bytes(kind: TensorType, batch: int) -> int:
 
 
 def values_bytes(values: Iterable[Value], batch: int) -> int:
-    """Return the bytes of several values, such as those of a boundary."""
+    """Return the bytes of several values together, such as those that pass from one peer to the next."""
     return sum(type_bytes(value.type, batch) for value in values)
 
 
@@ -166,7 +166,7 @@ class _Estimator:
 
 
 class _Input(msgspec.Struct, frozen=True):
-    """Tensor that a call takes. `trained`: its gradient is wanted."""
+    """Tensor argument of an operator: dtype, shape, and whether its gradient is wanted (`trained`)."""
 
     dtype: str
     sizes: tuple[int, ...]

@@ -39,7 +39,7 @@ _FRESH_BLOCKS = 72  # of 1 MiB: more than the 64 that glibc keeps of freed memor
 
 @dataclass(frozen=True)
 class Rates:
-    """Amounts per second, by kind of work."""
+    """Speeds of a device: amounts of work per second, by kind of work."""
 
     per_s: Mapping[str, float]
 

@@ -30,7 +30,9 @@ def estimate_span(checkpoint: Checkpoint, batch: int, sequence: int) -> list[Uni
     try:
         return _Watch(checkpoint, batch, sequence).run()
     except FOREIGN_ERRORS as error:
-        raise CheckpointError(f"{checkpoint.path}: the work of its units cannot be estimated: {error}") from error
+        raise CheckpointError(
+            f"{checkpoint.path}: the work of its layers cannot be estimated: {error}; use another model"
+        ) from error
 
 
 class _Watch:

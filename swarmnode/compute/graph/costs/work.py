@@ -47,7 +47,7 @@ _PICKING = frozenset(
 
 @dataclass(frozen=True)
 class ComputeWork:
-    """Amounts of work by kind."""
+    """Amounts of work of a computation, such as operations or bytes moved, by their kind."""
 
     amounts: Mapping[str, float] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class ComputeWork:
 
 
 def total(works: Iterable[ComputeWork]) -> ComputeWork:
-    """Return the sum of works."""
+    """Return the sum of several amounts of work."""
     return sum(works, ComputeWork())
 
 
@@ -78,7 +78,7 @@ class WorkCounter(TorchDispatchMode):
 
     @property
     def work(self) -> ComputeWork:
-        """Work counted since the counter was made."""
+        """Work of the operators that ran within this counter."""
         return ComputeWork(dict(self.amounts))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -32,7 +32,7 @@ class FailedCall(TorchFunctionMode):
 
 
 def complaint(error: Exception, failed: FailedCall) -> str:
-    """Return the text for an error from torch.export."""
+    """Return the text for the user about an error of torch.export: the operator, the line and the reason."""
     reason = str(error).strip().partition("\n")[0].partition(" (unhinted")[0] or type(error).__name__
     operator = f"the operator {failed.name}" if failed.name else "an operation"
     text = f"the module cannot be exported: {operator} in {source_of(error)} failed: {reason.rstrip('.')}"
@@ -42,7 +42,7 @@ def complaint(error: Exception, failed: FailedCall) -> str:
 
 
 def source_of(error: Exception) -> str:
-    """Return file, line and text of the module's own code that raised."""
+    """Return file, line and source text of the last frame in the user's own code; a fixed text if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_own(frame.filename)]
     if not own:
@@ -51,7 +51,7 @@ def source_of(error: Exception) -> str:
 
 
 def is_own(file: str) -> bool:
-    """Return whether code of this file is the module's, not torch's or ours."""
+    """Return whether the code in `file` is the user's own, not torch's or that of swarmnode's export."""
     return not file.startswith((_TORCH, _HERE, "<"))
 
 

@@ -182,7 +182,8 @@ class _Attempt:
         return read_program(self.module, self.trace(shapes))
 
     def trace(self, shapes: Any) -> Any:
-        """Return an ExportedProgram of functional operators."""
+        """Trace the module for these `shapes` and return the ExportedProgram. If torch stops at a branch on values, trace again
+        with the branches that the example batch takes."""
         try:
             return _trace(self.results, self.args, self.kwargs, shapes, self.answers or ())
         except Exception as error:
@@ -196,7 +197,7 @@ class _Attempt:
 def _trace(
     module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], shapes: Any, answers: Sequence[bool | None]
 ) -> Any:
-    """Return an ExportedProgram of functional operators."""
+    """Trace `module` with torch.export and return the ExportedProgram with functional operators only."""
     # copies: torch marks sizes on the tensors, and treats one tensor under two names as one input
     example = (tuple(map(torch.clone, args)), {name: value.clone() for name, value in kwargs.items()})
     assumed = AssumedAnswers(answers)
@@ -223,10 +224,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def seen_by_tracing() -> Iterator[None]:
-    """Make parts visible to tracing that it would lose.
+    """Make tracing see parts of a model that it would lose.
 
-    These are the inside of reentrant checkpoints and of torch's own functions, the lack of gradients in inference mode, and source
-    lines of functions other than forward.
+    These are the inside of reentrant checkpoints and of torch's own functions, the lack of gradients in inference mode, and
+    source lines of functions other than forward.
     """
 
     def apply(function: Any, _preserve_random_state: bool, *args: Any) -> Any:
@@ -321,7 +322,7 @@ def _open_no_grad(module: Any) -> None:
 
 
 def _written(node: Any) -> Any:
-    """Return the placeholder that a region's value was written over; None if it was not written in place."""
+    """Return the node whose value the in-place operators that end in `node` overwrite; None if `node` is no in-place operator."""
     inside = node
     while isinstance(inside.target, torch._ops.OpOverload) and inside.target._schema.is_mutable:
         inside = inside.args[0]

@@ -74,7 +74,7 @@ class SameDraws(TorchDispatchMode):
 
 @contextmanager
 def untouched(module: nn.Module) -> Iterator[None]:
-    """Restore parameters, gradients, buffers, modes and the random state after the enclosed passes."""
+    """Restore parameters, gradients, buffers, modes and the random state of `module` after the `with` block."""
     tensors = [*module.parameters(), *module.buffers()]
     kept = [(tensor, tensor.detach().clone(), tensor.grad) for tensor in tensors]
     training = {name: part.training for name, part in module.named_modules()}
@@ -91,7 +91,7 @@ def untouched(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _same_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore buffers after a pass, so that the next one begins alike."""
+    """Restore the module's buffers after the `with` block, so that the next pass begins with the same values."""
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     try:
         yield
@@ -127,14 +127,17 @@ class _Check:
             self._check_mean()
 
     def _compare(self, scale: float) -> Gradients:
-        """Compare the gradients of the loss times `scale`, and return the module's own. Raises UsageError."""
+        """Compare the gradients that the graph and the module itself compute for the loss times `scale`; return the module's.
+        Raises UsageError if they or the losses differ, or if the module cannot be trained."""
         with _same_buffers(self.module):
             loss = self._own_loss()
             try:
                 own = _gradients(loss, scale, self.parameters)
             except RuntimeError as error:
                 told = " ".join(str(error).split())
-                raise UsageError(f"{self.name} cannot be trained, as its own backward pass fails: {told}") from error
+                raise UsageError(
+                    f"{self.name} cannot be trained, as its own backward pass fails: {told}; correct the module"
+                ) from error
         with _same_buffers(self.module):
             traced = self._traced_loss()
             held = {name: tensor for named in self.segment.parameters().values() for name, tensor in named.items()}
@@ -144,7 +147,8 @@ class _Check:
         if abs(traced.item() - loss.item()) > LOSS * max(1.0, abs(loss.item())):
             raise UsageError(
                 f"the graph of {self.name} gives the loss {traced.item():.6g} for the example batch, and the module itself "
-                f"{loss.item():.6g}: something in it differs from pass to pass, or is not computed by torch"
+                f"{loss.item():.6g}: something in it differs from pass to pass, or is "
+                "not computed by torch; use torch alone, and keep no state between passes"
             )
         largest = max((float(gradient.norm()) for gradient in own.values()), default=0.0)
         for name, parameter in self.parameters.items():
@@ -184,7 +188,8 @@ class _Check:
             (loss,) = self.segment.forward(self.inputs, 0, self.graph.units, 0)
         except (RuntimeError, SwarmnodeError) as error:
             raise UsageError(
-                f"the graph of {self.name} fails on the example batch: {' '.join(str(error).split())}"
+                f"the graph of {self.name} fails on the example batch: "
+                f"{' '.join(str(error).split())}; correct the module or the batch"
             ) from error
         return loss
 

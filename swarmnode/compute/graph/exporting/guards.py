@@ -38,7 +38,7 @@ def assumed_answers(run: Callable[[], Any]) -> list[bool | None]:
 
 
 def _raises(run: Callable[[], Any], turned: int) -> bool:
-    """Return whether a run fails with the other answer to question number `turned`."""
+    """Return whether `run` fails if question number `turned` about a tensor's value gets the other answer."""
     try:
         with _Questions(turned):
             run()

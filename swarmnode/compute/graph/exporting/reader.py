@@ -123,7 +123,9 @@ class _Reader:
         elif kind in _WEIGHT_KINDS:
             self._read_weight(spec, node)
         else:
-            raise UsageError(f"{self.module} takes or holds {spec.target or node.name}, which is no tensor")
+            raise UsageError(
+                f"{self.module} takes or holds {spec.target or node.name}, which is not a tensor; use tensors only"
+            )
 
     def _read_weight(self, spec: Any, node: Any) -> None:
         state = self.program.state_dict
@@ -232,7 +234,8 @@ class _Reader:
 
     def _refusal(self, node: Any, name: str) -> UsageError:
         return UsageError(
-            f"the module cannot be exported: {name} in {source_of_node(node)} is not among the operators that a graph may use"
+            f"the module cannot be exported: {name} in {source_of_node(node)} is not "
+            "among the operators that a graph may use; write it with other torch operators"
         )
 
     # -- arguments and types
@@ -272,9 +275,11 @@ class _Reader:
         try:
             coefficients = sympy.Poly(expression, self.batch).all_coeffs()[::-1]
         except (sympy.PolynomialError, sympy.GeneratorsError) as error:
-            raise CheckpointError(f"{expression} is no polynomial of the batch") from error
+            raise CheckpointError(
+                f"{expression} is not a polynomial in the size of the batch; use another shape"
+            ) from error
         if isinstance(size, torch.SymBool) or not all(coefficient.is_Integer for coefficient in coefficients):
-            raise CheckpointError(f"{expression} is no whole number for every batch")
+            raise CheckpointError(f"{expression} is not a whole number for every size of the batch; use another shape")
         return Poly(tuple(map(int, coefficients)))
 
     # -- outputs
@@ -293,11 +298,16 @@ class _Reader:
             if spec.kind.name == "USER_OUTPUT":
                 if not isinstance(value, Ref) or value.name in weights:
                     what = self.output_names[len(results)] if self.output_names else "the loss"
-                    raise UsageError(f"{what} of {self.module} depends on nothing")
+                    raise UsageError(
+                        f"{what} of {self.module} does not depend on the batch; compute it from the inputs"
+                    )
                 results.append(value)
             elif spec.kind.name != "BUFFER_MUTATION":
                 changed = (spec.target or node.name).removeprefix(WRAPPER_PREFIX).removeprefix(NAMED)
-                raise UsageError(f"{self.module} changes {changed}, which is no buffer of its own")
+                raise UsageError(
+                    f"{self.module} changes {changed}, which is not a "
+                    "buffer of its own; register it with register_buffer"
+                )
             elif isinstance(value, Ref) and value.name not in self.batch_norms:
                 buffer = self.refs[placeholders[spec.target]]
                 assert isinstance(buffer, Ref)
@@ -322,10 +332,12 @@ def _batch_symbol(program: Any) -> Any:
     """
     symbols = {symbol for size in _input_sizes(program) for symbol in size.node.expr.free_symbols}
     if len(symbols) > 1:
-        raise CheckpointError("the inputs have batches of different sizes")
+        raise CheckpointError("the inputs have batches of different sizes; give all inputs the same first dimension")
     symbol = next(iter(symbols), None)
     if symbol is not None and all(size.node.expr != symbol for size in _input_sizes(program)):
-        raise CheckpointError("the batch must be a multiple of a number other than 1")
+        raise CheckpointError(
+            "the batch must be a multiple of a number other than 1; let the module take any number of samples"
+        )
     return symbol
 
 

@@ -13,7 +13,7 @@ OUTPUT = "output"  # name of the output of a module that returns one tensor
 
 
 class Loss(nn.Module):
-    """Wrapper of a module that returns only its loss."""
+    """Wrapper of a module whose forward returns only the loss, found in the module's output."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,9 @@ class Outputs(nn.Module):
         output = self.module(*args, **kwargs)
         named = dict(_named(output, "", type(self.module).__name__))
         if not named:
-            raise UsageError(f"{type(self.module).__name__} returned no tensor for the example batch")
+            raise UsageError(
+                f"{type(self.module).__name__} returned no tensor for the example batch; return at least one"
+            )
         return named
 
 

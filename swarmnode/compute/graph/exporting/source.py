@@ -60,7 +60,7 @@ def load_factory(spec: str) -> tuple[nn.Module, Example]:
             sys.path.insert(0, str(Path.cwd()))
         factory = getattr(importlib.import_module(module_name), function_name, None)
         if not callable(factory):
-            raise UsageError(f"the module {module_name} has no function {function_name}")
+            raise UsageError(f"the module {module_name} has no function {function_name}; check its name")
         made = factory()
     except UsageError:
         raise

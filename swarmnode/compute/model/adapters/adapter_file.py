@@ -101,16 +101,21 @@ def read_lora_config(file: Path) -> LoraConfig:
     fields = _read(file)
     kind = fields.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"{file}: an adapter of type {kind!r}: only LORA is served")
+        raise CheckpointError(f"{file}: an adapter of type {kind!r}: only LORA is served; train a LoRA adapter")
     for name, value in fields.items():
         if name in VARIANTS and value:
-            raise CheckpointError(f"{file}: the adapter has {VARIANTS[name]}: only plain LoRA is served")
+            raise CheckpointError(
+                f"{file}: the adapter has {VARIANTS[name]}: only plain LoRA is served; train one without it"
+            )
         if name not in NEUTRAL and name not in VARIANTS and _is_set(value):
             raise CheckpointError(
-                f"{file}: the adapter sets {name[:64]!r}, which this version of swarmnode does not know"
+                f"{file}: the adapter sets {name[:64]!r}, which this version of "
+                "swarmnode does not know; upgrade swarmnode, or train a plain LoRA adapter"
             )
     if fields.get("bias", "none") != "none":
-        raise CheckpointError(f"{file}: the adapter has biases of its own: only plain LoRA is served")
+        raise CheckpointError(
+            f"{file}: the adapter has biases of its own: only plain LoRA is served; train one without biases"
+        )
     start = fields.get("init_lora_weights", True)
     if not (isinstance(start, bool | None) or (isinstance(start, str) and start in PLAIN_STARTS)):
         raise CheckpointError(
@@ -137,14 +142,17 @@ def _read(file: Path) -> dict[str, Any]:
     try:
         raw = read_bounded(file, MAX_CONFIG_BYTES)
         if raw is None:
-            raise CheckpointError(f"{file}: over {MAX_CONFIG_BYTES} bytes, which no adapter's config needs")
+            raise CheckpointError(
+                f"{file}: over {MAX_CONFIG_BYTES} bytes, which no "
+                "adapter's config needs; save the adapter with peft again"
+            )
         fields = json.loads(raw)
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}; check its permissions") from None
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
+        raise CheckpointError(f"{file}: not readable as JSON: {error}; save the adapter with peft again") from None
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{file}: not a JSON object")
+        raise CheckpointError(f"{file}: not a JSON object; save the adapter with peft again")
     return fields
 
 
@@ -160,7 +168,7 @@ class LoraEntry:
 
     @property
     def elements(self) -> int:
-        """Number of elements of both matrices."""
+        """Number of elements of the entry's two matrices, A and B."""
         return self.rank * (self.inputs + self.outputs)
 
 
@@ -209,7 +217,9 @@ class AdapterFile:
         return LoraEntry(pair["A"], pair["B"], rank, inputs, outputs)
 
     def _wrong(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.weights}: {what}: only plain LoRA of linear layers is served")
+        return CheckpointError(
+            f"{self.weights}: {what}: only plain LoRA of linear layers is served; save the adapter with peft again"
+        )
 
     # -- of a span
 
@@ -239,18 +249,24 @@ class AdapterFile:
         """
         for module in self.layers:
             if not family.units_of_tensor(f"{module}.weight"):
-                raise CheckpointError(f"{self.weights}: the model has no layer {module[:100]}")
+                raise CheckpointError(
+                    f"{self.weights}: the model has no layer {module[:100]}; use an adapter of this model"
+                )
         for module, layer in self.layers_of(family, start, end).items():
             try:
                 found = features_of(model.get_submodule(module))
             except AttributeError:
-                raise CheckpointError(f"{self.weights}: the model has no layer {module[:100]}") from None
+                raise CheckpointError(
+                    f"{self.weights}: the model has no layer {module[:100]}; use an adapter of this model"
+                ) from None
             if found is None:
-                raise CheckpointError(f"{self.weights}: {module[:100]} is no linear layer of the model")
+                raise CheckpointError(
+                    f"{self.weights}: {module[:100]} is not a linear layer of the model; use an adapter of this model"
+                )
             if found != (layer.inputs, layer.outputs):
                 raise CheckpointError(
                     f"{self.weights}: {module[:100]} maps {found[0]} values to {found[1]} in the model, "
-                    f"and {layer.inputs} to {layer.outputs} in the adapter"
+                    f"and {layer.inputs} to {layer.outputs} in the adapter; use an adapter of this model"
                 )
 
     def check_numbers(self) -> None:
@@ -277,7 +293,9 @@ class AdapterFile:
     def _check_finite(self, name: str, matrix: Tensor) -> None:
         if not bool(matrix.isfinite().all()):
             kind = str(matrix.dtype).removeprefix("torch.")
-            raise CheckpointError(f"{self.weights}: {name[:100]} holds NaN or infinity in {kind}")
+            raise CheckpointError(
+                f"{self.weights}: {name[:100]} holds NaN or infinity in {kind}; train the adapter again"
+            )
 
 
 @contextmanager
@@ -290,7 +308,7 @@ def _opened(file: Path) -> Iterator[Callable[[str], Tensor]]:
         with handle:
             yield handle.get_tensor
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {error}") from error
+        raise CheckpointError(f"{file}: cannot be read: {error}; save the adapter with peft again") from error
 
 
 def adapter_in(folder: Path) -> AdapterFile:

@@ -41,12 +41,12 @@ class SpanAdapters:
             self._hooked.add(module)
 
     def remove(self, name: str) -> None:
-        """Remove an adapter; no error if it is unknown."""
+        """Unload the adapter `name`; does nothing if it is not loaded."""
         self._loaded.pop(name, None)
         self._chosen = NOTHING
 
     def clear(self) -> None:
-        """Remove all adapters."""
+        """Unload all adapters."""
         self._loaded.clear()
         self._chosen = NOTHING
 

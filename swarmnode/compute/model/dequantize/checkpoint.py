@@ -31,7 +31,9 @@ def write_plain(tensors: Iterable[tuple[str, Tensor]], out: Path, total_bytes: i
     writer = ShardWriter(out)
     for name, tensor in tensors:
         if not tensor.isfinite().all():
-            raise CheckpointError(f"{name} holds values that are no finite numbers: its scales are damaged")
+            raise CheckpointError(
+                f"{name} holds values that are no finite numbers: its scales are damaged; fetch the checkpoint again"
+            )
         writer.add(name, tensor)
         if progress is not None:
             progress(min(writer.written_bytes, total_bytes), total_bytes)
@@ -59,14 +61,21 @@ class QuantisedCheckpoint:
 
     def _check(self) -> None:
         if not self._packed:
-            raise CheckpointError(f"{self._checkpoint.path}: its config says quantised, but no tensor is")
+            raise CheckpointError(
+                f"{self._checkpoint.path}: its config says quantised, but no tensor is; fetch the checkpoint again"
+            )
         suffixes = tuple(suffix for suffix in self._method.beside if suffix.startswith("."))
         for name in self._plain_names():
             if suffixes and name.endswith(suffixes):
-                raise CheckpointError(f"{name} is there, but the packed weight that it belongs to is missing")
+                raise CheckpointError(
+                    f"{name} is there, but the packed weight that it belongs to is missing; fetch the checkpoint again"
+                )
             dtype = self._checkpoint.entries[name].dtype
             if name.endswith("weight") and dtype in PACKED_DTYPES:
-                raise CheckpointError(f"{name} is {dtype}, which is not how its quantization_config packs weights")
+                raise CheckpointError(
+                    f"{name} is {dtype}, which is not how its "
+                    "quantization_config packs weights; fetch the checkpoint again"
+                )
 
     @property
     def plain_bytes(self) -> int:
@@ -103,4 +112,4 @@ class QuantisedCheckpoint:
         try:
             return self._method.dequantize(matrix).to(self._dtype)
         except (ValueError, TypeError, RuntimeError, LookupError) as error:
-            raise CheckpointError(f"{name} cannot be dequantised: {error}") from error
+            raise CheckpointError(f"{name} cannot be dequantised: {error}; use the model's plain weights") from error

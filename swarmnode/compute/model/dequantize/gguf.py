@@ -140,7 +140,7 @@ class GgufCheckpoint:
         try:
             write_plain(self._all_tensors(family), out, self.plain_bytes, progress)
         except FOREIGN_ERRORS as error:
-            raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
+            raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}; fetch the file again") from error
 
     @lean()
     def pack(self, out: Path, progress: Progress | None = None) -> list[str]:
@@ -243,16 +243,24 @@ class GgufCheckpoint:
         """Yield these tensors. Raises CheckpointError if one is not among the lacking ones, or one of these is not there."""
         for name, tensor in tensors:
             if lacking.pop(name, None) != tensor.shape:
-                raise CheckpointError(f"{self.file}: {name} is of shape {tuple(tensor.shape)}, not as its config says")
+                raise CheckpointError(
+                    f"{self.file}: {name} is of shape {tuple(tensor.shape)}, "
+                    "not as its config says; fetch the file again"
+                )
             yield name, tensor
         if lacking:
-            raise CheckpointError(f"{self.file}: lacks {len(lacking)} tensors of the model, as {next(iter(lacking))}")
+            raise CheckpointError(
+                f"{self.file}: lacks {len(lacking)} tensors of the "
+                f"model, as {next(iter(lacking))}; fetch the file again"
+            )
 
     def _write_config(self, out: Path) -> Family:
         try:
             completed = complete_config(self._header, self._parsed["config"])
         except (*FOREIGN_ERRORS, CheckpointError) as error:
-            raise CheckpointError(f"{self.file}: its config cannot be read: {error}") from error
+            raise CheckpointError(
+                f"{self.file}: its config cannot be read: {error}; use the model's safetensors checkpoint"
+            ) from error
         values = {**completed, "dtype": "bfloat16"}
         (out / CONFIG_FILE).write_text(json.dumps(values, indent=2, default=float) + "\n")
         return family_of(load_config(out / CONFIG_FILE))
@@ -315,7 +323,10 @@ class GgufCheckpoint:
             if read.name in names:
                 yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(dtype)
             elif read.name is not None:
-                raise CheckpointError(f"{self.file}: {read.name} has no place in a {model.config.model_type} model")
+                raise CheckpointError(
+                    f"{self.file}: {read.name} has no place in a {model.config.model_type} "
+                    "model; use the model's safetensors checkpoint"
+                )
         for name, weights in together.items():
             yield name, weights.to(dtype)
 

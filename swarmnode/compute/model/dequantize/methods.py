@@ -39,7 +39,8 @@ class PackedMatrix:
         """Return the companion tensor with this suffix. Raises CheckpointError if the checkpoint lacks it."""
         if suffix not in self.beside:
             raise CheckpointError(
-                f"{self.name} is quantised, but its {suffix.lstrip('._')} is missing in the checkpoint"
+                f"{self.name} is quantised, but its {suffix.lstrip('._')} "
+                "is missing in the checkpoint; fetch the checkpoint again"
             )
         return self.beside[suffix]
 
@@ -195,7 +196,7 @@ class Method:
     dequantize: Callable[[PackedMatrix], Tensor]
 
     def packs(self, name: str, entry: TensorEntry) -> bool:
-        """Return whether this tensor is a packed one."""
+        """Return whether the tensor `name` holds packed weights of this method, by its name's end and its dtype."""
         return name.endswith(self.end) and entry.dtype in self.dtypes
 
     def stem(self, name: str) -> str:
@@ -213,7 +214,9 @@ def method_of(settings: Mapping[str, Any]) -> Method:
     try:
         return METHODS[name](settings)
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"the checkpoint's quantization_config ({name}) is damaged: {error}") from None
+        raise CheckpointError(
+            f"the checkpoint's quantization_config ({name}) is damaged: {error}; fetch config.json again"
+        ) from None
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> str | None:

@@ -138,7 +138,7 @@ class PlainGradientCompressor(GradientCompressor):
                 self._next = Carried(left_N.mul_(DECAY.get(codec, 1.0)))
 
     def _round(self, exchange: Exchange, places: Sequence[int], codec: Codec, **options: Any) -> Round:
-        """Return a round of only the tensors at these places."""
+        """Return a round of averaging of only the tensors at these `places`, encoded by `codec`."""
         local, total = (_pick(vector.split(self.sizes), places) for vector in (exchange.local, exchange.total))
         ends = list(accumulate(self.sizes))
         stretches = [slice(ends[place] - self.sizes[place], ends[place]) for place in places]

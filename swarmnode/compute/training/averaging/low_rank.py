@@ -43,7 +43,8 @@ def is_worth(shape: Size, rank: int) -> bool:
 
 
 class LowRankCompressor(GradientCompressor):
-    """Compressor by factors. `_matrices` are the places of the tensors that factors make smaller, `_others` those of the rest."""
+    """Compressor that sends two small factors instead of a large matrix. `_matrices` are the numbers of the tensors that factors
+    make smaller, `_others` those of the rest."""
 
     def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
         super().__init__(averaging, shapes)
@@ -95,13 +96,14 @@ class LowRankCompressor(GradientCompressor):
             torch.matmul(left_OR, right_IR.T, out=out[place].view(left_OR.shape[0], -1))
 
     def _first_factor(self, place: int) -> Tensor:
-        """Return a random factor that is the same on all members."""
+        """Return a random factor for the matrix `place`, the same on all members."""
         generator = torch.Generator().manual_seed(place)
         return torch.randn(self.sizes[place] // self.shapes[place][0], self.averaging.rank, generator=generator)
 
 
 class Wanted:
-    """Values that a member wants to send, by tensor: its own and its residual, which are never added up whole."""
+    """Values that a member wants to send, by tensor: its own, and those left out in earlier steps. The two are never added up
+    whole."""
 
     def __init__(self, tensors: Sequence[Tensor], residuals: Sequence[Tensor] | None, shapes: Sequence[Size]) -> None:
         self._sources = [tensors] if residuals is None else [tensors, residuals]
@@ -111,7 +113,7 @@ class Wanted:
         return f"Wanted({len(self._shapes)} tensors)"
 
     def vector(self, place: int) -> Tensor:
-        """Return a small tensor, in memory of its own."""
+        """Return a copy of a small tensor, the one at `place`, with the carried-over values of earlier steps added."""
         return sum((source[place] for source in self._sources[1:]), self._sources[0][place].clone())
 
     def times(self, place: int, factor_XR: Tensor, *, transposed: bool = False) -> Tensor:
@@ -121,7 +123,7 @@ class Wanted:
         return sum(products[1:], products[0])
 
     def add_to(self, place: int, out_N: Tensor) -> None:
-        """Add a tensor to `out_N`."""
+        """Add the tensor at `place`, with its values carried over from earlier steps, to `out_N`."""
         for source in self._sources:
             out_N.add_(source[place])
 
@@ -141,7 +143,7 @@ class SmallRound:
         return f"SmallRound({self.round!r})"
 
     def transmitted(self) -> list[Tensor]:
-        """Return the values that this member did send."""
+        """Return the values that this member sent: its tensors without the values left over for later steps."""
         return [tensor - left for tensor, left in zip(self._tensors, self.left_over, strict=True)]
 
 

@@ -88,7 +88,7 @@ class FlatVector:
             view.copy_(values)
 
     def copy(self) -> Tensor:
-        """Return all elements, in memory of their own."""
+        """Return a copy of all elements as one tensor."""
         return torch.cat([self._nothing(), *self._tensors])
 
     def split(self, sizes: Sequence[int]) -> list[Tensor]:
@@ -168,7 +168,8 @@ def cut(length: int, shares: Sequence[int], clusters: Sequence[int] = ()) -> lis
 
 
 def _cut_in_turns(length: int, shares: Sequence[int], clusters: Sequence[int]) -> list[VectorPart]:
-    """Cut into parts of equal length, except the last. Owners and gatherers follow low-discrepancy sequences."""
+    """Cut a vector of `length` elements into parts of equal length, except the last. Owners and gatherers of the parts follow
+    low-discrepancy sequences, in proportion to `shares`."""
     members = {cluster: [i for i, at in enumerate(clusters) if at == cluster] for cluster in sorted(set(clusters))}
     size = longest_part_in_turns(length, [len(inside) for inside in members.values()])
     parts = []

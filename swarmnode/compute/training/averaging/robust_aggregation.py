@@ -126,7 +126,7 @@ class GradientComparison:
         return f"<GradientComparison over {self.elements} elements>"
 
     def clear(self) -> None:
-        """Begin another attempt."""
+        """Forget all values, before another attempt at the same all-reduce."""
         self.elements = 0
         self._weights: Sequence[float] = ()
         self._ways_PK = torch.zeros(())
@@ -197,7 +197,7 @@ class History:
         return f"History({self.steps} steps, {found})"
 
     def followed_by(self, deviation: Deviation) -> History:
-        """Return the history with one more step."""
+        """Return the history of a member after one more step, whose contribution had this `deviation`."""
         change = 0.0 if self.agreement is None else deviation.agreement - self.agreement
         below = min(LARGEST_STEP, -deviation.agreement / self._spread)
         return History(
@@ -212,7 +212,8 @@ class History:
 
     @property
     def constancy(self) -> float:
-        """Constancy of the ways: about 1 if each step's way is independent of the earlier ones."""
+        """Measure of how little a member's deviation changes its direction: about 1 if each step's direction is independent of
+        the earlier ones."""
         return float(self.ways_K.square().sum()) / self.squares if self.squares else 1.0
 
     @property
@@ -223,7 +224,8 @@ class History:
 
 
 class OutlierDetector:
-    """Observations of one member on the contributors of its groups, itself included. `seed` is its secret."""
+    """Detector, at one member of an all-reduce, of members whose contributions stand out. `seed` is a secret number of this
+    member."""
 
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
@@ -236,11 +238,11 @@ class OutlierDetector:
         return f"<OutlierDetector {self._histories}>"
 
     def begin(self) -> None:
-        """Begin another attempt to reduce."""
+        """Forget the values of the attempt before, as the all-reduce is tried again."""
         self._attempt, self._members = [], set()
 
     def clipping(self, group: Hashable, contributors: Sequence[str], members: Iterable[str]) -> CentredClipping:
-        """Return the clipping that sums the contributions of these peers to a group in this attempt."""
+        """Return the clipping that sums the contributions of `contributors` to a group's mean in this attempt."""
         clipping = self._clippings.get(group)
         if clipping is None or clipping.members != contributors:
             clipping = self._clippings[group] = CentredClipping(self._seed, contributors)
@@ -266,12 +268,12 @@ class OutlierDetector:
         return found
 
     def accept(self, histories: dict[str, History]) -> None:
-        """Adopt the histories of a committed step."""
+        """Replace the histories of all members by those of a committed step."""
         self._histories = histories
 
 
 def suspect(histories: Mapping[str, History]) -> str | None:
-    """Return the peer that stands out the most; None if none does."""
+    """Return the member whose history of contributions stands out the most; None if none does."""
     farthest = max(histories, key=lambda peer: histories[peer].distance, default=None)
     if farthest is not None and histories[farthest].distance > FAR:
         return farthest

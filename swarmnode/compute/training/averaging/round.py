@@ -118,7 +118,11 @@ class Round:
         encoded = encode(values_M, self.codec, param=param)
         said_M = values_M if self.codec == Codec.NONE else self._read(len(values_M), *encoded)
         if not is_finite([said_M]):
-            raise NotFinite(f"a sum holds values that {self.codec.name} makes NaN or infinite", unit=UNKNOWN_UNIT)
+            raise NotFinite(
+                f"a sum holds values that {self.codec.name} "
+                "makes NaN or infinite; lower --lr or --clip, or check the data",
+                unit=UNKNOWN_UNIT,
+            )
         return encoded, said_M
 
     def _decode(self, part: slice, info: TensorInfo, payload: Buffer) -> Tensor:

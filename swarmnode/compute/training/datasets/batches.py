@@ -57,7 +57,7 @@ class Permutation:
 
 
 class Microbatch(NamedTuple):
-    """Samples of a microbatch: the values at the model's first boundary, and the inputs that the model's last unit takes."""
+    """Samples of a microbatch: the values at the model's first boundary, and the inputs that the model's last layer takes."""
 
     inputs: Values
     labels: Values
@@ -74,14 +74,14 @@ class Batches(ABC):
 
     @abstractmethod
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
-        """Return these samples, stacked."""
+        """Return the samples with these `numbers` as one microbatch."""
 
     def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
-        """Return one microbatch of a step."""
+        """Return microbatch `number` of step `step`."""
         return self.rows(self._numbers(step, number, run), run)
 
     def _numbers(self, step: int, number: int, run: Run) -> list[int]:
-        """Return the numbers of the samples of a microbatch."""
+        """Return the numbers of the samples in microbatch `number` of `step`, in an order shuffled by the run's seed."""
         samples = self.samples(run)
         first = step * run.batch + number * run.microbatch
         return [_drawn(first + row, samples, run.seed) for row in range(run.microbatch)]
@@ -130,7 +130,8 @@ class TokenBatches(Batches):
         return count
 
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
-        """Return these windows, see `Batches.rows`."""
+        """Return the samples with these `numbers`, windows of `run.sequence` tokens, as one microbatch. The tokens are also the
+        labels."""
         length = run.sequence
         ids_BT = np.stack([self._tokens_N[number * length : (number + 1) * length] for number in numbers])
         values = (torch.from_numpy(ids_BT.astype(np.int64)),)
@@ -138,8 +139,8 @@ class TokenBatches(Batches):
 
 
 class ArrayBatches(Batches):
-    """Rows of named arrays of equal length. `labels`: names of the arrays that the model's last unit takes; `inputs`: names of
-    those that other units take, all arrays if empty. Both are in the order of the model's inputs."""
+    """Rows of named arrays of equal length. `labels`: names of the arrays that the model's last layer takes; `inputs`: names of
+    those that other layers take, all arrays if empty. Both are in the order of the model's inputs."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class ArrayBatches(Batches):
         """Take the arrays. Raises UsageError if there are none, one is empty, or their lengths differ."""
         lengths = {name: len(array) for name, array in arrays.items()}
         if not lengths or not all(lengths.values()):
-            raise UsageError("the data is empty: there is no sample in it")
+            raise UsageError("the data is empty: there is no sample in it; give data with samples")
         if len(set(lengths.values())) > 1:
             told = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise UsageError(f"the arrays of the data differ in length: {told}; each row must be one sample")
@@ -184,7 +185,8 @@ class ArrayBatches(Batches):
         return bool(self._label_shares)
 
     def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
-        """See `Batches.microbatch`. In a run that weighs by labels its shares of the means are the last of its labels."""
+        """Return microbatch `number` of step `step`. In a run that weighs by labels, the last label is the microbatch's shares of
+        the means."""
         made = super().microbatch(step, number, run)
         if not run.weighs_labels:
             return made

@@ -48,7 +48,7 @@ def read_corpus(path: Path, encode: Encode | None = None, separator: int | None 
         documents.append(tokens)
         documents.append(np.asarray([BYTE_SEPARATOR if separator is None else separator], dtype=np.uint32))
     if not documents:
-        raise UsageError(f"{path} is empty: there is no text to train on")
+        raise UsageError(f"{path} is empty: there is no text to train on; give a file with text")
     return np.concatenate(documents)
 
 
@@ -65,10 +65,10 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise UsageError(f"{path}: no such file or folder")
+        raise UsageError(f"{path}: no such file or folder; check its name")
     files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
     if not files:
-        raise UsageError(f"{path} has no text files ({', '.join(sorted(TEXT_SUFFIXES))})")
+        raise UsageError(f"{path} has no text files ({', '.join(sorted(TEXT_SUFFIXES))}); add one")
     return files
 
 
@@ -76,13 +76,15 @@ def _read(file: Path) -> str:
     try:
         raw = file.read_bytes()
     except OSError as error:
-        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}; check its permissions") from None
     if b"\0" in raw:
-        raise UsageError(f"{file} is not text: it holds zero bytes")
+        raise UsageError(f"{file} is not text: it holds zero bytes; leave it out")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise UsageError(f"{file} is not UTF-8 text: byte {error.start} does not fit") from None
+        raise UsageError(
+            f"{file} is not UTF-8 text: byte {error.start} does not fit; convert the file to UTF-8"
+        ) from None
 
 
 def _lines_of(file: Path, text: str) -> Iterator[str]:
@@ -92,7 +94,7 @@ def _lines_of(file: Path, text: str) -> Iterator[str]:
             try:
                 document = json.loads(line)["text"]
             except (ValueError, KeyError, TypeError):
-                raise UsageError(f'{file}, line {number}: not a JSON object with a "text"') from None
+                raise UsageError(f'{file}, line {number}: not a JSON object with a "text"; correct the line') from None
             if not isinstance(document, str):
-                raise UsageError(f'{file}, line {number}: its "text" is not text')
+                raise UsageError(f'{file}, line {number}: its "text" is not text; write a string there')
             yield document

@@ -162,8 +162,8 @@ def test_a_file_that_was_cut_short_is_refused(tmp_path, tensors):
     [
         ("model.layers.0.self_attn.q_proj", 8, 8, "maps"),
         ("model.layers.0.self_attn.x_proj", 8, 8, "no layer"),
-        ("model.layers.0.input_layernorm", 8, 8, "no linear layer"),
-        ("model.layers.0.self_attn", 8, 8, "no linear layer"),
+        ("model.layers.0.input_layernorm", 8, 8, "not a linear layer"),
+        ("model.layers.0.self_attn", 8, 8, "not a linear layer"),
         ("model.layers.0.self_attn.q_proj.weight", 8, 8, "no layer"),
     ],
 )
