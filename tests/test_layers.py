@@ -20,7 +20,7 @@ ROOMS = (  # in their order: a room imports from those before it, and from itsel
     *("codec", "compress", "net", "swarm", "plan", "compute", "lending", "platform"),
     *("membership", "peer", "weights", "founding", "measuring", "serving", "credit", "audits", "graph_serving"),
     *("checkpoints", "training"),
-    *("localswarm", "client", "node", "examination", "demo", "simulate", "programs", "gateway", "cli"),
+    *("localswarm", "client", "node", "examination", "demo", "simulate", "programs", "terminal", "gateway", "cli"),
 )
 LEVEL = {room: level for level, room in enumerate(ROOMS)}
 COMPUTE = ("", "model", "serving", "training", "graph", "capacity")  # the rooms within `compute`; "": its own files

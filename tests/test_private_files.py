@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from swarmnode.cli.options import gateway
-from swarmnode.cli.terminal.console import is_kept
 from swarmnode.files import lock_alone, write_private
 from swarmnode.net.identity import IdentitySlot
+from swarmnode.terminal.console import is_kept
 
 
 def test_under_an_open_umask(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import typer
 
 from swarmnode.cli.options.node_file import ConfiguredCommand
-from swarmnode.cli.terminal.commands import CommandPlace, GroupedHelp, LateCommands, places
-from swarmnode.cli.terminal.console import fail, leave_threads
+from swarmnode.terminal.commands import CommandPlace, GroupedHelp, LateCommands, places
+from swarmnode.terminal.console import fail, leave_threads
 from swarmnode.version import __version__
 
 _OF_RUN = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.cli.options.option import build
 from swarmnode.cli.options.training import CompressionOptions
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Compression
+from swarmnode.terminal.option import build
 
 
 def parse_compression(rule: str, ratio: float, *, feedback: bool) -> Compression:

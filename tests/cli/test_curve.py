@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from swarmnode.cli.terminal.training_view import draw_curve
+from swarmnode.terminal.training_view import draw_curve
 
 
 def dots(lines: list[str]) -> set[tuple[int, int]]:

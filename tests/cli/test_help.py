@@ -16,8 +16,8 @@ import typer
 
 from swarmnode.cli.main import app
 from swarmnode.cli.options.files import read_toml
-from swarmnode.cli.options.option import definitions, file_key
 from swarmnode.cli.options.rules import RuleOptions, parse_rules
+from swarmnode.terminal.option import definitions, file_key
 from tests.cli.command import ROOT
 
 FROZEN = Path(__file__).with_name("help.txt")

@@ -11,13 +11,13 @@ import pytest
 
 from swarmnode.cli.host import host as command
 from swarmnode.cli.options.gateway import Served, free_gateway_port
-from swarmnode.cli.terminal import process
 from swarmnode.errors import ExecutorDied
 from swarmnode.net.addressing.addresses import bound
 from swarmnode.net.identity import hosting_alone
 from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, TRAIN
 from swarmnode.swarm.storage.swarmfile import load_swarm
+from swarmnode.terminal import process
 from tests.cli.command import assert_clear, invoke
 from tests.encoders import save_encoder
 from tests.llama import save_llama

@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 IMPORTING = """
     import asyncio, threading
-    from swarmnode.cli.terminal import console
-    from swarmnode.cli.terminal.console import leave_threads, run_async
+    from swarmnode.terminal import console
+    from swarmnode.terminal.console import leave_threads, run_async
 
     console.THREADS_S = 0.05
 
@@ -52,7 +52,7 @@ def test_who_ends_by_itself_waits_for_its_threads() -> None:
     """What they write is to be there."""
     script = """
         import asyncio, threading, time
-        from swarmnode.cli.terminal.console import leave_threads, run_async
+        from swarmnode.terminal.console import leave_threads, run_async
 
         def write(begun):
             begun.set()
@@ -80,7 +80,7 @@ def test_who_ends_by_itself_waits_for_its_threads() -> None:
 
 WRITING = """
     import asyncio, pathlib
-    from swarmnode.cli.terminal.console import run_async, say
+    from swarmnode.terminal.console import run_async, say
 
     async def command(stop):
         say("begun")

@@ -11,12 +11,12 @@ import typer
 from swarmnode.cli.main import app
 from swarmnode.cli.options.node_file import LendingOptions
 from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.option import build
 from swarmnode.cli.options.rules import read_rules
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.lending.cards import CardLimits
 from swarmnode.node.node import Node
 from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.terminal.option import build
 
 
 def running(home: Path, *flags: str) -> tuple[Node, LendingOptions]:

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from swarmnode.cli.terminal.console import JsonLines, TextLines
+from swarmnode.terminal.console import JsonLines, TextLines
 from tests.cli.command import assert_clear, invoke
 
 ROLES = ("run", "bootstrap", "train", "generate")

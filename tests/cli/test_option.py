@@ -9,9 +9,9 @@ import pytest
 import typer
 import typer.testing
 
-from swarmnode.cli.options.option import argument, build, of_same_names, option, settings
 from swarmnode.cli.options.quantities import parse_bytes
-from swarmnode.cli.terminal.console import command
+from swarmnode.terminal.console import command
+from swarmnode.terminal.option import argument, build, of_same_names, option, settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from swarmnode.cli.terminal.formatting import parse_duration
 from swarmnode.errors import UsageError
 from swarmnode.membership.owner import with_host_grant
 from swarmnode.net.identity import Identity
@@ -19,6 +18,7 @@ from swarmnode.swarm.records.manifest import OPEN, PRIVATE, encode_manifest, swa
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_issued_invites
 from swarmnode.swarm.storage.owner_key import save_owner_key
 from swarmnode.swarm.storage.swarmfile import new_swarm, save_swarm
+from swarmnode.terminal.formatting import parse_duration
 from tests.cli.command import assert_clear, invoke
 from tests.swarm.records.test_manifest import make_manifest
 from tests.swarm.society import ALICE, OWNER, STRANGER

@@ -77,7 +77,7 @@ def test_the_clock_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Told by a clock that goes on by 5 ms whenever somebody looks, so that it is the same on every machine."""
     looks = itertools.count()
     clock = SimpleNamespace(monotonic=lambda: 0.005 * next(looks))
-    monkeypatch.setattr("swarmnode.cli.terminal.progress.time", clock)
+    monkeypatch.setattr("swarmnode.terminal.progress.time", clock)
     random = np.random.default_rng(0)
     matrix = random.uniform(0.1, 1.0, (200, 200)).tolist()
     large = write(tmp_path / "large.json", devices=200, delay_ms=matrix, bandwidth_gbps=matrix)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from swarmnode.cli.terminal.process import COUNT, LASTED_S, LONGEST_PAUSE_S, begin_anew, pause_s
 from swarmnode.errors import ExecutorDied
+from swarmnode.terminal.process import COUNT, LASTED_S, LONGEST_PAUSE_S, begin_anew, pause_s
 
 
 class Replaced(Exception):

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from swarmnode.cli.options.option import build
 from swarmnode.cli.options.rules import RuleOptions, parse_rules, read_rules
 from swarmnode.errors import UsageError
 from swarmnode.lending.rules import Hours, Rules
+from swarmnode.terminal.option import build
 from tests.cli.command import assert_clear, invoke
 
 

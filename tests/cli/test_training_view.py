@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
-from swarmnode.cli.terminal.console import ranges
-from swarmnode.cli.terminal.formatting import format_duration
-from swarmnode.cli.terminal.training_view import Curve, Lines, training_view, waiting_text
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.errors import LocalError
 from swarmnode.swarm.records.run import Run
+from swarmnode.terminal.console import ranges
+from swarmnode.terminal.formatting import format_duration
+from swarmnode.terminal.training_view import Curve, Lines, training_view, waiting_text
 
 RUN = Run(data=bytes(32), steps=100, batch=8, microbatch=4, sequence=16)
 
@@ -109,7 +109,7 @@ def test_a_reader_that_has_gone_ends_the_feeding(monkeypatch: pytest.MonkeyPatch
     def gone(_value: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("swarmnode.cli.terminal.training_view.print_json", gone)
+    monkeypatch.setattr("swarmnode.terminal.training_view.print_json", gone)
     stopped: list[bool] = []
     with pytest.raises(BrokenPipeError), training_view(as_json=True, log=None) as view:
         view.on_failure = lambda: stopped.append(True)

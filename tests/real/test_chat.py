@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from swarmnode.cli.terminal.formatting import printable
+from swarmnode.terminal.formatting import printable
 from tests.cli.command import ROOT, TIMEOUT_S, assert_clear
 from tests.gateway.speaking import save_speaking_llama
 from tests.real.forked import ForkedSwarm

@@ -9,10 +9,10 @@ from typing import Annotated
 
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.node_options import NodeOptions, addresses_option, size_option
-from swarmnode.cli.options.option import option
 from swarmnode.cli.options.quantities import parse_name
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import JSON, LogOptions, command, print_json, run_async, say
+from swarmnode.terminal.console import JSON, LogOptions, command, print_json, run_async, say
+from swarmnode.terminal.option import option
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, owner_of
-from swarmnode.cli.options.option import argument, of_same_names, option, path_option
 from swarmnode.cli.options.owner import NewOwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
-from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
-from swarmnode.cli.terminal.progress import bytes_bar
 from swarmnode.errors import UsageError
+from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.terminal.option import argument, of_same_names, option, path_option
+from swarmnode.terminal.progress import bytes_bar
 
 if TYPE_CHECKING:
     from swarmnode.founding.model_source import ModelSource

@@ -17,17 +17,17 @@ from swarmnode.cli.options.gateway import PORT as GATEWAY_PORT
 from swarmnode.cli.options.gateway import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.option import argument, of_same_names, option
 from swarmnode.cli.options.owner import NewOwnerOptions, OwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
-from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
-from swarmnode.cli.terminal.formatting import parse_life
-from swarmnode.cli.terminal.process import beginning_anew
-from swarmnode.cli.terminal.progress import bytes_bar, spinner
-from swarmnode.cli.terminal.standard_input import is_piped
-from swarmnode.cli.terminal.teller import Teller
 from swarmnode.counting import counted
 from swarmnode.net.tasks import until_first
+from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.formatting import parse_life
+from swarmnode.terminal.option import argument, of_same_names, option
+from swarmnode.terminal.process import beginning_anew
+from swarmnode.terminal.progress import bytes_bar, spinner
+from swarmnode.terminal.standard_input import is_piped
+from swarmnode.terminal.teller import Teller
 
 if TYPE_CHECKING:
     from swarmnode.founding.swarm_creation import NewOwner

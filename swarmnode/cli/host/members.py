@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.option import argument, of_same_names, option
 from swarmnode.cli.options.owner import OwnerOptions
 from swarmnode.cli.options.swarm import SWARM, SWARM_FILE, open_swarm, swarm_file
-from swarmnode.cli.terminal.console import HOME, JSON, Verbosity, command, print_json, run_async, say
-from swarmnode.cli.terminal.formatting import parse_life
 from swarmnode.counting import counted
+from swarmnode.terminal.console import HOME, JSON, Verbosity, command, print_json, run_async, say
+from swarmnode.terminal.formatting import parse_life
+from swarmnode.terminal.option import argument, of_same_names, option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -189,14 +189,14 @@ def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs
     if as_json:
         print_json(picture)
         return
-    from swarmnode.cli.terminal.tables import show
+    from swarmnode.terminal.tables import show
 
     show(members_table(picture), *([invites_table(picture["invites"])] if picture["invites"] else []))
 
 
 def members_table(picture: dict[str, Any]) -> Table:
     """Return a table with one row per member."""
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.terminal.tables import new_table
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
     title = f"{picture['membership']} swarm {picture['name']}: {counted(len(picture['members']), 'member')}"
@@ -214,7 +214,7 @@ def members_table(picture: dict[str, Any]) -> Table:
 
 def invites_table(invites: list[dict[str, Any]]) -> Table:
     """Return a table with one row per invite that was issued."""
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.terminal.tables import new_table
 
     table = new_table("issued invites", ("id", "role", "used", "for", "group", "until", "note"))
     for invite in invites:

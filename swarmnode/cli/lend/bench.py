@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.option import argument
-from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, print_json, say
 from swarmnode.config import QUANTIZATIONS
 from swarmnode.errors import LocalError
+from swarmnode.terminal.console import HOME, JSON, LogOptions, command, print_json, say
+from swarmnode.terminal.option import argument
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,7 @@ def _cards(layer_parameters: int) -> list[dict[str, Any]]:
 def _show(title: str, shape: ModelShape, measured: dict[str, Any], cards: list[dict[str, Any]]) -> None:
     from rich.box import SIMPLE_HEAD
 
-    from swarmnode.cli.terminal.tables import new_table, show
+    from swarmnode.terminal.tables import new_table, show
 
     written, read = measured["disk_write_bytes_per_s"] / 1e9, measured["disk_read_bytes_per_s"] / 1e9
     say(f"{title}; the disk writes {written:.2f} GB/s and reads {read:.2f} GB/s.")

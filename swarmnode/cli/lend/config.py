@@ -10,8 +10,8 @@ import typer
 
 from swarmnode.cli.options.node_file import FILE
 from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.option import build, option
-from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
+from swarmnode.terminal.console import HOME, JSON, command, print_json, say
+from swarmnode.terminal.option import build, option
 from swarmnode.version import __version__, update_command
 
 
@@ -74,7 +74,7 @@ def config(
     if not show:
         say(f"All options are valid. --show prints them, from flags, the environment and {FILE} in the home folder.")
         return
-    from swarmnode.cli.terminal import tables
+    from swarmnode.terminal import tables
 
     table = tables.new_table("", ("option", "value", "from"))
     for row in rows:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.option import argument
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
-from swarmnode.cli.terminal.formatting import wrapped
 from swarmnode.counting import counted
+from swarmnode.terminal.console import HOME, JSON, command, print_json, say
+from swarmnode.terminal.formatting import wrapped
+from swarmnode.terminal.option import argument
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,7 +54,7 @@ def credit(
     if not found:
         say("No receipts here yet. The clients that you work for sign them when an answer ends.")
         return
-    from swarmnode.cli.terminal.tables import show
+    from swarmnode.terminal.tables import show
 
     for one in found:
         say(wrapped(_sentence(one)))
@@ -92,7 +92,7 @@ def _discount(credit: Credit) -> str:
 
 
 def _table(one: WorkerCredit) -> Table:
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.terminal.tables import new_table
 
     credit = one.credit
     total = credit.signed

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, run_async, say
-from swarmnode.cli.terminal.formatting import wrapped
-from swarmnode.cli.terminal.standard_input import is_piped
 from swarmnode.errors import LocalError, NetworkDown
+from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, run_async, say
+from swarmnode.terminal.formatting import wrapped
+from swarmnode.terminal.option import argument, option
+from swarmnode.terminal.standard_input import is_piped
 
 if TYPE_CHECKING:
     from swarmnode.examination.machine import Finding

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.metrics import Watch
 from swarmnode.cli.options.node_file import LendingOptions
-from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.metrics.metric import Source
+from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.terminal.option import argument, option
 
 if TYPE_CHECKING:
     from swarmnode.node.node import Node
@@ -163,7 +163,7 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
         return
     from rich.box import SIMPLE_HEAD
 
-    from swarmnode.cli.terminal.tables import new_table, show
+    from swarmnode.terminal.tables import new_table, show
 
     columns = ("node", "does", "swarm", "pid", "state", "layers", "texts")
     table = new_table("", columns, numbers=("pid", "texts"))

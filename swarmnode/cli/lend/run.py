@@ -16,12 +16,12 @@ from swarmnode.cli.options.gateway import LOOPBACK, PORT, GatewayAddress, beside
 from swarmnode.cli.options.metrics import MetricsOptions, port_option
 from swarmnode.cli.options.node_file import CONFIG, LendingOptions
 from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import EVENTS, LogOptions, command, has_terminal, heeds_hangup, run_async
-from swarmnode.cli.terminal.process import CollectorPause, beginning_anew
-from swarmnode.cli.terminal.teller import Teller
 from swarmnode.errors import LocalError
+from swarmnode.terminal.console import EVENTS, LogOptions, command, has_terminal, heeds_hangup, run_async
+from swarmnode.terminal.option import option
+from swarmnode.terminal.process import CollectorPause, beginning_anew
+from swarmnode.terminal.teller import Teller
 
 if TYPE_CHECKING:
     from swarmnode.node.description import Tell

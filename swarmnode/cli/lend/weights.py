@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import typer
 
-from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
-from swarmnode.cli.terminal.formatting import parse_duration
+from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.terminal.formatting import parse_duration
+from swarmnode.terminal.option import argument, option
 
 app = typer.Typer(help="List and remove the weights that this machine has fetched.", no_args_is_help=True)
 
@@ -38,7 +38,7 @@ def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
     if not found:
         say("No weights have been fetched yet.")
         return
-    from swarmnode.cli.terminal.tables import new_table, show
+    from swarmnode.terminal.tables import new_table, show
 
     table = new_table("", ("swarm", "GB", "days unused", "folder"), numbers=("GB", "days unused"))
     for each in found:

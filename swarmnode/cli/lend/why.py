@@ -9,9 +9,9 @@ from typing import Any
 
 from swarmnode.cli.lend.lending import state_text
 from swarmnode.cli.options.asking import ask
-from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, say
-from swarmnode.cli.terminal.formatting import format_duration, one_line, wrapped
+from swarmnode.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, say
+from swarmnode.terminal.formatting import format_duration, one_line, wrapped
+from swarmnode.terminal.option import argument, option
 
 TOPICS = {
     "placement": "Layers",

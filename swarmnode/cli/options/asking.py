@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.cli.terminal.console import run_async
-from swarmnode.cli.terminal.process import CollectorPause
+from swarmnode.terminal.console import run_async
+from swarmnode.terminal.option import option
+from swarmnode.terminal.process import CollectorPause
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient

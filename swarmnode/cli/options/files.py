@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from swarmnode.cli.terminal.console import fail
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.files import may_write
 from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.terminal.console import fail
 
 MAX_BYTES = 1 << 16
 

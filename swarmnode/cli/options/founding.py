@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.option import option
 from swarmnode.cli.options.owner import NewOwnerOptions
 from swarmnode.errors import UsageError
+from swarmnode.terminal.option import option
 
 if TYPE_CHECKING:
     from swarmnode.founding.swarm_creation import NewOwner

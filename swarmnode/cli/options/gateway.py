@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.terminal.console import is_kept, print_json, say
-from swarmnode.cli.terminal.formatting import origin
 from swarmnode.errors import NetworkDown
 from swarmnode.files import write_private
 from swarmnode.lending.control_client import GATEWAYS
 from swarmnode.net.tasks import until_first
+from swarmnode.terminal.console import is_kept, print_json, say
+from swarmnode.terminal.formatting import origin
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from swarmnode.cli.options.option import option
-from swarmnode.cli.terminal.console import print_json, say
-from swarmnode.cli.terminal.formatting import origin
 from swarmnode.metrics.metric import Source
+from swarmnode.terminal.console import print_json, say
+from swarmnode.terminal.formatting import origin
+from swarmnode.terminal.option import option
 
 port_option = partial(option, None, typed=int, metavar="PORT", min=0, max=65535)
 _AT_PORT = "Serve metrics for Prometheus at this port; 0 picks one; default: off."

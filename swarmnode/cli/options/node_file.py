@@ -25,12 +25,12 @@ from typer.core import TyperCommand
 from swarmnode.cli.options import rules
 from swarmnode.cli.options.files import is_toml, read_toml
 from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.option import Definition, build, definitions, file_key, path_option
-from swarmnode.cli.terminal.commands import WrongUsage
-from swarmnode.cli.terminal.console import fail, home_folder
 from swarmnode.decisions import Topic
 from swarmnode.errors import LocalError, SwarmnodeError, UsageError
 from swarmnode.files import write_private
+from swarmnode.terminal.commands import WrongUsage
+from swarmnode.terminal.console import fail, home_folder
+from swarmnode.terminal.option import Definition, build, definitions, file_key, path_option
 
 if TYPE_CHECKING:
     from swarmnode.node.node import Node

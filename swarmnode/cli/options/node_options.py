@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.option import of_same_names, option, path_option, settings
 from swarmnode.cli.options.quantities import parse_bytes, parse_name, parse_rate, parse_share, parse_span
 from swarmnode.cli.options.rules import RuleOptions, read_rules
-from swarmnode.cli.terminal.console import home_option
-from swarmnode.cli.terminal.formatting import parse_duration
 from swarmnode.config import COMPRESSIONS, StageConfig
 from swarmnode.errors import UsageError
+from swarmnode.terminal.console import home_option
+from swarmnode.terminal.formatting import parse_duration
+from swarmnode.terminal.option import of_same_names, option, path_option, settings
 
 if TYPE_CHECKING:
     from swarmnode.node.node_config import NodeConfig

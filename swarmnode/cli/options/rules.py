@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.cli.options.files import read_toml
-from swarmnode.cli.options.option import definitions, file_key, option, path_option
 from swarmnode.cli.options.quantities import parse_bytes, parse_share
-from swarmnode.cli.terminal.formatting import parse_duration
 from swarmnode.errors import UsageError
 from swarmnode.lending.rules import DAYS, Hours, Rules
+from swarmnode.terminal.formatting import parse_duration
+from swarmnode.terminal.option import definitions, file_key, option, path_option
 
 FILE = "rules.toml"
 LAST_DAY = 28  # every month has this day

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.option import of_same_names, option
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.codec.tensors import AUTO, COMPRESSIONS
 from swarmnode.errors import UsageError
 from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.terminal.option import of_same_names, option
 
 if TYPE_CHECKING:
     from swarmnode.serving.client.generation import GenerateOptions

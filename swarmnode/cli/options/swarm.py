@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.option import argument
-from swarmnode.cli.terminal.console import fail, say
-from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, read_line
 from swarmnode.errors import SwarmnodeError
+from swarmnode.terminal.console import fail, say
+from swarmnode.terminal.option import argument
+from swarmnode.terminal.standard_input import STANDARD_INPUT, read_line
 
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.option import option
 from swarmnode.config import COMPRESSIONS
 from swarmnode.errors import UsageError
+from swarmnode.terminal.option import option
 
 if TYPE_CHECKING:
     from swarmnode.swarm.records.run import Averaging, Compression

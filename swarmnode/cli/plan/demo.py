@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.options.option import option
-from swarmnode.cli.terminal.console import JSON, Verbosity, command, fail, print_json, run_async, unless_stopped
-from swarmnode.cli.terminal.formatting import printable
 from swarmnode.cli.use.status import status_table
+from swarmnode.terminal.console import JSON, Verbosity, command, fail, print_json, run_async, unless_stopped
+from swarmnode.terminal.formatting import printable
+from swarmnode.terminal.option import option
 
 if TYPE_CHECKING:
     from swarmnode.compute.training.local import StepSummary
@@ -58,8 +58,8 @@ def _stage() -> Any:
     from rich.console import Console
     from rich.live import Live
 
-    from swarmnode.cli.terminal.training_view import curve_with_notes
     from swarmnode.demo.story import Spectators
+    from swarmnode.terminal.training_view import curve_with_notes
 
     console = Console(highlight=False)
 

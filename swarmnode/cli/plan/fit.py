@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.terminal.console import JSON, command, print_json, say
 from swarmnode.config import QUANTIZATIONS
 from swarmnode.counting import counted
+from swarmnode.terminal.console import JSON, command, print_json, say
+from swarmnode.terminal.option import argument, option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +56,7 @@ def fit(
     if as_json:
         print_json(rows)
         return
-    from swarmnode.cli.terminal.tables import show
+    from swarmnode.terminal.tables import show
 
     say(str(probed))
     show(*(_table([row for row in rows if row["model"] == model]) for model in models))
@@ -66,7 +66,7 @@ def fit(
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of one model: a row for each precision."""
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.terminal.tables import new_table
 
     model, context = rows[0]["model"], rows[0]["max_model_len"]
     title = f"{Path(model).name if Path(model).exists() else model}: {counted(rows[0]['units'], 'layer')}"

@@ -8,10 +8,10 @@ from typing import Any
 
 from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.files import output_path, write_output
-from swarmnode.cli.options.option import path_option
 from swarmnode.cli.options.swarm import SWARM
-from swarmnode.cli.terminal.console import HOME, Verbosity, command, print_json, say
 from swarmnode.counting import counted
+from swarmnode.terminal.console import HOME, Verbosity, command, print_json, say
+from swarmnode.terminal.option import path_option
 
 
 @command

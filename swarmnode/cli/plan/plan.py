@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swarmnode.cli.options.files import output_path, write_output
-from swarmnode.cli.options.option import argument, option, path_option
-from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
-from swarmnode.cli.terminal.progress import Effort
 from swarmnode.errors import UsageError
+from swarmnode.terminal.console import JSON, command, fail, print_json, say
+from swarmnode.terminal.option import argument, option, path_option
+from swarmnode.terminal.progress import Effort
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,10 +92,10 @@ class Planned(NamedTuple):
 
 def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, effort: Effort) -> Planned:
     """Plan which device holds which layers. Raises UsageError if the model cannot be read or does not fit."""
-    from swarmnode.cli.terminal.plan_view import describe_span, hosting_summary, hosting_table
     from swarmnode.plan.cost import HOLDERS
     from swarmnode.plan.offline.hosting import Planner
     from swarmnode.simulate.environment.graph_model import load_model
+    from swarmnode.terminal.plan_view import describe_span, hosting_summary, hosting_table
 
     network = _with_cards(network, options.gpu)
     model = load_model(options.source, options.batch)
@@ -190,8 +190,8 @@ def plan(
 
     Example: swarmnode plan network.json --model ./llama --report plan.html
     """
-    from swarmnode.cli.terminal.tables import show
     from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.terminal.tables import show
 
     effort = Effort(seconds, seed, quiet=as_json)
     network = Scenario.load(scenario)
@@ -199,7 +199,7 @@ def plan(
         fail("--activation-gb and --gradient-gb follow from --model: leave them out", 2)
     planned = plan_model(network, model, shape, effort) if model.source else _plan_grid(network, shape, traffic, effort)
     if report is not None:
-        from swarmnode.cli.terminal.plan_view import plan_page
+        from swarmnode.terminal.plan_view import plan_page
 
         write_output(report, plan_page(network, planned.shown, planned.held, planned.pipelines))
     if as_json:
@@ -214,9 +214,9 @@ def plan(
 def _plan_grid(network: Scenario, shape: ShapeOptions, traffic: TrafficOptions, effort: Effort) -> Planned:
     """Plan which device takes which place for a given shape and traffic (DT-FM's problem). Ends the command if an option is
     missing."""
-    from swarmnode.cli.terminal.plan_view import grid_summary, grid_table
     from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
     from swarmnode.plan.offline.grid_search import Search
+    from swarmnode.terminal.plan_view import grid_summary, grid_table
 
     stages, replicas = shape.stages, shape.replicas
     activation_gb, gradient_gb = traffic.activation_gb, traffic.gradient_gb

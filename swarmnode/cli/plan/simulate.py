@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.files import output_path, write_output
-from swarmnode.cli.options.option import argument, of_same_names, option, path_option
 from swarmnode.cli.options.training import AveragingOptions
 from swarmnode.cli.plan.plan import card_name
-from swarmnode.cli.terminal.console import JSON, command, fail, print_json, say
-from swarmnode.cli.terminal.progress import share_bar
+from swarmnode.terminal.console import JSON, command, fail, print_json, say
+from swarmnode.terminal.option import argument, of_same_names, option, path_option
+from swarmnode.terminal.progress import share_bar
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -109,7 +109,7 @@ def simulate(
     if as_json:
         print_json(figures)
         return
-    from swarmnode.cli.terminal.tables import show
+    from swarmnode.terminal.tables import show
 
     show(_table(figures))
     if left_out:
@@ -197,7 +197,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[float, float], None]]:
 
 def _table(figures: dict[str, Any]) -> Table:
     """Return the summary as a table, with a row for each figure."""
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.terminal.tables import new_table
 
     numbers = ("total or count", "mean", "p50", "p90", "p99")
     table = new_table(

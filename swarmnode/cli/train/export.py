@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 from swarmnode.cli.options.asking import patience_option
-from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.options.swarm import THIS_SWARM, open_swarm
-from swarmnode.cli.terminal.console import (
+from swarmnode.counting import counted
+from swarmnode.terminal.console import (
     HOME,
     JSON,
     Verbosity,
@@ -19,8 +19,8 @@ from swarmnode.cli.terminal.console import (
     say,
     unless_stopped,
 )
-from swarmnode.cli.terminal.progress import bytes_bar
-from swarmnode.counting import counted
+from swarmnode.terminal.option import argument, option
+from swarmnode.terminal.progress import bytes_bar
 
 
 @command

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import patience_option
 from swarmnode.cli.options.metrics import MetricsOptions
-from swarmnode.cli.options.option import option, path_option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.options.training import AveragingOptions, CompressionOptions
-from swarmnode.cli.terminal.console import HOME, LogOptions, command, fail, run_async, say
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
+from swarmnode.terminal.console import HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
     from swarmnode.swarm.records.run import Run
@@ -110,10 +110,10 @@ def train(
     known, target = open_swarm(swarm, home), alone.out.absolute() if alone.out is not None else None
     if known.manifest is not None:
         check_trains(known.manifest)
-    from swarmnode.cli.terminal.training_view import training_view
     from swarmnode.client.training.client import TrainingClient
     from swarmnode.client.training.listener import TrainerMeter
     from swarmnode.client.training.local import LocalDevice, OutputFolder, train_here
+    from swarmnode.terminal.training_view import training_view
 
     watch = metrics.watch(home, as_json=as_json)
 

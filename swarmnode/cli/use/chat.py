@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
-from swarmnode.cli.options.option import option
 from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import SWARM
-from swarmnode.cli.terminal.console import (
+from swarmnode.cli.use.generate import generation_json, tell_missing
+from swarmnode.client.tokenizer import SYSTEM, Turn
+from swarmnode.errors import SwarmnodeError
+from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.terminal.console import (
     HOME,
     Verbosity,
     command,
@@ -24,12 +27,9 @@ from swarmnode.cli.terminal.console import (
     say,
     unless_stopped,
 )
-from swarmnode.cli.terminal.formatting import one_line
-from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
-from swarmnode.cli.use.generate import generation_json, tell_missing
-from swarmnode.client.tokenizer import SYSTEM, Turn
-from swarmnode.errors import SwarmnodeError
-from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.terminal.formatting import one_line
+from swarmnode.terminal.option import option
+from swarmnode.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient

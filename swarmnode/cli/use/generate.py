@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.metrics import PassingMetricsOptions
-from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import SWARM
-from swarmnode.cli.terminal.console import (
+from swarmnode.terminal.console import (
     HOME,
     JSON,
     LogOptions,
@@ -26,7 +25,8 @@ from swarmnode.cli.terminal.console import (
     say,
     unless_stopped,
 )
-from swarmnode.cli.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
+from swarmnode.terminal.option import argument, option
+from swarmnode.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient

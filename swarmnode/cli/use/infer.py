@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.files import check_output
-from swarmnode.cli.options.option import option, path_option
 from swarmnode.cli.options.swarm import SWARM
-from swarmnode.cli.terminal.console import (
+from swarmnode.terminal.console import (
     HOME,
     JSON,
     LogOptions,
@@ -24,6 +23,7 @@ from swarmnode.cli.terminal.console import (
     say,
     unless_stopped,
 )
+from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
     import numpy as np

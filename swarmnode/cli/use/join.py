@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.terminal.console import HOME, JSON, command, fail, print_json, say
-from swarmnode.cli.terminal.standard_input import MAX_LINE_BYTES, STANDARD_INPUT, is_piped, read_line
 from swarmnode.counting import counted
+from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.terminal.option import argument, option
+from swarmnode.terminal.standard_input import MAX_LINE_BYTES, STANDARD_INPUT, is_piped, read_line
 
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm

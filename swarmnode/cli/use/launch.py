@@ -7,11 +7,11 @@ import urllib.error
 import urllib.request
 
 from swarmnode.cli.options.gateway import LOOPBACK, PORT
-from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.terminal.console import command, fail, say
 from swarmnode.files import write_private
 from swarmnode.gateway.integrations.configurations import TOOLS, Endpoint
 from swarmnode.swarm.records.manifest import EMBED, GENERATE
+from swarmnode.terminal.console import command, fail, say
+from swarmnode.terminal.option import argument, option
 
 ASK_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 1 << 20

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import HOME, Verbosity, command, fail, run_async, unless_stopped
+from swarmnode.terminal.console import HOME, Verbosity, command, fail, run_async, unless_stopped
 from swarmnode.version import missing_package
 
 if TYPE_CHECKING:

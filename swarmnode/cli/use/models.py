@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from swarmnode.cli.terminal.console import HOME, JSON, command, print_json, say
+from swarmnode.terminal.console import HOME, JSON, command, print_json, say
 
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -45,7 +45,7 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
     if not known:
         say("No swarm has a name here yet. To join one: swarmnode join; to start one: swarmnode host MODEL")
         return
-    from swarmnode.cli.terminal.tables import new_table, show
+    from swarmnode.terminal.tables import new_table, show
 
     table = new_table("", ("swarm", "model", "what it does", "layers", "GB", "who"), numbers=("layers", "GB"))
     table.columns[0].min_width = max(len(one.name) for one in known)

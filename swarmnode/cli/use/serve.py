@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.gateway import PORT, AddSwarm, GatewayAddress
-from swarmnode.cli.options.option import argument, option, path_option
 from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.cli.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
-from swarmnode.cli.terminal.process import CollectorPause
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.net.tasks import Tasks, until_first
+from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.option import argument, option, path_option
+from swarmnode.terminal.process import CollectorPause
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.option import option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.terminal.console import HOME, JSON, Verbosity, command, print_json, ranges, run_async, unless_stopped
-from swarmnode.cli.terminal.formatting import one_line
 from swarmnode.counting import counted
 from swarmnode.errors import SwarmnodeError
+from swarmnode.terminal.console import HOME, JSON, Verbosity, command, print_json, ranges, run_async, unless_stopped
+from swarmnode.terminal.formatting import one_line
+from swarmnode.terminal.option import option
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -133,7 +133,7 @@ def status(
             elif as_json:
                 print_json(status_of())
             else:
-                from swarmnode.cli.terminal.tables import show
+                from swarmnode.terminal.tables import show
 
                 show(status_table(status_of()))
 
@@ -199,7 +199,7 @@ def status_table(status: dict[str, Any]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.text import Text
 
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.terminal.tables import new_table
 
     units = status["units"]
     step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import ask
-from swarmnode.cli.options.option import argument, option
 from swarmnode.cli.options.swarm import THIS_SWARM
-from swarmnode.cli.terminal.console import HOME, JSON, LogOptions, command, fail, print_json
 from swarmnode.codec.measuring_messages import TRACE_ID_BYTES
+from swarmnode.terminal.console import HOME, JSON, LogOptions, command, fail, print_json
+from swarmnode.terminal.option import argument, option
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,7 +48,7 @@ def trace(
     if as_json:
         print_json(timeline_json(session, timeline, slowest))
         return
-    from swarmnode.cli.terminal.tables import show
+    from swarmnode.terminal.tables import show
 
     show(hops_table(timeline), tokens_table(timeline.slowest(slowest)))
 
@@ -67,7 +67,7 @@ def parse_trace_id(text: str) -> bytes:
 def hops_table(timeline: Timeline) -> Table:
     """Return a table with one row per hop: its number of tokens, and the median and the worst of their waits and computing (in
     milliseconds) and batch sizes."""
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.terminal.tables import new_table
 
     numbers = ("tokens", "wait ms", "compute ms", "batch")
     table = new_table("hops: median / worst of their tokens", ("peer", "layers", *numbers), numbers=numbers)
@@ -87,7 +87,7 @@ def hops_table(timeline: Timeline) -> Table:
 
 def tokens_table(tokens: list[Token]) -> Table:
     """Return a table with one row per token: its milliseconds, and where most of them went."""
-    from swarmnode.cli.terminal.tables import new_table
+    from swarmnode.terminal.tables import new_table
 
     numbers = ("position", "ms", "waiting", "computing", "kept back", "on the way")
     table = new_table("slowest tokens", (*numbers, "most of it"), numbers=numbers)

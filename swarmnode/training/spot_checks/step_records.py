@@ -39,6 +39,7 @@ from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.codecs import Encoded, decode_values, payload_of
 from swarmnode.compute.serving.sketch import sketch_bytes, sketches
 from swarmnode.compute.training.gradient_sketch import BlockSketches, gradient_sketch, step_seed
+from swarmnode.compute.training.label_queue import ReceivedLabels
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
@@ -49,7 +50,6 @@ from swarmnode.peer.questions import Answer, QuestionServer
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.signed import Sign, Verify
 from swarmnode.swarm.records.statement import Commitment, sign_commitment
-from swarmnode.training.worker.label_queue import ReceivedLabels
 
 Question = GetCommitment | GetMicrobatch | GetSketches | Accusation
 RECORDS_BYTES = MAX_BODY_BYTES // 2  # in one answer

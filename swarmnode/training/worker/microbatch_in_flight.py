@@ -23,6 +23,7 @@ from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.codecs import Encoded, decode_values
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK
+from swarmnode.compute.training.label_queue import LabelQueue, ReceivedLabels
 from swarmnode.compute.training.saved_activations import Gradients, is_finite
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import (
@@ -46,7 +47,6 @@ from swarmnode.training.coordinator.answer_times import CLEANUP
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
-from swarmnode.training.worker.label_queue import LabelQueue, ReceivedLabels
 from swarmnode.training.worker.stage_state import StageState
 from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
 

@@ -14,8 +14,8 @@ import typer
 
 from swarmnode.cli.lend.service.managers import Launchd, ScheduledTask, Systemd
 from swarmnode.cli.lend.service.service import Service, ServiceManager, config_folder
-from swarmnode.cli.options.option import argument, option
-from swarmnode.cli.terminal.console import HOME, command, fail, say
+from swarmnode.terminal.console import HOME, command, fail, say
+from swarmnode.terminal.option import argument, option
 
 WSL = "WSL_DISTRO_NAME"  # set by WSL
 SYSTEMD = Path("/run/systemd/system")  # exists if systemd runs the machine

@@ -19,7 +19,7 @@ from swarmnode.cli.lend.service.service import (
     show_log,
     try_call,
 )
-from swarmnode.cli.terminal.console import say
+from swarmnode.terminal.console import say
 
 UNIT = "swarmnode@.service"
 PROGRAM = "%h/.local/bin/swarmnode"  # in the unit file; replaced by the program that installs it

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from swarmnode.cli.terminal.console import fail
+from swarmnode.terminal.console import fail
 
 TIMEOUT_S = 60.0
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
-from swarmnode.cli.terminal.console import fail
+from swarmnode.terminal.console import fail
 
 ROOM = "swarmnode.cli"
 # Click's class, or typer's own copy of it: the base class of typer's public exception.

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from swarmnode.cli.terminal.console import say
+from swarmnode.terminal.console import say
 
 NOMINAL_S = 10.0  # most time of a search of effort 1 on a slow core
 RESERVE_S, RESERVE_SHARE = 0.1, 0.02  # of a limit, kept for the start and for printing the result

@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from swarmnode.cli.terminal.console import print_json, ranges, say
-from swarmnode.cli.terminal.formatting import format_duration
 from swarmnode.errors import LocalError
+from swarmnode.terminal.console import print_json, ranges, say
+from swarmnode.terminal.formatting import format_duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from swarmnode.cli.terminal.console import fail
+from swarmnode.terminal.console import fail
 
 STANDARD_INPUT = "-"  # the user's name for it
 MAX_LINE_BYTES = 1 << 16

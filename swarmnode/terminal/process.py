@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from typing import NoReturn
 
-from swarmnode.cli.terminal.console import say
 from swarmnode.errors import ExecutorDied
+from swarmnode.terminal.console import say
 
 COUNT = "SWARMNODE_RESTARTS"  # environment variable for the restarted command: number of restarts in a row
 FIRST_PAUSE_S = 1.0

@@ -20,11 +20,11 @@ from typing import IO, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from swarmnode.cli.options.option import option, taking_settings
-from swarmnode.cli.terminal.formatting import json_line, printable
 from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
 from swarmnode.files import default_home
 from swarmnode.net.tasks import cancel_the_rest, until_first
+from swarmnode.terminal.formatting import json_line, printable
+from swarmnode.terminal.option import option, taking_settings
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
 THREADS_S = 0.5  # for threads to end after a command was asked to stop and is over

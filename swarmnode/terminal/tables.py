@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from swarmnode.cli.terminal.formatting import one_line
+from swarmnode.terminal.formatting import one_line
 
 
 class PlainTable(Table):

@@ -8,8 +8,8 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from swarmnode.cli.terminal.console import outliving_terminal, print_json, say
-from swarmnode.cli.terminal.formatting import one_line
+from swarmnode.terminal.console import outliving_terminal, print_json, say
+from swarmnode.terminal.formatting import one_line
 
 # Events whose text the next one replaces on a terminal.
 PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "compressing"))

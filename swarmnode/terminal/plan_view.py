@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.terminal.console import ranges
-from swarmnode.cli.terminal.tables import new_table
 from swarmnode.counting import counted, format_bytes
 from swarmnode.simulate.results.machines import planned_machines
 from swarmnode.simulate.results.network_map import network_map, network_matrix
 from swarmnode.simulate.results.page import legend, page, table
+from swarmnode.terminal.console import ranges
+from swarmnode.terminal.tables import new_table
 
 if TYPE_CHECKING:
     from rich.table import Table
