@@ -152,7 +152,7 @@ class HubSource(Source):
 
 
 def model_caches() -> tuple[Path, ...]:
-    """Return the folders in which Ollama, LM Studio, llama.cpp and the Hugging Face hub keep models, whether or not they exist."""
+    """Return the model folders of Ollama, LM Studio, llama.cpp and the Hugging Face hub, whether or not they exist."""
     home, named = Path.home(), os.environ.get
     caches = Path(named("XDG_CACHE_HOME") or home / ".cache")
     hub = Path(named("HF_HOME") or caches / "huggingface") / "hub"
@@ -179,6 +179,7 @@ class LocalFile:
         self._path = path
         self._file = file
         self._is_alike = False  # some chunk was right
+        self._differs = False  # as a whole
         self.fault = ""  # reason why the file is not read any more
 
     def __repr__(self) -> str:
@@ -189,12 +190,15 @@ class LocalFile:
 
         Raises LocalError if the disk is full.
         """
+        if self._differs or self.fault:
+            return None
         found = b""
         with self._telling_faults(), self._opened() as descriptor:
             if os.fstat(descriptor).st_size == self._file.size:
                 pieces = (self._read(descriptor, number) for number in range(self._file.chunks()))
                 found = b"".join(hashlib.sha256(piece).digest() for piece in pieces)
-        if not verify_hashes(self._file, found):
+        self._differs = not verify_hashes(self._file, found)
+        if self._differs:
             return None
         cache.keep_hashes(self._file, found)
         return found
@@ -221,6 +225,7 @@ class LocalFile:
 
     @contextmanager
     def _telling_faults(self) -> Iterator[None]:
+        """Turn an OSError within the block into the file's fault."""
         try:
             yield
         except OSError as error:
@@ -253,6 +258,7 @@ class LocalFiles:
         self._places = places
         self._files = [file for file in files if is_weights(file.name)]
         self._told: set[str] = set()
+        self.copied_bytes = 0
 
     def __repr__(self) -> str:
         return f"<LocalFiles at {', '.join(map(str, self._places))}>"
@@ -286,7 +292,9 @@ class LocalFiles:
                     if known is None or local.fault:
                         break
                     some = numbers[first : first + COPIED_AT_ONCE]
-                    done_bytes += await asyncio.to_thread(local.copy, some, known, cache)
+                    copied_bytes = await asyncio.to_thread(local.copy, some, known, cache)
+                    self.copied_bytes += copied_bytes
+                    done_bytes += copied_bytes
                     if progress is not None:
                         progress(done_bytes, total_bytes)
                 numbers = await asyncio.to_thread(cache.missing, file, numbers)
@@ -303,7 +311,7 @@ class LocalFiles:
             log.warning("%s; your node asks the peers", told)
 
     def _missing(self, wanted: Mapping[FileContent, Iterable[int]], cache: ChunkFolder) -> dict[FileContent, list[int]]:
-        """Return the wanted chunks that the cache lacks, of the files for which there is a candidate."""
+        """Return the wanted chunks that the cache lacks, of the files that have a candidate."""
         files = [file for file in wanted if file.root in self._candidates]
         return {file: numbers for file in files if (numbers := cache.missing(file, wanted[file]))}
 

@@ -93,6 +93,11 @@ class Weights:
         """The cache of fetched chunks; None while the founder's own folder serves or before the first fetch."""
         return None if self._hint is not None else self._cache
 
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of weights that were copied from the owner's own files."""
+        return 0 if self._local is None else self._local.copied_bytes
+
     async def small_files(self) -> Path:
         """Return the folder with the config and tokenizer files."""
         return await self._bring(

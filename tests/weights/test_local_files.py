@@ -1,4 +1,4 @@
-"""Weights that lie on the volunteer's own disk: what is right is copied, and peers are asked for the rest only."""
+"""Weights on the volunteer's own disk: right chunks are copied, and peers are asked for the rest only."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ import pytest_asyncio
 from swarmnode.compute.model.dequantize.gguf import LINK_NAME, GgufCheckpoint
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.manifest import PACKED_FORMAT
-from swarmnode.swarm.storage.content import CHUNK_BYTES
+from swarmnode.swarm.storage.chunk_folder import ChunkFolder
+from swarmnode.swarm.storage.content import CHUNK_BYTES, describe_files
 from swarmnode.weights import sources
-from swarmnode.weights.sources import model_caches
+from swarmnode.weights.sources import LocalFiles, model_caches
 from swarmnode.weights.weights import Weights
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.weights.test_weights import UNITS, WEIGHTS, World
@@ -178,7 +179,7 @@ async def test_an_unreadable_file_is_told(
 async def test_a_file_that_changes_while_it_is_read(
     world: World, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read before is kept, and nothing wrong after it."""
+    """Chunks from before the change are kept, and wrong ones are not."""
     await world.founder()
     path, reads, pread = world.hint / WEIGHTS, 0, os.pread
 
@@ -274,6 +275,18 @@ async def test_no_peer_needs_to_have_the_weights(world: World) -> None:
     whole = world.hint / WEIGHTS
     checkpoint = await with_places(world, whole).span(ALL)
     assert (checkpoint.path / WEIGHTS).read_bytes() == whole.read_bytes()
+
+
+async def test_a_wrong_file_is_hashed_once_if_no_peer_has_the_weights(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = world.hint / WEIGHTS
+    of_another_model(path)
+    (local,) = LocalFiles((path,), describe_files([world.model / WEIGHTS]))._candidates.values()
+    cache = ChunkFolder(world.folder)
+    assert local[0].hashes(cache) is None
+    monkeypatch.setattr(sources.os, "pread", None)
+    assert local[0].hashes(cache) is None and not local[0].fault
 
 
 async def test_peers_get_the_copied_chunks(world: World) -> None:
