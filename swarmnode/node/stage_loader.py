@@ -64,9 +64,13 @@ class StageLoader:
         try:
             if not self.place.hardware.trains:
                 await asyncio.to_thread(self.place.hardware.prepare, outline, span)
-            return await fetching
+            checkpoint = await fetching
         finally:
             await cancel_and_wait(fetching)
+        if copied_bytes := self.weights.copied_bytes:
+            text = f"Copied {copied_bytes / 1e6:.0f} MB of the weights from files on this machine"
+            self.tell("copied", text, copied_bytes=copied_bytes)
+        return checkpoint
 
     async def _serve(self, checkpoint: Checkpoint, span: Span) -> Stage:
         from swarmnode.compute.graph.serialise import GraphCheckpoint

@@ -46,6 +46,8 @@ class HostConfig:
     max_download_bps: float | None = None
     # For fetched weights of all swarms and states kept for others; None: most of the free disk space.
     max_cache_bytes: int | None = None
+    # Files and folders on this machine to copy the swarm's weights from before peers are asked; None: none.
+    weights: tuple[Path, ...] | None = None
 
 
 def network_config(

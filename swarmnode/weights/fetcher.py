@@ -27,6 +27,7 @@ LACKS_FOR_S = 5.0  # before a source that lacked a run is asked for it again
 OVERDUE_S = 10.0  # after which a run that one source holds is also given to an idle source, at the latest
 MIN_OVERDUE_S = 1.0
 OVERDUE_FACTOR = 4.0  # times the usual duration of a run
+HASHES_S = 5.0  # for a hash list, from each of several sources
 NEWEST = 0.2  # weight of the newest run in the moving average
 
 
@@ -293,16 +294,19 @@ class Fetcher:
                 self._backoff.failed(source.name, at_least_s=error.retry_s or 0.0)
                 return False
         except (PeerError, CheckpointError, NetworkDown) as error:
-            log.warning("a source failed: %s", error)
-            if isinstance(error, ProtocolError):
-                self._bad.add(source.name)
-            self._quick.discard(source.name)
-            self._backoff.failed(source.name)
-            self._drop(source, str(error))
+            self._failed(source, error)
             return False
         finally:
             download.give_back(source.name, run, self._now(), lacking=lacking)
         return True
+
+    def _failed(self, source: Source, error: Exception) -> None:
+        log.warning("a source failed: %s", error)
+        if isinstance(error, ProtocolError):
+            self._bad.add(source.name)
+        self._quick.discard(source.name)
+        self._backoff.failed(source.name)
+        self._drop(source, str(error))
 
     async def _bring(self, source: Source, run: ChunkRange, download: Download, progress: Progress | None) -> None:
         """Fetch a run of chunks from `source` into the cache. Raises ProtocolError at the first chunk or hash list that is
@@ -321,6 +325,22 @@ class Fetcher:
             return False
         self._cache.write(file, number, data)
         return True
+
+    async def hashes(self, file: FileContent) -> bytes | None:
+        """Return the verified list of the file's chunk hashes: that of the cache, else of the first source that gives it.
+
+        Sources of last resort are not asked. Returns None if none of SOURCES_AT_ONCE others gives it.
+        """
+        known = self._cache.hashes(file)
+        able = [source for source in self._sources() if not (source.last_resort or source.name in self._bad)]
+        for source in able[:SOURCES_AT_ONCE] if known is None else ():
+            try:
+                return await asyncio.wait_for(self._hashes(source, file), HASHES_S)
+            except (PeerRefused, asyncio.TimeoutError) as error:
+                log.debug("%s has no hashes of %s: %s", source.name, file.name, error)
+            except (PeerError, CheckpointError, NetworkDown) as error:
+                self._failed(source, error)
+        return known
 
     async def _hashes(self, source: Source, file: FileContent) -> bytes:
         known = self._cache.hashes(file)

@@ -1,4 +1,5 @@
-"""Weights of a swarm on this machine: read from the founder's folder if it is here, else fetched from peers or the hub."""
+"""Weights of a swarm on this machine: read from the founder's folder if it is here, else copied from the owner's own model files
+and fetched from peers or the hub."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from swarmnode.swarm.storage.content import CHUNK_BYTES, GGUF_SUFFIX, FileConten
 from swarmnode.swarm.storage.weight_cache import FOLDER, WeightCache
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.seeder import WEIGHTS_PROTOCOL
-from swarmnode.weights.sources import HubSource, PeerSource, Source, largest_answer_bytes
+from swarmnode.weights.sources import HubSource, LocalFiles, PeerSource, Source, largest_answer_bytes
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -81,6 +82,8 @@ class Weights:
         self._board = Switchboard(host.network, WEIGHTS_PROTOCOL, host.hello, bounded)
         self._cache: WeightCache | None = None
         self._fetcher: Fetcher | None = None
+        places = host.config.weights
+        self._local = None if places is None else LocalFiles(places, self._manifest.files)
         self.verified: dict[bytes, bytes] = {}  # chunk hashes of the founder's files that were read whole, by root
         self._units: Sequence[Span] = ()  # whose tensors are being fetched
 
@@ -91,6 +94,11 @@ class Weights:
     def cache(self) -> WeightCache | None:
         """The cache of fetched chunks; None while the founder's own folder serves or before the first fetch."""
         return None if self._hint is not None else self._cache
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of weights that were copied from the owner's own files."""
+        return 0 if self._local is None else self._local.copied_bytes
 
     async def small_files(self) -> Path:
         """Return the folder with the config and tokenizer files."""
@@ -174,7 +182,7 @@ class Weights:
     async def _bring(
         self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None = None, *, verify: bool = True
     ) -> Path:
-        """Fetch the `wanted` chunks that are not on this machine and return the folder that holds them.
+        """Copy the `wanted` chunks that are elsewhere on this machine, fetch the others, and return the folder that holds them.
 
         Chunks from peers are always verified; `verify` applies to the founder's folder, whose headers are read unverified.
         """
@@ -211,6 +219,8 @@ class Weights:
     async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None) -> None:
         if self._fetcher is None:
             self._fetcher = Fetcher(self.open_cache(), self._sources, self.drop)
+        if self._local is not None:
+            await self._local.copy(wanted, self.open_cache(), self._fetcher.hashes, progress)
         patience_s = DAMAGED_PATIENCE_S if self._damaged else None  # a node that has only an invite waits
         try:
             await self._fetcher.fetch(wanted, news=self.news, progress=progress, patience_s=patience_s)

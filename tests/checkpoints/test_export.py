@@ -53,7 +53,7 @@ class World:
             hello=self.hello,
             link_config=LinkConfig(),
             directory=SimpleNamespace(peers=lambda: dict.fromkeys(self.peers), ready_after=dict),
-            config=SimpleNamespace(home=folder / "home", max_cache_bytes=None),
+            config=SimpleNamespace(home=folder / "home", max_cache_bytes=None, weights=None),
         )
 
     async def start(self, stage: int) -> None:

@@ -178,6 +178,8 @@ def test_wildcards_become_addresses_that_can_be_dialled() -> None:
         (("--memory", "9" * 400 + "GB"), ("no machine has that much",)),
         (("--disk", "1"), ("--disk 1", "1GB")),
         (("--disk", "999999999999TB"), ("no machine has that much",)),
+        (("--weights", "/no/such/file"), ("--weights /no/such/file: No such file or directory",)),
+        (("--weights", "/dev/null"), ("--weights /dev/null: neither a file nor a folder",)),
         (("--max-upload", "0.001bit"), ("from 9.6kbit",)),
         (("--max-download", "9" * 400 + "Mbit"), ("to 1000Tbit",)),
         (("--cpu-share", "0.001%"), ("less than 1%",)),

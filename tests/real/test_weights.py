@@ -1,13 +1,17 @@
-"""Volunteers who hold nothing but an invite get their weights from peers, over libp2p. More of it: tests/node/test_weights.py."""
+"""Volunteers who hold nothing but an invite get their weights from peers, over libp2p, or from their own disk. More of it:
+tests/node/test_weights.py, tests/weights/test_local_files.py."""
 
 from __future__ import annotations
 
 import shutil
 from pathlib import Path
 
+import pytest
+
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.swarm.storage.swarmfile import load_swarm
+from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.tiny import PROMPT, TinyModel
 
 NEW = 8
@@ -37,3 +41,18 @@ async def test_an_invite_alone_is_enough_and_what_was_fetched_is_given_on(tiny: 
         first[1].kill()
         first[1].process.wait()
         assert await generate(local, str(local.file)) == tiny.alone(PROMPT, NEW)
+
+
+def test_a_volunteers_own_file_is_enough(tmp_path: Path) -> None:
+    """The founder's GGUF file is gone, and a volunteer has the same one under another name."""
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    founders, own = tmp_path / "founders.gguf", tmp_path / "models/publisher/downloaded-Q8_0.gguf"
+    save_llama_gguf(founders)
+    with LocalSwarm(tmp_path) as local:
+        invite = local.create(founders)
+        own.parent.mkdir(parents=True)
+        shutil.move(founders, own)
+        local.bootstrap()
+        node = local.node("a", "--weights", str(tmp_path / "models"), swarm=invite)
+        assert node.wait_for("copied")["copied_bytes"] == own.stat().st_size
+        node.wait_for("ready")

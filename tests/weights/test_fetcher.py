@@ -202,6 +202,23 @@ async def test_a_liar_is_refused_and_dropped(world: World) -> None:
     assert world.fetched() == world.path.read_bytes()
 
 
+async def test_a_hash_list_is_that_of_the_first_source_with_the_right_one(world: World) -> None:
+    class Forger(Good):
+        async def hashes(self, file: FileContent) -> bytes:
+            return bytes(len(chunk_hashes(self._path)))
+
+    class Lacking(Good):
+        async def hashes(self, file: FileContent) -> bytes:
+            raise PeerRefused("not here", code=ErrorCode.NOT_FOUND, peer=self.name)
+
+    hub = Good(world, "hub")
+    hub.last_resort = True
+    assert await world.fetcher(hub, Lacking(world, "lacking")).hashes(world.file) is None
+    found = await world.fetcher(Lacking(world, "lacking"), Forger(world, "false"), Good(world)).hashes(world.file)
+    assert found == chunk_hashes(world.path) == world.cache.hashes(world.file)
+    assert world.dropped == ["false"]
+
+
 async def test_a_source_that_dies_is_replaced(world: World) -> None:
     await world.fetch(Mortal(world, "mortal"), Good(world))
     assert world.dropped == ["mortal"]

@@ -97,7 +97,9 @@ class World:
         seeder.add_folder(self.model)
         self.directory.announce("founder", seeder.units)
 
-    def weights(self, *, hint: Path | None = None, home: str = "home") -> Weights:
+    def weights(
+        self, *, hint: Path | None = None, home: str = "home", places: tuple[Path, ...] | None = None
+    ) -> Weights:
         swarm = Swarm(self.swarm.id, "m", (), self.swarm.manifest_bytes, self.swarm.manifest, hint)
         host = SimpleNamespace(
             swarm=swarm,
@@ -106,7 +108,7 @@ class World:
             hello=self.hello,
             link_config=LinkConfig(),
             directory=self.directory,
-            config=SimpleNamespace(home=self.folder / home, max_cache_bytes=None),
+            config=SimpleNamespace(home=self.folder / home, max_cache_bytes=None, weights=places),
             bootstraps=lambda: ["door"],
         )
         weights = Weights(host)  # type: ignore[arg-type]

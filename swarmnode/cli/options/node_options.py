@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +40,24 @@ def _load_plan(path: Path, _flag: str) -> PlanFile:
     return PlanFile.load(path)
 
 
+def _weights(text: str, flag: str) -> tuple[Path, ...]:
+    """Return the files and folders to copy weights from. Raises UsageError if `text` is none that can be read, and not auto."""
+    if text == "auto":
+        from swarmnode.weights.sources import model_caches
+
+        return model_caches()
+    try:
+        path = Path(text).expanduser().resolve(strict=True)
+        mode = path.stat().st_mode
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UsageError(f"{flag} {text}: {getattr(error, 'strerror', None) or error}") from None
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise UsageError(f"{flag} {text}: neither a file nor a folder")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{flag} {text}: this user cannot read it")
+    return (path,)
+
+
 rate_option = partial(option, None, metavar="RATE", parse=parse_rate)
 addresses_option = partial(option, [], metavar="MADDR", parse=_addresses())
 size_option = partial(option, None, metavar="SIZE", parse=parse_bytes)
@@ -61,6 +81,13 @@ class NodeOptions:
     max_cache_bytes: int | None = size_option(
         "Disk space for weights and others' training states; default: most of the free space.",
         "--disk",
+    )
+    weights: tuple[Path, ...] | None = option(
+        None,
+        "Copy the weights from this file or folder where they are right; auto: from the caches of Ollama, LM Studio, llama.cpp "
+        "and the Hugging Face hub. Others can see which weights your node does not fetch.",
+        metavar="PATH|auto",
+        parse=_weights,
     )
     min_holders: int = option(
         2,
