@@ -48,8 +48,8 @@ def test_a_missing_package_is_named_with_the_interpreter_that_lacks_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/home/me/my tools/python")
-    command = version.missing_package("gguf").partition(": ")[2]
-    assert shlex.split(command) == ["/home/me/my tools/python", "-m", "pip", "install", version.OPTIONAL["gguf"]]
+    command = version.missing_package("xllamacpp").partition(": ")[2]
+    assert shlex.split(command) == ["/home/me/my tools/python", "-m", "pip", "install", version.OPTIONAL["xllamacpp"]]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     command = version.missing_package("mcp").partition(": ")[2]
     assert shlex.split(command)[:5] == ["uv", "pip", "install", "--python", sys.executable]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing.ggml import library
+from swarmnode.compute.model.packing.ggml import PACKAGE, library
 from swarmnode.compute.model.span import PLAIN
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle
@@ -43,9 +44,12 @@ from swarmnode.peer.host import Host
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.swarm.records.sections import Machine, Section
+from swarmnode.version import missing_package
 
 if TYPE_CHECKING:
     from swarmnode.weights.adapter_files import AdapterFiles
+
+log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
@@ -348,8 +352,12 @@ def _own_dtype(devices: Sequence[Device], checkpoint: Checkpoint) -> torch.dtype
 
 def _stays_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig) -> bool:
     """Return whether packed weights stay packed here: on CPUs, if a library for their products is installed."""
-    wanted = checkpoint.is_packed and config.quantize == "none"
-    return wanted and all(device.kind == "cpu" for device in devices) and library() is not None
+    wanted = checkpoint.is_packed and config.quantize == "none" and config.products != PLAIN
+    if not wanted or any(device.kind != "cpu" for device in devices):
+        return False
+    if library() is None:
+        log.warning("the weights take several times the memory that they would packed: %s", missing_package(PACKAGE))
+    return library() is not None
 
 
 def _common_dtype(devices: Sequence[Device], own: torch.dtype, wanted: str) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,6 +18,8 @@ from swarmnode.swarm.storage.content import FileContent
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.swarm.storage.weight_cache import WeightCache
 from swarmnode.weights.chunk_server import ChunkServer, Offer
+
+log = logging.getLogger(__name__)
 
 WEIGHTS_PROTOCOL = "/swarmnode/weights/1"
 
@@ -78,6 +81,8 @@ class Seeder(ChunkServer):
             path = folder / file.name
             if path.is_file() and path.stat().st_size == file.size:
                 self._offers[file.root] = Offer(file, path)
+            else:
+                log.warning("%s is missing or has another size: others cannot fetch it from here", path)
 
     def add_cache(self, cache: WeightCache, units: tuple[int, int]) -> None:
         """Offer the chunks in `cache`, which holds all weights of `units` ([start, end)). Adjoining or overlapping ranges

@@ -18,7 +18,6 @@ from swarmnode.measuring.bandwidth import Bandwidth
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link_config import PeerVersions
 from swarmnode.plan.offline.fit import fit
-from swarmnode.version import missing_package
 from tests.cli.command import assert_clear, invoke
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.encoders import save_encoder
@@ -84,7 +83,6 @@ def test_what_fits_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_fits_before_a_swarm_is_founded_on_it(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason=missing_package("gguf"))
     save_llama_gguf(tmp_path / "tiny.gguf")
     asked = ("fit", str(tmp_path / "tiny.gguf"), "--memory", "1GB", "--device", "cpu")
     rows = json.loads(invoke(*asked, "--json").stdout)

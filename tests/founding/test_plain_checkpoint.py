@@ -18,8 +18,6 @@ from swarmnode.swarm.storage.swarmfile import load_swarm, save_swarm
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.compute.model.test_hub import make_default, serving
 
-pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
-
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:

@@ -28,7 +28,6 @@ from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready
 from tests.tiny import TinyModel
 
-pytest.importorskip("gguf", reason="the package gguf is not installed")
 pytestmark = pytest.mark.skipif(
     library() is None, reason="the package xllamacpp is not installed, or not for this machine"
 )

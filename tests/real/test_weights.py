@@ -6,8 +6,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import pytest
-
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.swarm.storage.swarmfile import load_swarm
@@ -45,7 +43,6 @@ async def test_an_invite_alone_is_enough_and_what_was_fetched_is_given_on(tiny: 
 
 def test_a_volunteers_own_file_is_enough(tmp_path: Path) -> None:
     """The founder's GGUF file is gone, and a volunteer has the same one under another name."""
-    pytest.importorskip("gguf", reason="the package gguf is not installed")
     founders, own = tmp_path / "founders.gguf", tmp_path / "models/publisher/downloaded-Q8_0.gguf"
     save_llama_gguf(founders)
     with LocalSwarm(tmp_path) as local:

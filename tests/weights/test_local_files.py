@@ -302,7 +302,6 @@ async def test_peers_get_the_copied_chunks(world: World) -> None:
 
 
 async def test_a_packed_swarm_takes_a_gguf_file_of_any_name(tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="the package gguf is not installed")
     file, packed = tmp_path / "downloaded-Q8_0.gguf", tmp_path / "packed"
     save_llama_gguf(file)
     packed.mkdir()

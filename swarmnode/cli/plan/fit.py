@@ -111,15 +111,21 @@ def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float, fol
 
 def _precisions(source: Checkpoint | Graph, device: Device) -> Iterator[tuple[str, UnitSizes]]:
     """Yield each possible precision of the weights with the sizes of the units; for a graph, only the exported one."""
+    import torch
+
     from swarmnode.compute.capacity.memory import UnitSizes, unit_sizes
     from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
     from swarmnode.compute.graph.graph import Graph
+    from swarmnode.compute.model.packing.ggml import library
+    from swarmnode.measuring.hardware import PACKED
 
     if isinstance(source, Graph):
         weight_bytes = unit_weight_bytes(source)
         yield "as exported", UnitSizes(weight_bytes, (0,) * len(weight_bytes))
         return
     dtype = device.dtype_for(source.dtype)
+    if source.is_packed and device.kind == "cpu" and library() is not None:
+        yield PACKED, unit_sizes(source, dtype=torch.float32, keeps_packed=True)
     for quantize in QUANTIZATIONS:
         name = str(dtype).removeprefix("torch.") if quantize == "none" else quantize
         yield name, unit_sizes(source, dtype=dtype, quantize=quantize)

@@ -19,8 +19,6 @@ from swarmnode.compute.model.family import switching_position
 from swarmnode.errors import CheckpointError
 from tests.compute.model.llama_gguf import save_llama_gguf
 
-gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
-
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:

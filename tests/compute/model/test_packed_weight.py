@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -24,7 +25,6 @@ from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import PACKED_NAME
 from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
 
-gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 needs_ggml = pytest.mark.skipif(
     library() is None, reason="the package xllamacpp is not installed, or not for this machine"
 )

@@ -18,8 +18,6 @@ from swarmnode.compute.model.dequantize.pre_tokenizer import PRE_TOKENIZERS, as_
 from swarmnode.errors import CheckpointError
 from tests.compute.model.llama_gguf import WORDS, save_llama_gguf
 
-pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
-
 TEXT = "I'm HERE  1234567 x_y\n\n  déjà, 12 中文！"
 PIECES = {
     "I|'|m| HERE| | |123|456|7| x|_|y|\n\n | déjà|,| |12| 中文|！": "default",

@@ -13,7 +13,9 @@ RSA = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"  # libp2p specs, "Peer Id
 SECP256K1 = "16Uiu2HAmLhLvBoYaoZfaMUKuibM6ac163GwKY74c5kiSLg5KvLpY"
 
 
-@pytest.mark.parametrize("peer", [ALICE, Identity.generate().peer_id, RSA, SECP256K1])
+@pytest.mark.parametrize(
+    "peer", [ALICE, Identity.generate().peer_id, RSA, SECP256K1], ids=["alice", "new", "rsa", "secp256k1"]
+)
 def test_ids_there_and_back(peer: str) -> None:
     assert peer_name(base58.b58decode(peer)) == peer
     assert peer_name(peer_bytes(peer)) == peer

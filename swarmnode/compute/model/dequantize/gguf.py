@@ -40,7 +40,6 @@ from swarmnode.swarm.storage.content import (
     Progress,
     has_tokenizer,
 )
-from swarmnode.version import missing_package
 
 SUFFIX = GGUF_SUFFIX
 DTYPE = torch.bfloat16
@@ -82,15 +81,11 @@ def parts_of(file: Path) -> list[Path]:
 
 
 class GgufCheckpoint:
-    """Causal language model in a GGUF file, or in the files of a split one. Raises CheckpointError if it cannot be read, or the
-    package gguf is missing."""
+    """Causal language model in a GGUF file, or in the files of a split one. Raises CheckpointError if it cannot be read."""
 
     @lean()
     def __init__(self, file: Path) -> None:
-        try:
-            import gguf
-        except ImportError:
-            raise CheckpointError(f"{file} is GGUF, and {missing_package('gguf')}") from None
+        import gguf
         from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
         self.file = file
