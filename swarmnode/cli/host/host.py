@@ -245,8 +245,9 @@ class Founding:
                     progress=progress,
                 )
         end_spinner()
-        if owner is not None and not self.quiet:
-            say(owner.advice)
+        if not self.quiet:
+            for line in (*(f"Note: {remark}" for remark in source.remarks), *([owner.advice] if owner else [])):
+                say(line)
         return swarm, owner
 
 
