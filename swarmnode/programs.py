@@ -48,6 +48,7 @@ def create(
     listen: Sequence[str] = (),
     announce: Sequence[str] = (),
     adapters: Mapping[str, Path] = MappingProxyType({}),
+    plain: bool = False,
     overwrite: bool = False,
 ) -> Swarm:
     """Found a swarm for a model and write NAME.swarm. It has no peers yet: `host` or `swarmnode bootstrap` opens its door.
@@ -61,6 +62,7 @@ def create(
         listen: Multiaddrs at which the bootstrap peer will listen; by default a free port of loopback.
         announce: Multiaddrs at which other machines reach the bootstrap peer.
         adapters: Folders with LoRA adapters, by the adapters' names.
+        plain: Whether the weights of a GGUF file are written dequantised, for older machines.
         overwrite: Whether an existing NAME.swarm may be replaced.
 
     Returns:
@@ -83,8 +85,10 @@ def create(
     bootstraps = Bootstraps((), listen, announce).settled()
     owner = None if membership == "open" else new_owner(path, lambda: password, force=overwrite)
     with new_beside(path) as weights:
-        read = from_model if mode == SERVE else from_checkpoint
-        source = read(str(model), weights, force=overwrite)
+        if mode == SERVE:
+            source = from_model(str(model), weights, packs=not plain, force=overwrite)
+        else:
+            source = from_checkpoint(str(model), weights, force=overwrite)
         private = membership == "private"
         return found(path, source, bootstraps, owner, mode=mode, private=private, adapters=adapters, force=overwrite)
 
