@@ -123,6 +123,12 @@ def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None
         raise LocalError(f"cannot write {path}: {error.strerror or error}; choose another place") from error
 
 
+def linked_file(path: Path) -> Path:
+    """Return the file to which `path` links by an absolute path, else `path`: the name by which a user knows a model file."""
+    target = path.readlink() if path.is_symlink() else path
+    return target if target.is_absolute() else path
+
+
 def make_private(folder: Path) -> None:
     """Create the folder and its missing parents with mode 0700: `Path.mkdir` gives that mode to the last one only. Raises
     OSError."""

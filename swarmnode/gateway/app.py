@@ -66,7 +66,7 @@ async def _not_valid(request: Request, error: Exception) -> Response:
     for each in error.errors():
         if each["type"] == "json_invalid":
             return bad_request(
-                f"the body is not JSON: {each['ctx']['error']} at character {each['loc'][-1]}"
+                f"the body is not JSON: {each['ctx']['error'].removesuffix(' at')} at character {each['loc'][-1]}"
             ).response()
         found.setdefault(_field(each["loc"]), []).append(each["msg"])
     where, wanted = next(iter(found.items()))

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from swarmnode.codec.body import Body
 from swarmnode.codec.messages import GetManifest, ManifestReply
 from swarmnode.errors import ErrorCode
+from swarmnode.files import linked_file
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.newcomer import MANIFEST_PROTOCOL
@@ -82,7 +83,7 @@ class Seeder(ChunkServer):
             if path.is_file() and path.stat().st_size == file.size:
                 self._offers[file.root] = Offer(file, path)
             else:
-                log.warning("%s is missing or has another size: others cannot fetch it from here", path)
+                log.warning("%s is missing or has another size: others cannot fetch it from here", linked_file(path))
 
     def add_cache(self, cache: WeightCache, units: tuple[int, int]) -> None:
         """Offer the chunks in `cache`, which holds all weights of `units` ([start, end)). Adjoining or overlapping ranges

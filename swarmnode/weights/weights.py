@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.errors import CheckpointError, PeerRefused
+from swarmnode.files import linked_file
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
@@ -77,7 +78,7 @@ class Weights:
             log.info("%s is not on this machine; your node fetches the weights from peers", self._hint)
             self._hint = None
         self._outline: Checkpoint | None = None
-        self._damaged = False  # the founder's folder is here but cannot be used
+        self._damaged = ""  # the fault, if the founder's folder is here but cannot be used
         bounded = replace(host.link_config, max_payload_bytes=largest_answer_bytes(self._manifest))
         self._board = Switchboard(host.network, WEIGHTS_PROTOCOL, host.hello, bounded)
         self._cache: WeightCache | None = None
@@ -199,7 +200,7 @@ class Weights:
         read whole, once."""
         assert self._hint is not None
         for file in wanted:
-            path = self._hint / file.name
+            path = linked_file(self._hint / file.name)
             try:
                 if path.stat().st_size != file.size:
                     return f"{path} has another size than the file that the swarm was founded on"
@@ -214,7 +215,7 @@ class Weights:
 
     def _give_up_hint(self, fault: str) -> None:
         log.warning("%s (changed or damaged); your node asks the peers instead", fault)
-        self._hint, self._damaged, self._outline = None, True, None
+        self._hint, self._damaged, self._outline = None, fault, None
 
     async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None) -> None:
         if self._fetcher is None:
@@ -226,8 +227,8 @@ class Weights:
             await self._fetcher.fetch(wanted, news=self.news, progress=progress, patience_s=patience_s)
         except PeerRefused as error:
             raise CheckpointError(
-                f"{self._host.swarm.checkpoint} was changed or damaged since the swarm was founded, "
-                "and no peer has the weights; restore it"
+                "the model was moved, changed or damaged since the swarm was founded, and no peer has the weights: "
+                f"{self._damaged}; restore it"
             ) from error
 
     def open_cache(self) -> WeightCache:

@@ -142,6 +142,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (TEXT, {"prompt": "hens \udfff"}, 400, "half of a character"),
     (TEXT, {"prompt": "hi", "suffix": "!"}, 400, "suffix"),
     (TEXT, "{", 400, "the body is not JSON"),
+    (TEXT, '{"prompt": "hi', 400, "not JSON: Unterminated string starting at character 11"),
     (TEXT, "{}x", 400, "not JSON: Extra data at character 2"),
     (TEXT, "[" * 10_000, 400, "the body cannot be read: "),
     (TEXT, "[" * 100_000, 413, "15,000 objects and lists"),

@@ -204,6 +204,18 @@ async def test_a_spoilt_folder_without_peers_is_an_error(world: World, monkeypat
         await world.weights(hint=world.hint).outline()
 
 
+async def test_the_error_names_the_file_that_the_founder_moved(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GGUF file is linked, not copied: its owner knows it by its own path."""
+    monkeypatch.setattr("swarmnode.weights.weights.DAMAGED_PATIENCE_S", 0.0)
+    moved = world.hint / "my-model"
+    (world.hint / WEIGHTS).rename(moved)
+    (world.hint / WEIGHTS).symlink_to(moved)
+    await world.weights(hint=world.hint).outline()
+    moved.unlink()
+    with pytest.raises(CheckpointError, match=f"moved, changed or damaged .*: {moved} cannot be read: No such file"):
+        await world.weights(hint=world.hint).outline()
+
+
 async def test_a_folder_of_another_machine_is_no_damage(world: World) -> None:
     """The .swarm file came from elsewhere: as with an invite alone, there is time until a peer turns up."""
     fetching = asyncio.ensure_future(world.weights(hint=world.folder / "elsewhere").outline())

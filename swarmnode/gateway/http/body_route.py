@@ -65,6 +65,6 @@ def _read(written: bytes) -> Any:
     try:
         return json.loads(written)
     except json.JSONDecodeError as error:
-        raise bad_request(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+        raise bad_request(f"the body is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}") from None
     except (ValueError, RecursionError) as error:
         raise bad_request(f"the body cannot be read: {error}") from None
