@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from swarmnode.cli.host.members import ago, end, invites_table, members_table
 from swarmnode.client.owner_client import OFFLINE, OwnersView
@@ -102,6 +103,11 @@ def test_members_stay_in_the_book_with_their_note_while_nobody_is_online(book: B
     rows = zip(*(map(str, column.cells) for column in members_table(picture).columns), strict=True)
     row = next(iter(rows))
     assert row[:5] == ("Carol", "carols-laptop", OFFLINE, ago(LONG_AGO), "volunteer")
+    narrow = Console(width=80)
+    with narrow.capture() as shown:
+        narrow.print(members_table(picture))
+    assert ALICE[-8:] in shown.get() and end(picture["members"][0]["expires_at"]) in shown.get()
+    assert "group" not in shown.get(), "nobody has one"
 
 
 @pytest.mark.parametrize("who", ["Carol", "carols-laptop", ALICE, ALICE[-8:], BOB[-8:], HOME.public.hex()[:12]])

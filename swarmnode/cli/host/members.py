@@ -196,18 +196,25 @@ def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs
 
 def members_table(picture: dict[str, Any]) -> Table:
     """Return a table with one row per member."""
+    from rich.text import Text
+
     from swarmnode.terminal.tables import new_table
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
     title = f"{picture['membership']} swarm {picture['name']}: {counted(len(picture['members']), 'member')}"
     title += f", {counted(count, 'revocation')}" + ("" if picture["online"] else "; no machine is online")
-    table = new_table(title, ("member", "name", "state", "seen", "role", "group", "ids", "invite", "until"))
+    grouped = any(member["group"] for member in picture["members"])
+    columns = ("member", "name", "state", "seen", "role", *(["group"] if grouped else []), "ids", "invite", "until")
+    table = new_table(title, columns)
+    for name in ("ids", "until"):  # a narrow terminal cuts other columns: `revoke` takes an id
+        table.columns[columns.index(name)].no_wrap = True
     for member in picture["members"]:
         state = "revoked" if member["revoked"] else member["state"]
         seen = ago(member["seen_at"]) if member["state"] == "offline" else "now"
         until = end(member["expires_at"]) if member["invite"] else ""
-        ids = " ".join(peer["peer"][-SHOWN_CHARS:] for peer in member["peers"])
-        texts = (member["role"], member["group"], ids, member["invite"][:SHOWN_CHARS], until)
+        ids = Text("\n".join(peer["peer"][-SHOWN_CHARS:] for peer in member["peers"]))
+        group = [member["group"]] if grouped else []
+        texts = (member["role"], *group, ids, member["invite"][:SHOWN_CHARS], until)
         table.add_row(member["label"], member["name"], state, seen, *texts)
     return table
 

@@ -40,7 +40,7 @@ def fit(
 ) -> None:
     """Show how much of a model fits here at each precision, how many machines like this it needs, and how fast it would be.
 
-    Only the config and the headers are read. A GGUF file counts as the plain weights that `host` makes of it. The speed is that of
+    Only the config and the headers are read. `packed` keeps the weights of a GGUF file as they are. The speed is that of
     one conversation, or of short texts or samples one after another, estimated from how fast this machine reads its memory.
 
     Example: swarmnode fit Qwen/Qwen3-8B meta-llama/Llama-3.1-70B

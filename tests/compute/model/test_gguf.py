@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint, find_gguf
 from swarmnode.compute.model.family import switching_position
-from swarmnode.errors import CheckpointError
+from swarmnode.errors import CheckpointError, LocalError
 from tests.compute.model.llama_gguf import save_llama_gguf
 
 
@@ -52,6 +52,13 @@ def test_a_tokenizer_beside_it_is_taken(file: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     GgufCheckpoint(tmp_path / "tiny.gguf").write(tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_a_tokenizer_that_cannot_be_written_is_an_error_of_this_machine(file: Path, tmp_path: Path) -> None:
+    """The tokenizers library raises a bare Exception, also on a full disk."""
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(LocalError, match=f"cannot be written into {tmp_path}: Is a directory"):
+        GgufCheckpoint(file).pack(tmp_path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.99])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.compute.model.dequantize.pre_tokenizer import DEFAULT, PreTokenizer, as_pipeline, pre_tokenizer
-from swarmnode.errors import CheckpointError
+from swarmnode.errors import CheckpointError, LocalError
 
 PREFIX = "tokenizer."
 TOKENS = "tokenizer.ggml.tokens"
@@ -91,7 +91,8 @@ class GgufTokenizer:
     def write(self, file: Path, out: Path) -> None:
         """Write tokenizer.json and its config into `out`.
 
-        Raises CheckpointError if the tokenizer has parts that are not supported here, and the errors of `tokenizers`.
+        Raises CheckpointError if the tokenizer has parts that are not supported here, LocalError if `out` cannot be written, and the
+        errors of `tokenizers`.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -114,7 +115,12 @@ class GgufTokenizer:
             clean_up_tokenization_spaces=False,
         )
         tokenizer.chat_template = self._templates()
-        tokenizer.save_pretrained(out, save_jinja_files=False)
+        try:
+            tokenizer.save_pretrained(out, save_jinja_files=False)
+        except Exception as error:  # the tokenizers library has no class of its own for a failed write, as on a full disk
+            if type(error) is not Exception:
+                raise
+            raise LocalError(f"the tokenizer cannot be written into {out}: {error}; choose another place") from error
 
     def _templates(self) -> str | dict[str, str] | None:
         """Return the chat template, or several by name; None if the file has none."""
