@@ -17,6 +17,7 @@ from swarmnode.examination.machine import judge_bandwidth, judge_versions
 from swarmnode.measuring.bandwidth import Bandwidth
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link_config import PeerVersions
+from swarmnode.compute.model.packing.ggml import library
 from swarmnode.plan.offline.fit import fit
 from tests.cli.command import assert_clear, invoke
 from tests.compute.model.llama_gguf import save_llama_gguf
@@ -86,7 +87,8 @@ def test_a_gguf_file_fits_before_a_swarm_is_founded_on_it(tmp_path: Path) -> Non
     save_llama_gguf(tmp_path / "tiny.gguf")
     asked = ("fit", str(tmp_path / "tiny.gguf"), "--memory", "1GB", "--device", "cpu")
     rows = json.loads(invoke(*asked, "--json").stdout)
-    assert {row["precision"] for row in rows} == {"bfloat16", "int8", "nf4"} and {row["units"] for row in rows} == {4}
+    expected = {"bfloat16", "int8", "nf4"} | ({"packed"} if library() else set())
+    assert {row["precision"] for row in rows} == expected and {row["units"] for row in rows} == {4}
     assert all(row["fitting"] == 4 and row["max_model_len"] == 512 for row in rows)
     assert "tiny.gguf" in invoke(*asked).stdout and [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
     assert_clear(invoke("fit", "none.gguf"), 2, "no such GGUF file")

@@ -66,7 +66,6 @@ async def test_each_turn_is_asked_with_all_that_was_said(
     said = iter(["hello", "", "too long", "and now?", "/new", "bye", None])
     monkeypatch.setattr("swarmnode.cli.use.chat.TypedLines.next", lambda _self: asyncio.sleep(0, next(said)))
     async with VirtualSwarm(tmp_path / "swarm") as swarm:
-        (tmp_path / "swarm").mkdir()
         swarm.create(tmp_path / "model")
         await swarm.bootstrap()
         await swarm.node("a").wait_for("ready")

@@ -21,6 +21,7 @@ from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.tiny import PROMPT, TinyModel
 
 BOOTSTRAP = [
+    "host: keep the owner's book",
     "host: keep joined",
     "host: dial bootstraps",
     "host: tell paths",

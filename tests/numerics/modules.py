@@ -1033,7 +1033,7 @@ plain("seeded anew", _seeded, "leave torch.manual_seed out")
 plain("drawn by Python", lambda x: x * random.random(), "draw by torch.rand")
 plain("changed before it goes back", _cut, "its own backward pass fails")
 add("penalty of gradients", _penalty, real, real, "no backward pass of its own", net=net)
-add("input written over", lambda m, x, y: mse(m, x.mul_(2), y), real, real, "changes x, which is no buffer", net=net)
+add("input written over", lambda m, x, y: mse(m, x.mul_(2), y), real, real, "changes x, which is not a buffer", net=net)
 add("complex parameter", lambda m, x, y: functional.mse_loss((torch.fft.fft(m.net(x)) * m.factor).real, y), real, real,
     "factor is complex64", net=net, factor=lambda: nn.Parameter(torch.randn(D, dtype=torch.complex64)))  # fmt: skip
 plain("by its values", lambda x: x if x.sum() > 0 else -x, "must not depend on the values")

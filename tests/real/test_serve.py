@@ -126,6 +126,8 @@ def test_a_chat_in_a_browser_goes_on_while_its_writer_is_killed(
         happened = page.wait_until("document.querySelector('#writers .happened')?.textContent")
         assert happened.startswith(f"{writer} left") and "took over layers 0–3" in happened
         page.wait_until(f"{LAST}.length > {length + 20}")
+        page.press("Escape")
+        page.wait_until("document.querySelector('.message footer')?.textContent.includes('stopped')")
         page.evaluate("location.hash = '#swarm'")
         left = len(alive) - 1
         page.wait_until(f"document.querySelectorAll('#machines .machine').length === {left}")
@@ -135,8 +137,6 @@ def test_a_chat_in_a_browser_goes_on_while_its_writer_is_killed(
         } - {writer}
         invite_somebody(page)
         page.evaluate("location.hash = '#chat'")
-        page.press("Escape")
-        page.wait_until("document.querySelector('.message footer')?.textContent.includes('stopped')")
         assert page.evaluate("document.querySelectorAll('main img, main script').length") == 0, "text stays text"
         take_pictures(page, tmp_path)
         assert page.complaints() == []

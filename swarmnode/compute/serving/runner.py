@@ -375,7 +375,8 @@ class StageRunner:
             raise ProtocolError(f"the session has {cached.rows} rows, the input is {tuple(shape)}")
         start = cached.length if work.truncate_to is None else work.truncate_to
         if not 0 <= start <= cached.length or work.start not in (None, start):
-            raise ProtocolError(f"the session has {cached.length} positions: position {work.start} is not the next")
+            told = start if work.start is None else work.start
+            raise ProtocolError(f"the session has {cached.length} positions: a step at {told} does not follow them")
         if start + shape[1] > cached.max_length:
             raise ProtocolError(f"the session ends at position {cached.max_length}", code=ErrorCode.TOO_LARGE)
         if opened.start == 0 and not bool(((work.x >= 0) & (work.x < self.span.vocab_size)).all()):

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 
 import psutil
 from fastapi import APIRouter
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 
 from swarmnode.gateway.http.api_error import ApiError
+from swarmnode.gateway.http.json_bound import Items
 from swarmnode.gateway.page.page import OWNED, Page
 from swarmnode.gateway.page.replies import ChangeReply, LendingOptionsReply, MachineReply, NodeReply
 from swarmnode.lending.cards import Cards
@@ -21,7 +22,17 @@ MAX_OPTIONS, MAX_ITEMS, MAX_OPTION_CHARS = 32, 32, 100
 CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")  # of Intel, AMD and ARM, as Linux names them
 
 OptionText = Annotated[str, StringConstraints(max_length=MAX_OPTION_CHARS)]
-OptionList = Annotated[list[OptionText], Field(max_length=MAX_ITEMS)]
+OptionList = Annotated[Items[OptionText], Field(max_length=MAX_ITEMS)]
+
+
+def _checked_count(options: Any) -> Any:
+    """Raise ValueError if there are too many options, before each one is validated."""
+    if isinstance(options, dict) and len(options) > MAX_OPTIONS:
+        raise ValueError(f"at most {MAX_OPTIONS} options may change at once")
+    return options
+
+
+Options = Annotated[dict[OptionText, OptionText | bool | OptionList], BeforeValidator(_checked_count)]
 
 
 router = APIRouter(prefix="/api/v1/machine")
@@ -40,7 +51,7 @@ class OptionsCommand(BaseModel):
     """Options of a node to change, by their names in rules.toml and node.toml, with values as typed there; empty ones (also
     `false`) turn the option off."""
 
-    options: dict[OptionText, OptionText | bool | OptionList] = Field(min_length=1, max_length=MAX_OPTIONS)
+    options: Options = Field(min_length=1)
 
 
 @router.get("", response_model=MachineReply)

@@ -418,7 +418,7 @@ def test_caches_that_were_lost_while_they_were_copied_are_not_gone_on_from(model
 def test_a_step_that_does_not_follow_is_refused(runner, start, cut):
     runner.open("a", rows=1, max_length=20)
     runner.run([StepInput("a", ids_of(5))])
-    with pytest.raises(ProtocolError, match="held"):
+    with pytest.raises(ProtocolError, match="does not follow"):
         runner.run([StepInput("a", ids_of(1), start=start, truncate_to=cut)])
     assert runner.length("a") == 5
 

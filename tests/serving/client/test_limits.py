@@ -97,7 +97,7 @@ MISTAKES: dict[str, tuple[Callable[[RemoteCausalLM], object], str]] = {
     "no tokens": (lambda model: model(torch.empty((1, 0), dtype=torch.int64)), "whole numbers"),
     "too many positions": (lambda model: model.generate(IDS_BT, max_new_tokens=40), "positions"),
     "too long a prompt": (lambda model: model(IDS_BT.repeat(1, 11)), "positions"),
-    "too many rows": (lambda model: model(IDS_BT.repeat(300, 1)), "sequences together"),
+    "too many rows": (lambda model: model(IDS_BT.repeat(300, 1)), "sequences at once"),
     "a row of padding": (lambda model: model(IDS_BT, attention_mask=torch.zeros_like(IDS_BT)), "without any token"),
     "a mask of other rows": (lambda model: model(IDS_BT, attention_mask=torch.tensor([[0, 1, 1]] * 2)), "as many rows"),
     "another model's cache": (lambda model: model(IDS_BT, cache=object()), "new_cache"),
