@@ -92,7 +92,8 @@ def write_llama(
     writer.add_tokenizer_pre("llama-bpe")
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = [*map(chr, printable), *(chr(256 + number) for number in range(256 - len(printable)))]
-    writer.add_token_list([*letters, *(f"word{number}" for number in range(len(letters), vocabulary))])
+    tokens = [*letters, "wo"]
+    writer.add_token_list([*tokens, *(f"word{number}" for number in range(len(tokens), vocabulary))])
     writer.add_token_types([1] * vocabulary)
     writer.add_token_merges(["w o"])
     narrow = hidden // 8
