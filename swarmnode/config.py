@@ -9,7 +9,7 @@ from swarmnode.errors import UsageError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "nf4")
-PRODUCTS = ("exact", "fast", "plain")
+PRODUCTS = ("auto", "exact", "fast", "plain")
 CAPTURES = ("auto", "off")
 COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "topk", "adatopk", "slowest")
 DEVICES = re.compile(r"auto|all|cpu|mps|cuda|(cuda|cpu):\d{1,3}(,\1:\d{1,3})*")
@@ -56,7 +56,7 @@ class StageConfig:
     device: str = "auto"  # or several: "cuda:0,cuda:1"
     dtype: str = "auto"
     quantize: str = "none"
-    products: str = "exact"  # of packed weights on CPUs
+    products: str = "auto"  # of packed weights on CPUs; auto: exact if the dtype is float32 by choice, else fast
     memory_bytes: int | None = None  # of each card; of the machine if CPUs compute
     threads: int | None = None
     cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights

@@ -31,7 +31,7 @@ from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.packing.ggml import PACKAGE, library
-from swarmnode.compute.model.span import PLAIN
+from swarmnode.compute.model.span import EXACT, PLAIN
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import StageConfig
@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
-FAST, PACKED = "fast", "packed"  # the products with rounded activations, and their number format
+AUTO, FAST, PACKED = "auto", "fast", "packed"  # the products with rounded activations, and their number format
 NAME_LENGTH = 48  # characters of a device's announced name
 
 
@@ -123,7 +123,8 @@ class Hardware:
         set_threads(threads_each(config.device, config.threads, len(devices)))
         fixed = trains or is_graph
         dtype = torch.float32 if fixed else _common_dtype(devices, _own_dtype(devices, checkpoint), config.dtype)
-        products = config.products if dtype is torch.float32 and _stays_packed(devices, checkpoint, config) else PLAIN
+        packed = dtype is torch.float32 and _stays_packed(devices, checkpoint, config)
+        products = _products(config) if packed else PLAIN
         sizes = _sizes(checkpoint, dtype, config.quantize, trains=trains, keeps_packed=products != PLAIN)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
         hardware = cls(
@@ -348,6 +349,13 @@ def _own_dtype(devices: Sequence[Device], checkpoint: Checkpoint) -> torch.dtype
     on_cpu = all(device.kind == "cpu" for device in devices)
     own: torch.dtype = torch.float32 if checkpoint.is_packed and on_cpu else checkpoint.dtype
     return own
+
+
+def _products(config: StageConfig) -> str:
+    """Return the kind of products of packed weights: for auto, exact ones for an owner that chose float32."""
+    if config.products == AUTO:
+        return EXACT if config.dtype == "float32" else FAST
+    return config.products
 
 
 def _stays_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig) -> bool:

@@ -12,12 +12,12 @@ from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
 from swarmnode.compute.capacity.module_speed import KNOWN_MODELS, LLAMA_8B
+from swarmnode.compute.model.packing.ggml import library
 from swarmnode.examination import machine as examination
 from swarmnode.examination.machine import judge_bandwidth, judge_versions
 from swarmnode.measuring.bandwidth import Bandwidth
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link_config import PeerVersions
-from swarmnode.compute.model.packing.ggml import library
 from swarmnode.plan.offline.fit import fit
 from tests.cli.command import assert_clear, invoke
 from tests.compute.model.llama_gguf import save_llama_gguf

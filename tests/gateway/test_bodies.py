@@ -117,7 +117,9 @@ def test_no_list_of_any_request_is_checked_beyond_its_first_wrong_element(tmp_pa
             if schema["type"] == "list":
                 assert schema.get("fail_fast"), (route.path, schema)
             if schema["type"] == "dict" and schema.get("values_schema", {"type": "any"})["type"] != "any":
-                assert schema["values_schema"]["type"] in ("float", "union"), "biases and options, which are counted before"
+                assert schema["values_schema"]["type"] in ("float", "union"), (
+                    "biases and options, which are counted before"
+                )
 
 
 @in_virtual_time

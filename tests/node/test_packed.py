@@ -60,7 +60,8 @@ def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 async def swarm_of(
     packed: Packed, folder: Path, spans: dict[str, str], *, adapters: Any = None, **stage: Any
 ) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
-    """Nodes that have only the invite; the bootstrap peer gives them the packed bytes."""
+    """Nodes that have only the invite; the bootstrap peer gives them the packed bytes. They multiply exactly."""
+    stage = {"dtype": "float32"} | stage
     async with VirtualSwarm(folder) as swarm:
         invite = swarm.create(packed.source, adapters=adapters).invite
         await swarm.bootstrap()

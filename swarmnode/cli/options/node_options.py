@@ -72,9 +72,10 @@ class NodeOptions:
     dtype: str = option("auto", "Number format: auto, float32, bfloat16 or float16.")
     quantize: str = option("none", "Quantise the weights while loading them.", metavar="none|int8|nf4")
     products: str = option(
-        "exact",
-        "Products of packed weights: fast rounds activations to 8 bits, plain unpacks the weights in memory.",
-        metavar="exact|fast|plain",
+        "auto",
+        "Products of a GGUF file's packed weights on a CPU: fast ones round activations to 8 bits, exact ones do not, and plain "
+        "unpacks the weights in memory. auto: exact with --dtype float32, else fast.",
+        metavar="auto|exact|fast|plain",
     )
     capture: str = option("auto", "On a GPU, replay decoding steps as CUDA graphs if possible.", metavar="auto|off")
     memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: the free memory.", "--memory")

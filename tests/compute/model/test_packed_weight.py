@@ -189,6 +189,26 @@ def test_a_damaged_index_is_refused(change: dict[str, Any], message: str, tmp_pa
         Checkpoint(tmp_path / "packed")
 
 
+@needs_ggml
+@pytest.mark.parametrize("name", ["mlp.gate_proj", "mlp.experts.down_proj"])
+def test_a_shape_that_is_not_the_models_is_refused_before_any_product(name: str, tmp_path: Path) -> None:
+    """With as many bytes: ggml would read beyond the activations."""
+    save = save_moe_gguf if "experts" in name else save_llama_gguf
+    save(tmp_path / "tiny.gguf")
+    pack(tmp_path / "tiny.gguf", tmp_path / "packed")
+    index = tmp_path / "packed" / PACKED_NAME
+    values = json.loads(index.read_text())
+    (entry,) = [entry for key, entry in values["tensors"].items() if key.startswith(f"model.layers.0.{name}")]
+    entry["shape"][-2:] = reversed(entry["shape"][-2:])
+    index.write_text(json.dumps(values))
+    for products in ("fast", "exact", "plain"):
+        with pytest.raises(CheckpointError, match=r"shape|misshapen"):
+            load_span(Checkpoint(tmp_path / "packed"), 0, 4, dtype=torch.float32, products=products, check=False)
+    matrix = GgmlMatrix(torch.zeros(64, 34, dtype=torch.uint8), FORMATS["Q8_0"], 32)
+    with pytest.raises(ValueError, match="width 32"):
+        matrix.multiply(torch.zeros(1, 31))
+
+
 def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     save_llama_gguf(tmp_path / "tiny.gguf")
     checkpoint = pack(tmp_path / "tiny.gguf", tmp_path / "packed")

@@ -91,8 +91,8 @@ class GgufTokenizer:
     def write(self, file: Path, out: Path) -> None:
         """Write tokenizer.json and its config into `out`.
 
-        Raises CheckpointError if the tokenizer has parts that are not supported here, LocalError if `out` cannot be written, and the
-        errors of `tokenizers`.
+        Raises CheckpointError if the tokenizer has parts that are not supported here, LocalError if `out` cannot be written, and
+        the errors of `tokenizers`.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -117,7 +117,9 @@ class GgufTokenizer:
         tokenizer.chat_template = self._templates()
         try:
             tokenizer.save_pretrained(out, save_jinja_files=False)
-        except Exception as error:  # the tokenizers library has no class of its own for a failed write, as on a full disk
+        except (
+            Exception
+        ) as error:  # the tokenizers library has no class of its own for a failed write, as on a full disk
             if type(error) is not Exception:
                 raise
             raise LocalError(f"the tokenizer cannot be written into {out}: {error}; choose another place") from error
@@ -157,7 +159,10 @@ class GgufTokenizer:
         merges = [
             (merge[:cut], merge[cut + 1 :]) for merge in self._said("ggml.merges") if (cut := merge.find(" ", 1)) > 0
         ]
-        model = models.BPE(vocabulary, merges, ignore_merges=pre.whole_words, byte_fallback=not pre.is_bytes)
+        try:
+            model = models.BPE(vocabulary, merges, ignore_merges=pre.whole_words, byte_fallback=not pre.is_bytes)
+        except Exception as error:  # tokenizers raises no other class
+            raise CheckpointError(f"its merges do not fit its tokens: {error}") from error
         pipeline: Any = Tokenizer(model)
         pipeline.pre_tokenizer = as_pipeline(pre)
         if pre.is_bytes:

@@ -154,7 +154,7 @@ class _Library:
             return None
 
     def checked(self) -> _Library:
-        """Return the library. Raises OSError if its tensors are not laid out as expected, or a product is wrong."""
+        """Return the library. Raises OSError if its tensors are not laid out as expected."""
         if self.tensor_overhead() != OBJECT_BYTES + TENSOR_BYTES:
             raise OSError("its tensors have another size")
         context = self.init(_InitParams(CONTEXT_BYTES, None, True))
@@ -338,7 +338,7 @@ def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | No
 
 
 class GgmlMatrix:
-    """Matrix (O, I) in a packed format whose products ggml computes. It keeps a copy of the bytes.
+    """Matrix (O, I) in a packed format whose products ggml computes. It keeps the bytes, or a copy of them in another order.
 
     Its products are those of the dequantised matrix if it is `exact`; else it rounds activations to 8 bits, and its rows are
     interleaved if that is faster on this CPU, unless it is `looked_up` by rows.
@@ -349,11 +349,12 @@ class GgmlMatrix:
     ) -> None:
         self.form, self.outputs, self.inputs, self._exact = form, len(packed_OB), inputs, exact
         self._order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
-        self._memory = aligned(packed_OB.nbytes)
-        if self._order is None:
-            self._memory.copy_(packed_OB.reshape(-1))
-        else:
+        kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self._order is None
+        self._memory = packed_OB.view(-1) if kept else aligned(packed_OB.nbytes)
+        if self._order is not None:
             self._interleave(packed_OB.contiguous())
+        elif not kept:
+            self._memory.copy_(packed_OB.reshape(-1))
 
     def _interleave(self, packed_OB: Tensor) -> None:
         ggml = library()
@@ -374,7 +375,10 @@ class GgmlMatrix:
         return dequantise(packed_NB.view(-1), self.form, numbers_N.numel() * self.inputs).view(-1, self.inputs)
 
     def multiply(self, x_RI: Tensor) -> Tensor:
-        """Return y (R, O) for x (R, I), both contiguous float32. Raises RuntimeError if ggml fails."""
+        """Return y (R, O) for x (R, I), both contiguous float32. Raises ValueError if x has another width, RuntimeError if ggml
+        fails."""
+        if x_RI.shape[1:] != (self.inputs,):  # ggml would read beyond it
+            raise ValueError(f"activations of width {self.inputs} are needed, not {tuple(x_RI.shape)}")
         if len(x_RI) == 0:
             return torch.empty(0, self.outputs)
         if not self._exact:

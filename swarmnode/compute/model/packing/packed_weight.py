@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry, joined, read_packed
+from swarmnode.errors import CheckpointError
 
 
 class PackedWeight:
@@ -160,7 +161,10 @@ def held_by(model: nn.Module) -> Iterator[PackedWeight | PackedStack]:
 
 
 def hold(model: Any, packed: Mapping[str, PackedWeight | PackedStack]) -> None:
-    """Put packed weights into the places of a model's parameters. Those that are tied to one of these share it."""
+    """Put packed weights into the places of a model's parameters. Those that are tied to one of these share it.
+
+    Raises CheckpointError if one has another shape than its parameter.
+    """
     if any(isinstance(weight, PackedStack) for weight in packed.values()):
         model.config._experts_implementation = "eager"  # the only one that takes one expert's matrix at a time
     tied = {target: packed[source] for target, source in model.all_tied_weights_keys.items() if source in packed}
@@ -170,6 +174,9 @@ def hold(model: Any, packed: Mapping[str, PackedWeight | PackedStack]) -> None:
             module = model.get_submodule(module_name)
         except AttributeError:
             continue  # the tied matrix of a span without the embedding
-        if parameter in module._parameters:
+        own = module._parameters.get(parameter)
+        if own is not None and own.shape != weight.shape:
+            raise CheckpointError(f"{name} has the shape {tuple(weight.shape)}, and the model's is {tuple(own.shape)}")
+        if own is not None:
             del module._parameters[parameter]
             setattr(module, parameter, weight)

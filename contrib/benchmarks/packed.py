@@ -1,0 +1,577 @@
+"""Packed weights of GGUF files beside llama.cpp, by the package xllamacpp: same file, same threads, same run. Prints JSON.
+
+    python contrib/benchmarks/packed.py [PART …] [--models smollm2 gemma3 llama] [--rounds 3]
+
+    founding   found a swarm from the file, packed and with `--plain`: seconds, and bytes on the disk / the file.
+    memory     (PSS after loading and a prompt of 512 tokens - PSS before) / the packed bytes.
+    single     decoding of one session, and a prompt of 512 tokens, without a network, for each kind of products.
+    eight      decoding of eight sessions together, without a network, beside llama.cpp with eight slots.
+    nodes      eight sessions over two nodes beside llama.cpp with two threads and eight slots; bytes that each node fetched.
+    matrix     products of one matrix with 1 to 32 rows beside the fastest plain format of this machine.
+    quality    perplexity of this repository's documentation, and the same most probable token, beside plain float32.
+
+Every contestant is a process with one thread. Contestants take turns with llama.cpp in pairs; figures are medians, and ratios are
+medians of the pairs' ratios: above 1, ours is faster. `by_cpu` compares seconds of CPU instead of time, for a busy machine.
+`llama` is random: 1.1 B parameters in Q4_0, written to a temporary folder first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import itertools
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import psutil
+import torch
+import uvloop
+from real_sizes import READY_TIMEOUT_S, halves, joined, together
+from swarmnode.compute.model.ggml import FORMATS, GgmlMatrix, dequantise
+from torch import Tensor, nn
+from weights import Cpu
+
+from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
+from swarmnode.compute.model.linear import speed_up_linears
+from swarmnode.compute.serving.loading import check_family, load_span
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
+from swarmnode.localswarm import LocalSwarm
+from tests.trained import GEMMA3, SMOLLM2, trained
+
+PROMPT, NEW, LONG_PROMPT, SESSIONS = 16, 48, 512, 8
+KINDS = {
+    "exact": ("exact", "float32"),
+    "fast": ("fast", "float32"),
+    "plain float32": ("plain", "float32"),
+    "plain bfloat16": ("plain", "bfloat16"),
+}
+"""Kinds of products, each with its number format"""
+
+MATRIX, MATRIX_ROWS, MATRIX_FORMATS = (5632, 2048), (1, 2, 4, 8, 16, 32), ("Q4_0", "Q4_1", "Q4_K")
+WINDOW, FEW = 512, 8  # tokens of a text, and of a pass, whose perplexity is measured
+CONTEXT, CACHE_BYTES = 640, 1 << 30
+
+
+# -- models
+
+
+def write_llama(
+    path: Path, *, layers: int = 22, hidden: int = 2048, inner: int = 5632, vocabulary: int = 32000
+) -> None:
+    """Write a random Llama whose matrices are in Q4_0; 32 heads of queries and 4 of keys."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(2048)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(32)
+    writer.add_head_count_kv(4)
+    writer.add_rope_dimension_count(hidden // 32)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(vocabulary)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = [*map(chr, printable), *(chr(256 + number) for number in range(256 - len(printable)))]
+    tokens = [*letters, "wo"]
+    writer.add_token_list([*tokens, *(f"word{number}" for number in range(len(tokens), vocabulary))])
+    writer.add_token_types([1] * vocabulary)
+    writer.add_token_merges(["w o"])
+    narrow = hidden // 8
+    matrices = {"token_embd": (vocabulary, hidden), "output": (vocabulary, hidden)}
+    vectors = ["output_norm"]
+    for number in range(layers):
+        block = f"blk.{number}"
+        matrices |= {f"{block}.attn_{name}": (hidden, hidden) for name in ("q", "output")}
+        matrices |= {f"{block}.attn_{name}": (narrow, hidden) for name in ("k", "v")}
+        matrices |= {f"{block}.ffn_{name}": (inner, hidden) for name in ("gate", "up")}
+        matrices[f"{block}.ffn_down"] = (hidden, inner)
+        vectors += [f"{block}.attn_norm", f"{block}.ffn_norm"]
+    for name in vectors:
+        writer.add_tensor(f"{name}.weight", np.ones(hidden, dtype=np.float32))
+    for number, (name, shape) in enumerate(matrices.items()):
+        packed = random_rows("Q4_0", *shape, seed=number)
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def random_rows(form: str, outputs: int, inputs: int, *, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return packed rows (outputs, bytes) with random weights of about 0.02, in a format whose blocks begin with their scales."""
+    kind = FORMATS[form]
+    rows = np.random.default_rng(seed).integers(0, 256, (outputs, kind.row_bytes(inputs)), dtype=np.uint8)
+    blocks = rows.reshape(-1, kind.block_bytes)
+    scale = 0.004 if form != "Q4_K" else 0.0001
+    scales = np.array([scale] if form == "Q4_0" else [scale, -8 * scale if form == "Q4_1" else 8 * scale])
+    blocks[:, : 2 * len(scales)] = scales.astype(np.float16).view(np.uint8)
+    return rows
+
+
+def file_of(model: str, folder: Path) -> Path:
+    """Return the GGUF file of a model, which is fetched or written if it is not there."""
+    if model == "llama":
+        made = folder / "llama.gguf"
+        if not made.exists():
+            write_llama(made)
+        return made
+    return trained(SMOLLM2 if model == "smollm2" else GEMMA3)
+
+
+def packed_folder(file: Path, folder: Path) -> Path:
+    """Return the folder with the index of a file; `folder` is the benchmark's."""
+    out = folder / f"packed-{file.stem}"
+    if not out.exists():
+        out.mkdir()
+        GgufCheckpoint(file).pack(out)
+    return out
+
+
+def packed_bytes(checkpoint: Checkpoint, start: int, end: int) -> int:
+    """Return the bytes of the packed tensors of units [start, end)."""
+    entries = (checkpoint.entries[name] for name in checkpoint.tensors_of(start, end))
+    return sum(entry.nbytes for entry in entries if entry.is_packed)
+
+
+# -- contestants
+
+
+class Subject(Protocol):
+    """A model that generates."""
+
+    def generate(self, prompts: list[list[int]], new: int) -> None:
+        """Continue all prompts together, by `new` tokens each."""
+
+
+class Ours:
+    """Span of the whole model in this process."""
+
+    def __init__(self, folder: str, products: str, dtype: str) -> None:
+        checkpoint = Checkpoint(folder)
+        check_family(checkpoint.family)
+        gc.collect()
+        self.before_bytes = pss_bytes()
+        span = load_span(checkpoint, 0, checkpoint.units, dtype=getattr(torch, dtype), products=products)
+        span.packings.at_once.run()
+        self._runner = StageRunner(span, RunnerConfig(cache_bytes=CACHE_BYTES))
+
+    def generate(self, prompts: list[list[int]], new: int) -> None:
+        """Continue all prompts together, by `new` tokens each."""
+        for session in range(len(prompts)):
+            self._runner.open(session, rows=1, max_length=CONTEXT)
+        inputs = [torch.tensor([prompt]) for prompt in prompts]
+        for _ in range(new):
+            results = self._runner.run([StepInput(session, x) for session, x in enumerate(inputs)])
+            inputs = [result.output.argmax(dim=-1) for result in results]
+        for session in range(len(prompts)):
+            self._runner.close(session)
+
+
+class LlamaCpp:
+    """llama.cpp's server in this process, without HTTP."""
+
+    def __init__(self, file: str, slots: int, threads: int) -> None:
+        import xllamacpp
+
+        params = xllamacpp.CommonParams()
+        params.model.path = file
+        params.n_parallel, params.n_ctx = slots, slots * CONTEXT
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        self.before_bytes = pss_bytes()
+        self._server = xllamacpp.Server(params)
+        self._pool = ThreadPoolExecutor(slots)
+
+    def generate(self, prompts: list[list[int]], new: int) -> None:
+        """Continue all prompts together, by `new` tokens each."""
+        list(self._pool.map(lambda prompt: self._continue(prompt, new), prompts))
+
+    def _continue(self, prompt: list[int], new: int) -> None:
+        asked = {"prompt": prompt, "n_predict": new, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        answer = self._server.handle_completions(asked)
+        assert answer["usage"] == {**answer["usage"], "prompt_tokens": len(prompt), "completion_tokens": new}
+
+
+def pss_bytes() -> int:
+    """Return this process's share of the memory that it uses."""
+    return int(psutil.Process().memory_full_info().pss)
+
+
+def compete(settings: dict[str, Any]) -> None:
+    """Answer requests, one a line, with time and CPU seconds of each."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    torch.set_num_threads(1)
+    subject = LlamaCpp(**settings) if "slots" in settings else Ours(**settings)
+    print("{}", file=out, flush=True)
+    for line in sys.stdin:
+        began_s, cpu_s = time.perf_counter(), time.process_time()
+        subject.generate(**json.loads(line))
+        told = {"wall": time.perf_counter() - began_s, "cpu": time.process_time() - cpu_s}
+        print(json.dumps({**told, "grown_bytes": pss_bytes() - subject.before_bytes}), file=out, flush=True)
+
+
+class Contestant:
+    """Process of a contestant: `with Contestant(...) as ours: ours.generate(...)`."""
+
+    def __init__(self, vocabulary: int, **settings: Any) -> None:
+        self._vocabulary = vocabulary
+        command = [sys.executable, __file__, "--compete", json.dumps(settings)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+        self._read()
+
+    def __enter__(self) -> Contestant:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _read(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        return dict(json.loads(self._process.stdout.readline()))
+
+    def generate(self, sessions: int, prompt: int, new: int) -> dict[str, float]:
+        """Continue the prompts of some sessions together. Returns the seconds that it took, of the clock and of CPU."""
+        prompts = [prompt_of(self._vocabulary, prompt, number) for number in range(sessions)]
+        assert self._process.stdin is not None
+        print(json.dumps({"prompts": prompts, "new": new}), file=self._process.stdin, flush=True)
+        return self._read()
+
+    def decode(self, sessions: int) -> dict[str, float]:
+        """Return the seconds of a step of some sessions together, of the clock and of CPU."""
+        first, all_of_it = self.generate(sessions, PROMPT, 1), self.generate(sessions, PROMPT, NEW)
+        return {clock: (all_of_it[clock] - first[clock]) / (NEW - 1) for clock in ("wall", "cpu")}
+
+
+def prompt_of(vocabulary: int, length: int, number: int) -> list[int]:
+    """Return token ids that differ by `number`."""
+    return [100 + (7 * position + 13 * number) % (vocabulary - 200) for position in range(length)]
+
+
+Work = Callable[[Contestant], dict[str, float]]
+
+
+def beside(theirs: Contestant, ours: Contestant, work: Work, tokens: int, rounds: int) -> dict[str, float]:
+    """Let both do the same work in turns. Returns tokens per second of both, and the ratios of ours to theirs."""
+    work(ours)
+    pairs = [(work(theirs), work(ours)) for _ in range(rounds)]
+
+    def ratio(clock: str) -> float:
+        return round(statistics.median(their[clock] / our[clock] for their, our in pairs), 3)
+
+    return {
+        "tokens_per_s": round(tokens / statistics.median(our["wall"] for _, our in pairs), 1),
+        "llama_cpp_tokens_per_s": round(tokens / statistics.median(their["wall"] for their, _ in pairs), 1),
+        "of_llama_cpp": ratio("wall"),
+        "of_llama_cpp_by_cpu": ratio("cpu"),
+    }
+
+
+@contextlib.contextmanager
+def contestants(
+    file: Path, folder: Path, slots: int, options: argparse.Namespace
+) -> Iterator[tuple[Contestant, Iterator[tuple[str, Contestant]]]]:
+    """Yield llama.cpp, and the wanted kinds of ours, one after another."""
+    packed = packed_folder(file, folder)
+    vocabulary = Checkpoint(packed).config.vocab_size
+
+    def ours() -> Iterator[tuple[str, Contestant]]:
+        for kind in options.kinds:
+            products, dtype = KINDS[kind]
+            with Contestant(vocabulary, folder=str(packed), products=products, dtype=dtype) as contestant:
+                yield kind, contestant
+
+    with Contestant(vocabulary, file=str(file), slots=slots, threads=1) as theirs:
+        theirs.generate(slots, PROMPT, 4)
+        yield theirs, ours()
+
+
+# -- parts
+
+
+def single(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure decoding of one session, and a long prompt."""
+    works: dict[str, tuple[Work, int]] = {
+        "decode": (lambda each: each.decode(1), 1),
+        "prompt": (lambda each: each.generate(1, LONG_PROMPT, 1), LONG_PROMPT),
+    }
+    with contestants(file, folder, 1, options) as (theirs, ours):
+        return {
+            kind: {name: beside(theirs, each, *work, options.rounds) for name, work in works.items()}
+            for kind, each in ours
+        }
+
+
+def eight(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure decoding of eight sessions together."""
+    with contestants(file, folder, SESSIONS, options) as (theirs, ours):
+        return {
+            kind: beside(theirs, each, lambda each: each.decode(SESSIONS), SESSIONS, options.rounds)
+            for kind, each in ours
+        }
+
+
+def memory(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure by how much the process grows."""
+    checkpoint = Checkpoint(packed_folder(file, folder))
+    packed = packed_bytes(checkpoint, 0, checkpoint.units)
+    found: dict[str, Any] = {"packed_mb": round(packed / 1e6, 1)}
+    with contestants(file, folder, 1, options) as (theirs, ours):
+        for kind, each in itertools.chain([("llama.cpp", theirs)], ours):
+            grown = each.generate(1, LONG_PROMPT, 1)["grown_bytes"]
+            found[kind] = {"grown_mb": round(grown / 1e6, 1), "of_packed": round(grown / packed, 3)}
+    return found
+
+
+def founding(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Found swarms from the file."""
+    found: dict[str, list[dict[str, float]]] = {"packed": [], "plain": []}
+    for number in range(options.rounds):
+        for kind, results in found.items():
+            place = folder / f"founded-{file.stem}-{kind}{number}"
+            place.mkdir()
+            cpu_s, began_s = _children_cpu_s(), time.perf_counter()
+            LocalSwarm(place).create(file, *(["--plain"] if kind == "plain" else []))
+            took_s, cpu_s = time.perf_counter() - began_s, _children_cpu_s() - cpu_s
+            written = sum(each.stat().st_size for each in place.rglob("*") if each.is_file() and not each.is_symlink())
+            disk = (written + file.stat().st_size) / file.stat().st_size
+            results.append({"s": took_s, "cpu_s": cpu_s, "disk_of_file": disk})
+    return {kind: medians(results) for kind, results in found.items()}
+
+
+def _children_cpu_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def medians(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each figure."""
+    return {name: round(statistics.median(result[name] for result in results), 3) for name in results[0]}
+
+
+def nodes(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Serve the file by two nodes that come with an invite."""
+    checkpoint = Checkpoint(packed_folder(file, folder))
+    spans, vocabulary = halves(checkpoint.units), checkpoint.config.vocab_size
+    return {
+        kind: _over_two_nodes(file, folder / f"nodes-{file.stem}-{kind}", checkpoint, spans, vocabulary, kind, options)
+        for kind in ("exact", "fast")
+        if kind in options.kinds
+    }
+
+
+def _over_two_nodes(
+    file: Path,
+    folder: Path,
+    checkpoint: Checkpoint,
+    spans: list[str],
+    vocabulary: int,
+    products: str,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    folder.mkdir()
+    with (
+        Contestant(vocabulary, file=str(file), slots=SESSIONS, threads=2) as theirs,
+        LocalSwarm(folder) as swarm,
+    ):
+        invite = swarm.create(file)
+        swarm.bootstrap()
+        members = [
+            swarm.node(f"n{number}", "--span", span, "--products", products, swarm=invite)
+            for number, span in enumerate(spans)
+        ]
+        for member in members:
+            member.wait_for("ready", READY_TIMEOUT_S)
+        fetched = [max(event.get("total_bytes", 0) for event in member.seen) for member in members]
+        needed = [packed_bytes(checkpoint, *map(int, span.split(":"))) for span in spans]
+
+        async def live() -> list[dict[str, float]]:
+            client = await joined(swarm, len(members))
+            try:
+                await _decode(client, vocabulary, [member.pid for member in members])
+                turns = []
+                for _ in range(options.rounds):
+                    llama = await asyncio.to_thread(theirs.decode, SESSIONS)
+                    ours = await _decode(client, vocabulary, [member.pid for member in members])
+                    turns.append(
+                        {
+                            "tokens_per_s": SESSIONS / ours["wall"],
+                            "llama_cpp_tokens_per_s": SESSIONS / llama["wall"],
+                            "of_llama_cpp": llama["wall"] / ours["wall"],
+                            "of_llama_cpp_by_cpu_of_nodes": llama["cpu"] / ours["cpu"],
+                        }
+                    )
+                return turns
+            finally:
+                await client.close()
+
+        theirs.generate(SESSIONS, PROMPT, 4)
+        return {
+            **medians(uvloop.run(live())),
+            "fetched_of_packed": [round(ours / least, 3) for ours, least in zip(fetched, needed, strict=True)],
+        }
+
+
+async def _decode(client: SwarmClient, vocabulary: int, pids: list[int]) -> dict[str, float]:
+    """Return the seconds of a step of eight sessions over the nodes, as `Contestant.decode`."""
+    prompts = [prompt_of(vocabulary, PROMPT, number) for number in range(SESSIONS)]
+    took: list[dict[str, float]] = []
+    for new in (1, NEW):
+        cpu, began_s = Cpu(pids), time.perf_counter()
+        await together(client, prompts, new)
+        took.append({"wall": time.perf_counter() - began_s, "cpu": sum(cpu.spent().values())})
+    return {clock: (took[1][clock] - took[0][clock]) / (NEW - 1) for clock in took[0]}
+
+
+@torch.inference_mode()
+def matrix(options: argparse.Namespace) -> dict[str, Any]:
+    """Multiply one matrix with few rows: microseconds by number of rows, and the fastest plain time / that of a kind."""
+    outputs, inputs = MATRIX
+    torch.set_num_threads(1)
+    report: dict[str, Any] = {}
+    for form in MATRIX_FORMATS:
+        packed_OB = torch.from_numpy(random_rows(form, outputs, inputs))
+        weight_OI = dequantise(packed_OB.view(-1), FORMATS[form], outputs * inputs).view(outputs, inputs)
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            kind: GgmlMatrix(packed_OB, FORMATS[form], inputs, exact=kind == "exact").multiply
+            for kind in ("exact", "fast")
+        }
+        ways |= {f"plain {name}": _plain(weight_OI, getattr(torch, name)) for name in ("float32", "bfloat16")}
+        report[form] = {rows: _beside_plain(ways, rows, options.rounds) for rows in MATRIX_ROWS}
+    return report
+
+
+def _plain(weight_OI: Tensor, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return the product with a plain matrix, in the way that a node chooses on this machine."""
+    linear = nn.Linear(weight_OI.shape[1], weight_OI.shape[0], bias=False, dtype=dtype)
+    linear.weight.data.copy_(weight_OI)
+    model = nn.Sequential(linear)
+    speed_up_linears(model).at_once.run()
+    return lambda x_RI: model(x_RI.to(dtype))  # type: ignore[no-any-return]
+
+
+def _beside_plain(ways: dict[str, Callable[[Tensor], Tensor]], rows: int, rounds: int) -> dict[str, Any]:
+    took: dict[str, list[float]] = {name: [] for name in ways}
+    generator = torch.Generator().manual_seed(rows)
+    for _ in range(10 * rounds):
+        x_RI = torch.randn(rows, MATRIX[1], generator=generator)  # a new one: exact products keep the parts of the last
+        for name, multiply in ways.items():
+            began_s = time.thread_time()
+            multiply(x_RI)
+            took[name].append(time.thread_time() - began_s)
+    us = {name: round(1e6 * statistics.median(times)) for name, times in took.items()}
+    plain_us = min(value for name, value in us.items() if name.startswith("plain"))
+    return {"cpu_us": us, **{f"{kind}_of_plain": round(plain_us / us[kind], 2) for kind in ("exact", "fast")}}
+
+
+@torch.inference_mode()
+def quality(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure how well each kind predicts the documentation: in passes of few positions, and of a window's."""
+    from tokenizers import Tokenizer
+
+    torch.set_num_threads(1)
+    packed = packed_folder(file, folder)
+    tokenizer = Tokenizer.from_file(str(packed / "tokenizer.json"))
+    first = tokenizer.encode("").ids
+    text = "\n\n".join(page.read_text() for page in sorted(Path(__file__).parents[2].glob("docs/*.md")))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    size = WINDOW - len(first)
+    windows = [first + ids[begin : begin + size] for begin in range(0, min(len(ids), options.tokens), size)]
+    checkpoint = Checkpoint(packed)
+    chosen = {kind: KINDS[kind] for kind in dict.fromkeys(("plain float32", *options.kinds))}
+    runners: dict[str, StageRunner] = {}
+    for kind, (products, dtype) in chosen.items():
+        span = load_span(checkpoint, 0, checkpoint.units, dtype=getattr(torch, dtype), products=products)
+        runners[kind] = StageRunner(span, RunnerConfig(cache_bytes=CACHE_BYTES))
+    return {
+        f"passes of {step}": _predicted(runners, windows, step) | {"tokens": sum(len(each) - 1 for each in windows)}
+        for step in (FEW, WINDOW)
+    }
+
+
+def _predicted(runners: dict[str, StageRunner], windows: list[list[int]], step: int) -> dict[str, Any]:
+    """Return the perplexity of each kind beside that of the first, and the share of positions with its most probable token."""
+    losses: dict[str, list[Tensor]] = {kind: [] for kind in runners}
+    tops: dict[str, list[Tensor]] = {kind: [] for kind in runners}
+    for window in windows:
+        for runner in runners.values():
+            runner.open(0, rows=1, max_length=WINDOW)
+        x_T, next_T = torch.tensor(window[:-1]), torch.tensor(window[1:])
+        for begin in range(0, len(x_T), step):
+            some_BT = x_T[None, begin : begin + step]
+            for kind, runner in runners.items():
+                logits_TV = runner.run([StepInput(0, some_BT, want=2)])[0].output[0].float()
+                losses[kind].append(
+                    nn.functional.cross_entropy(logits_TV, next_T[begin : begin + step], reduction="none")
+                )
+                tops[kind].append(logits_TV.argmax(dim=-1))
+        for runner in runners.values():
+            runner.close(0)
+    truth = next(iter(runners))
+    perplexity = {kind: float(torch.cat(loss).mean().exp()) for kind, loss in losses.items()}
+    same = {kind: float((torch.cat(top) == torch.cat(tops[truth])).float().mean()) for kind, top in tops.items()}
+    return {
+        kind: {
+            "perplexity": round(perplexity[kind], 4),
+            "of_float32": round(perplexity[kind] / perplexity[truth], 5),
+            "same_top": round(same[kind], 4),
+        }
+        for kind in runners
+    }
+
+
+PARTS: dict[str, Callable[[Path, Path, argparse.Namespace], dict[str, Any]]] = {
+    part.__name__: part for part in (founding, memory, single, eight, nodes, quality)
+}
+MODELS = ("smollm2", "gemma3", "llama")
+
+
+def main() -> None:
+    """Measure the parts that are asked for, and print the figures of each as a line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [*PARTS, matrix.__name__]
+    parser.add_argument("parts", nargs="*", metavar="PART", choices=[*names, []], help=", ".join(names))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS[:2])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kinds of products")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=2500, help="tokens of `quality`")
+    parser.add_argument("--compete", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compete:
+        compete(json.loads(options.compete))
+        return
+    with tempfile.TemporaryDirectory(prefix="swarmnode-bench-") as name:
+        for part in options.parts or names:
+            if part == matrix.__name__:
+                print(json.dumps({part: matrix(options)}), flush=True)
+                continue
+            for model in options.models:
+                found = PARTS[part](file_of(model, Path(name)), Path(name), options)
+                print(json.dumps({part: {model: found}}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
