@@ -91,8 +91,8 @@ class GgufTokenizer:
     def write(self, file: Path, out: Path) -> None:
         """Write tokenizer.json and its config into `out`.
 
-        Raises CheckpointError if the tokenizer has parts that are not supported here, LocalError if `out` cannot be written, and the
-        errors of `tokenizers`.
+        Raises CheckpointError if the tokenizer has parts that are not supported here, LocalError if `out` cannot be written, and
+        the errors of `tokenizers`.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -117,7 +117,9 @@ class GgufTokenizer:
         tokenizer.chat_template = self._templates()
         try:
             tokenizer.save_pretrained(out, save_jinja_files=False)
-        except Exception as error:  # the tokenizers library has no class of its own for a failed write, as on a full disk
+        except (
+            Exception
+        ) as error:  # the tokenizers library has no class of its own for a failed write, as on a full disk
             if type(error) is not Exception:
                 raise
             raise LocalError(f"the tokenizer cannot be written into {out}: {error}; choose another place") from error
