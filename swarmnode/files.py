@@ -124,7 +124,7 @@ def write_private(path: Path, data: bytes, *, make_folder: bool = False) -> None
 
 
 def linked_file(path: Path) -> Path:
-    """Return the file to which `path` links by an absolute path, else `path`: the name by which a user knows a model file."""
+    """Return the target of a link with an absolute target, else `path`: users know a linked model file by the target."""
     target = path.readlink() if path.is_symlink() else path
     return target if target.is_absolute() else path
 

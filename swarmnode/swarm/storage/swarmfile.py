@@ -231,8 +231,8 @@ def _unknown(path: Path, home: Path | None) -> str:
     if similar:
         return f"{path}: no swarm has this name here, and there is no such file; did you mean {' or '.join(similar)}?"
     return (
-        f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1…), or the name of a public swarm or of "
-        "one that you joined"
+        f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1… or swarm2…), or the name of a public swarm or "
+        "of one that you joined"
     )
 
 
