@@ -232,8 +232,10 @@ class AuditCase:
         return "void" if found.unclear else "passed"
 
     async def _is_shunned_for(self, near: int, compared: int, original: TextRun, second: TextRun) -> bool:
-        """Find out by a third run which of two runs has the near miss at hop `near`. Returns whether its peer is
-        shunned.
+        """Find out by a third run which of two runs deviates at hop `near`, by nearly as much as a false result would.
+        Returns whether its peer is shunned.
+
+        `compared` is the least number of positions that a comparison with the third run must have.
 
         The peer with the near miss loses trust, and the miss adds to its earlier ones. If the third run cannot decide,
         both peers lose trust.

@@ -44,7 +44,9 @@ def pack_logprobs(logprobs: Iterable[TokenLogprob]) -> bytes:
 def unpack_logprobs(payload: bytes | bytearray | memoryview) -> tuple[TokenLogprob, ...]:
     """Return the logprobs in the bytes. Raises ProtocolError if they are not valid."""
     if len(payload) % LOGPROB_BYTES:
-        raise ProtocolError(f"{len(payload)} bytes cannot be logarithms of probabilities")
+        raise ProtocolError(
+            f"{len(payload)} bytes are no whole number of log probabilities, which take {LOGPROB_BYTES} bytes each"
+        )
     told = tuple(TokenLogprob(*record) for record in _RECORD.iter_unpack(payload))
     if not all(one.id >= 0 and math.isfinite(one.logprob) and one.logprob <= 0 for one in told):
         raise ProtocolError("logarithms of probabilities must be finite and at most 0")

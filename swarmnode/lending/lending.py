@@ -31,7 +31,7 @@ class LendingState(Enum):
 
 
 class LendingEvent(Enum):
-    """Cause of a change of state."""
+    """Event that changes a node's LendingState: loading, a wish of its owner, or the end of its work."""
 
     LOADED = auto()  # units are served
     MOVED = auto()  # other units are to be served: the present units are dropped

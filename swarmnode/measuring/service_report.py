@@ -63,7 +63,7 @@ class ServiceReport:
 
 
 class ServiceReporter:
-    """Maker of reports from the node's own readings and from the peers that it knows."""
+    """Maker of a node's news for its owner (answers, speed, peers that joined or left), from the node's metrics and known peers."""
 
     def __init__(self, readings: Source) -> None:
         self._readings = readings

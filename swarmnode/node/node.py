@@ -363,7 +363,8 @@ class Node:
         return await place.reason_to_move(bound=self._bound, news=news, rest_s=rest_s, settled=settled)
 
     async def _report(self, host: Host, record: WorkRecord) -> None:
-        """Report the news every `REPORT_S` seconds, and once each newer protocol version, and keep the record. Never ends."""
+        """Tell the owner the node's news every `REPORT_S` seconds, and once each newer protocol version that peers speak; write
+        what the node has given into `record`. Never ends."""
         reporter, since, told = ServiceReporter(self.readings), self.platform.clock.unix(), None
         while True:
             await asyncio.sleep(REPORT_S)

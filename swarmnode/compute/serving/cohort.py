@@ -241,7 +241,8 @@ class Cohort(AttentionCache):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether some row is padded, so that a step needs a mask, which transformers then makes without a wait."""
+        """Whether some row is padded. transformers reads this property of a cache: if it is true, transformers makes the mask of
+        a step without waiting for the device."""
         return any(self.first_columns)
 
     @property

@@ -36,7 +36,8 @@ class AttentionCache(Cache):
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Whether each layer slides, up to one behind the last sliding one. Read by the family's masks."""
+        """A value for each layer, up to the one after the last sliding layer: whether it attends to a sliding window only. The code
+        of the model family reads it to build masks."""
         return self._is_sliding
 
     @property

@@ -96,6 +96,8 @@ def bound(units: int, peers: Iterable[tuple[int, float]]) -> float:
 def _first(supply_BSE: Floats) -> Floats:
     """Return first_BIJ, the layers/s of the peers that hold layer j and begin after layer i - 1; infinite if j < i.
 
+    `supply_BSE` has the layers/s of the peers whose layers are [S, E), for each of B variants.
+
     Row i stands for the previous member i - 1 of a set, row 0 for none.
     """
     batch, units = supply_BSE.shape[:2]

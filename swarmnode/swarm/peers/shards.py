@@ -107,7 +107,8 @@ def _number(peer: PeerId, level: int) -> int:
 
 
 def all_shards(place: Place, peers: float) -> list[Shard]:
-    """Return all shards that may hold the peers of a place with about `peers` peers."""
+    """Return all parts of the DHT's directory that may list the peers of a place, if these are about `peers`. The number of parts
+    grows with the number of peers."""
     levels = range(level_for(peers / UNCERTAINTY), level_for(peers * UNCERTAINTY) + 1)
     return [Shard(place, level, number) for level in levels for number in range(1 << level)]
 

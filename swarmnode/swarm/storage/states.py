@@ -77,7 +77,7 @@ class StateStore:
         )
 
     def _keep_run(self) -> None:
-        """Write the run's own file, if it is missing or damaged: an export looks for it."""
+        """Write the settings of the training run beside its states, if their file is missing or damaged: an export reads them."""
         path, described = self.folder / RUN_FILE, encode_run(self.run)
         if not path.exists() or path.read_bytes() != described:
             write_private(path, described)

@@ -199,8 +199,11 @@ class Dispatcher:
                 del self._proven[next(iter(self._proven))]
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
-        """Call back a microbatch that the trainer gave up. The suspects are the stage that it names and the hop before; only the
-        trainer if it names no stage of the route or misses labels."""
+        """Take back a microbatch that the trainer gave up, so that it is computed again on another route.
+
+        Suspected of the failure are the stage that the trainer names and the hop before it; only the trainer if it names no stage
+        of the route or misses labels.
+        """
         record = self.ledger.find(failed.lease, trainer.peer)
         if record is None:
             return
