@@ -159,7 +159,7 @@ class LocalSwarm:
 
     def create(self, model: Path, *extra: str, membership: str = "open") -> str:
         """Create a swarm for the checkpoint `model` (`--mode train` to train it) and return its invite, empty for a private swarm.
-        Raises LocalError if that fails."""
+        Raises LocalError if that fails, subprocess.TimeoutExpired after START_TIMEOUT_S seconds."""
         options = ("--model", str(model), f"--{membership}", "--quiet", *extra)
         return self.command("create", str(self.file.with_suffix("")), *options).strip()
 

@@ -132,8 +132,8 @@ def compare(
     """Compare two runs of the same text hop by hop: the states that the next hop received, and for the last hop the
     drawn tokens.
 
-    A hop's result at a position depends on its inputs up to it. Therefore no hop is judged by positions behind the
-    first whose input differed. Deviations of a hop without a position beyond the tolerance are noted in `calibration`,
+    A hop's result at a position depends on its inputs up to it. Therefore no hop is judged by positions from the
+    first whose input differed on. Deviations of a hop without a position beyond the tolerance are noted in `calibration`,
     unless `adapted`.
 
     Args:

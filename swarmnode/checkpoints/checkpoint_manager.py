@@ -138,8 +138,8 @@ class CheckpointManager:
             The step; None if there is none or it is already here. Backups count.
 
         Raises:
-            PeerRefused: if no peer sends a part in time.
-            LocalError: if the disk is full.
+            PeerRefused: if no peer sends a part in time, or the holders of a part do not agree.
+            LocalError: if the disk is full, or the run's folder cannot be opened.
         """
         async with self._fetching:
             return await self._restore(peers, blocks, units)

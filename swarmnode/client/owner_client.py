@@ -228,7 +228,8 @@ class OwnersView:
 
     def find(self, who: str) -> Revocation:
         """Return the revocation of what `who` names: an invite (its line, its id or the beginning, its note) or a member (a name, a
-        peer's id or its end), or any peer by its whole id. Raises UsageError if there is none, or more than one."""
+        peer's id or its end, the beginning of the member's id), or any peer by its whole id. Raises UsageError if there is none,
+        or more than one."""
         if self.book is not None and (invite := find_invite(who, self.swarm, self.book)) is not None:
             return Revocation(f"invite {invite.hex()}", invites=(invite,))
         guests = self.book.guests if self.book else []

@@ -72,8 +72,8 @@ TRACE_BODIES: dict[FrameKind, type[Body]] = {FrameKind.GET_TRACE: GetTrace, Fram
 
 
 class Ran(Body, frozen=True):
-    """Report that a decode step, which ended at position `seq`, has left the sender. It goes to the hop that sent the step, which
-    so learns how long it took.
+    """Report that a decode step, which ended at position `seq`, has left the sender. It goes to the peers that sent the step (the
+    hop before, the client, or the last hop of a ring), which so learn how long it took.
 
     `later_us` are the microseconds per layer of the hops after the sender, in the order of the route, each measured by the hop
     before it; 0 if unmeasured. In a ring the first hop comes after the last.

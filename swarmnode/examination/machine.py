@@ -83,7 +83,7 @@ async def examine_bootstraps(swarm: Swarm) -> list[Finding]:
 
 def judge_invite(swarm: Swarm, now: float) -> Finding:
     """Judge an invite that this machine has not used yet, by what the owner signed. It is bad if it expired before unix time
-    `now`."""
+    `now`. Raises ProtocolError if the invite is not the owner's."""
     grant = open_grant(swarm.grant, swarm.id, swarm.owner)
     if 0 < grant.expires_at <= now:
         return Finding("invite", "bad", "it has expired", "ask the person who invited you for a new one")

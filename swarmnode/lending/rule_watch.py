@@ -91,7 +91,8 @@ def month_of(day: datetime.date, first_day: int) -> str:
 
 
 class DesktopNotices:
-    """Notices on the owner's desktop, by the session bus that `SESSION_BUS` names. Each one replaces the one before.
+    """Notices on the owner's desktop, by the session bus that `SESSION_BUS` names. Each one sent by busctl replaces
+    the one before; notify-send only adds one.
 
     Without a session bus, or a desktop that answers there, nothing is shown.
     """

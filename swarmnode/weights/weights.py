@@ -183,7 +183,8 @@ class Weights:
     async def _bring(
         self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None = None, *, verify: bool = True
     ) -> Path:
-        """Copy the `wanted` chunks that are elsewhere on this machine, fetch the others, and return the folder that holds them.
+        """Return the folder that holds the `wanted` chunks: the founder's if it is sound, else the cache, after copying those
+        that are elsewhere on this machine and fetching the others.
 
         Chunks from peers are always verified; `verify` applies to the founder's folder, whose headers are read unverified.
         """

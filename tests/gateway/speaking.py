@@ -39,3 +39,14 @@ def save_speaking_llama(folder: Path, *, chat_template: str | None = TEMPLATE, l
     whole = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     whole.chat_template = chat_template
     whole.save_pretrained(folder)
+
+
+def never_ends(folder: Path) -> None:
+    """Change the checkpoint so that it draws none of SPECIALS, its end token among them, at the page's temperature: their logits
+    are 0, and those of the others far apart."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    head_VH = weights["lm_head.weight"] * 100
+    head_VH[: len(SPECIALS)] = 0
+    save_file({**weights, "lm_head.weight": head_VH}, folder / "model.safetensors", {"format": "pt"})

@@ -21,7 +21,7 @@ from tests.browser.chromium import BrowserPage, Chromium, find_chromium
 from tests.browser.keyboard import unreached
 from tests.browser.views import VIEWS, show_view
 from tests.contrib.script import CONTRIB, ROOT
-from tests.gateway.speaking import save_speaking_llama
+from tests.gateway.speaking import never_ends, save_speaking_llama
 from tests.real.forked import ForkedSwarm
 
 NODES = ("a", "b", "c")
@@ -35,6 +35,7 @@ ASK = {"model": "local", "max_tokens": 32, "temperature": 0}
 def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedSwarm]:
     folder = tmp_path_factory.mktemp("served")
     save_speaking_llama(folder / "model")
+    never_ends(folder / "model")
     with ForkedSwarm(folder) as local:
         local.environment["SWARMNODE_OWNER_PASSWORD"] = PASSWORD
         local.create(folder / "model", membership="private")

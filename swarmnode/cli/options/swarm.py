@@ -42,8 +42,8 @@ def open_swarm(text: str, home: Path) -> Swarm:
 
 
 def name_swarm(file: Path, home: Path) -> str:
-    """Let commands in any folder know a founder's swarm by the name of its file, and return what a user types for it: that name, or
-    the path after a note if the home folder cannot be written."""
+    """Let commands in any folder know a founder's swarm by the name of its file, and return what a user types for it: that name
+    (with the beginning of the swarm's id if another swarm has it), or the path after a note if the name cannot be kept."""
     from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 
     try:

@@ -249,7 +249,7 @@ class Dialogue:
                 await self._stoppable(message.strip())
 
     async def write(self, message: str) -> None:
-        """Print the answer to `message` while it is generated. Raises the errors of `SwarmClient.stream_chat`."""
+        """Print the answer to `message` as it comes, or as JSON at its end. Raises what `SwarmClient.stream_chat` raises."""
         async for piece in await self._conversation.ask(message):
             if not self._as_json:
                 say(piece.text or "", nl=False)

@@ -125,7 +125,8 @@ def _asked(swarms: list[str], home: Path) -> dict[str, Swarm]:
 
 
 class SwarmJoiner:
-    """Client of several swarms, each joined by a task of its own that tries again until it succeeds. With a `home`, swarms that
+    """Client of swarms, each joined by a task of its own that tries again until it succeeds; `first` joins a single one without a
+    `home` itself, and only once. With a `home`, swarms that
     get a name there later are joined too; the folder is looked at every `LOOK_S` seconds."""
 
     def __init__(

@@ -74,7 +74,7 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """Number of elements of the head, and of the embedding."""
+        """Number of elements of the head; the embedding has as many."""
         return self.vocabulary * self.layer.hidden
 
     def sizes(self, itemsize: int, quantize: str) -> UnitSizes:

@@ -57,7 +57,8 @@ class TimedLinear(nn.Linear):
         self.products = tuple(products)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's outputs (..., O) for inputs x (..., I), by the kernel that was fastest for this number of rows."""
+        """Return the layer's outputs (..., O) for inputs x (..., I), by the kernel that was fastest for this number of rows,
+        or for the next lower one in TIMED_ROWS."""
         rows = x.numel() // self.in_features
         return self.products[bisect.bisect(TIMED_ROWS, rows) - 1](x, self.weight, self.bias)
 

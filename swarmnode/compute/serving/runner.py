@@ -154,7 +154,7 @@ class StageRunner:
     def fork(self, source_id: Hashable, session_id: Hashable, length: int) -> None:
         """Let a newly opened session begin with the first `length` positions of another one over the same layers.
 
-        Raises ProtocolError if the other session does not hold them or differs in layers or rows, OutOfCache.
+        Raises ProtocolError if the other session does not hold them or differs in layers, rows or padding, OutOfCache.
         """
         source, opened = self._opened(source_id), self._opened(session_id)
         if (source.start, source.end, source.cached.padding) != (opened.start, opened.end, opened.cached.padding):

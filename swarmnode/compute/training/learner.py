@@ -340,7 +340,7 @@ class Learner:
     def pseudo_gradients(self, blocks: Sequence[int]) -> Tensor:
         """Return the pseudo-gradients of these blocks: a flat vector_N, shaped as `gradient`.
 
-        It is the change of their values since the replicas last averaged.
+        It is their values when the replicas last averaged, minus the present ones.
         """
         pseudo_gradient_N = torch.empty(len(self.gradient(blocks)), device=self.segment.device)
         for block, part in by_block({tuple(blocks): pseudo_gradient_N}, self._size).items():

@@ -156,7 +156,7 @@ class KeptResponses:
         return hmac.new(self._key(), name, hashlib.sha256).hexdigest()[:NAME_CHARS]
 
     def _key(self) -> bytes:
-        """Return the key of this home, and make it if there is none. Raises LocalError if its file cannot be read or written."""
+        """Return the key of this home, and make it if there is none. Raises LocalError if its file is unusable."""
         if self._known_key is None:
             path = self._home / KEY_FILE
             try:

@@ -155,8 +155,8 @@ class LendingOptionsReply(BaseModel):
 
 
 class ChangeReply(LendingOptionsReply):
-    """Limits and rules after a change; `told` names in sentences the files that keep them, and the options that need a restart of
-    the node."""
+    """Limits and rules after a change; `told` names in sentences the files that keep them, the flags that win over them at the next
+    start, and the options that need a restart of the node."""
 
     told: str
 

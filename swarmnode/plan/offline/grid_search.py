@@ -228,7 +228,7 @@ def _draw(costs_s: FloatArray, temperature_s: float, random: np.random.Generator
 
 
 def _reordered(arrangement: Arrangement) -> Arrangement:
-    """Return the arrangement with its stages in the order of the shortest path, or as it was if that is not cheaper."""
+    """Return the arrangement with its stages in the order of a short path, or as it was if that is not cheaper."""
     problem = arrangement.problem
     order = shortest_path(_hop_bounds(problem, arrangement.grid))
     other = Arrangement(problem, arrangement.grid[order])

@@ -84,6 +84,8 @@ def find_route(
 ) -> Route:
     """Find the route of least estimated latency through ready peers: the hops, each a peer with its layers, that cover `units`.
 
+    A slower route without two hops of one public address group is preferred, if a short search finds one.
+
     Args:
         view: Snapshot of all peers and links. The same arguments always give the same route.
         units: Layers to cover; None means the whole model.

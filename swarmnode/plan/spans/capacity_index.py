@@ -43,7 +43,7 @@ class CapacityIndex:
         )
 
     def change(self, peer: PeerView, by: int) -> None:
-        """Add a peer's speed to the counts of the layers that it holds, or remove it if `by` is -1."""
+        """Count a peer as a holder of its layers and add its speed to its span's, or take both off if `by` is -1."""
         span = self._clip(peer.span)
         if span.units <= 0:
             return

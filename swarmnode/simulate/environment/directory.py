@@ -159,7 +159,7 @@ class Outlook:
         """Return whether a move may fill a gap, or gain more than the hysteresis.
 
         One more peer of speed v raises no layer's level by more than v, so it gains v / throughput at most. If a layer has only one
-        holder, more than throughput counts, and every peer is asked.
+        holder, more than throughput counts: every peer is asked if the policy moves `for_gain`. Other rules always ask.
         """
         if self.rule is not BY_THROUGHPUT:
             return True

@@ -84,7 +84,8 @@ def level_for(peers: float) -> int:
 
 
 def places(units: int) -> list[Place]:
-    """Return the places (ranges of layers) that announcements in a large swarm are stored under, for a model of `units` layers."""
+    """Return the places (WIDE and the ranges of layers) that announcements in a large swarm are stored under, for a model of
+    `units` layers."""
     return [WIDE, *(str(number) for number in range(-(-units // RANGE_UNITS)))]
 
 
@@ -227,7 +228,7 @@ class ShardSampling:
     def _some_of(self, place: Place) -> list[Shard]:
         """Return the shards to read at `place`.
 
-        All are read if the place is small and the last read found a peer. Otherwise one is drawn at random; if the size of the
+        All are read if the place is small, unless the last read found no peer. Otherwise one is drawn at random; if the size of the
         place is only guessed, one at each possible level.
         """
         size, misses = self.size(place), self._misses[place]

@@ -59,7 +59,8 @@ class Place(Section, frozen=True, kw_only=True):
 
 
 class Machine(Section, frozen=True, kw_only=True):
-    """Section of an announcement with the peer's device, number format and memory. Filled by the hardware probe."""
+    """Section of an announcement with the peer's device, number format and memory. Filled by the hardware
+    probe; a bootstrap peer that computes nothing gives only the device, `none`."""
 
     device: str | UnsetType = UNSET
     number_format: str | UnsetType = UNSET

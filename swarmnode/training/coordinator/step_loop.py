@@ -224,7 +224,7 @@ class StepLoop:
         self._stop_if_hopeless()
 
     def _stop_if_hopeless(self) -> None:
-        """Stop the run if all holders of a layer fail at the same microbatch or all-reduce: another attempt would not end."""
+        """Stop the run if all holders of a layer have failed ATTEMPTS times (`hopeless_unit`): another attempt would not help."""
         unit = self.dispatcher.hopeless_unit()
         if unit is not None and self._stopped is None:
             code = self.dispatcher.failed_attempts.code

@@ -81,8 +81,8 @@ class TrainingPart:
         return learner
 
     def refound(self) -> asyncio.Future[None]:
-        """Load the weights that the swarm was created with, on the part's thread. The result raises CheckpointError or
-        LocalError."""
+        """Load the weights that the swarm was created with, on the part's thread. The result raises CheckpointError,
+        LocalError, or Full if the ledger has no room for another copy of a layer."""
         return self.call("load what the swarm was founded with", self._refound)
 
     def _refound(self) -> None:
@@ -172,7 +172,7 @@ class TrainingParts:
         return DeviceLearners(learners, self.segment)
 
     async def refound(self) -> None:
-        """Load the weights that the swarm was created with, on all devices. Raises CheckpointError, LocalError."""
+        """Load the weights that the swarm was created with, on all devices. Raises CheckpointError, LocalError, Full."""
         for part in self:
             await part.refound()
 

@@ -98,7 +98,7 @@ class ServiceManager(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Stop the service called `name` and remove the files that `write` wrote, also if the manager does not answer."""
+        """Stop the service called `name`, and remove its files that no other service uses, even if the manager does not answer."""
         ...
 
 

@@ -227,7 +227,7 @@ def seen_by_tracing() -> Iterator[None]:
     """Make tracing see parts of a model that it would lose.
 
     These are the inside of reentrant checkpoints and of torch's own functions, the lack of gradients in inference mode, and
-    source lines of functions other than forward.
+    source lines of functions other than forward. Meanwhile torch.manual_seed raises RuntimeError.
     """
 
     def apply(function: Any, _preserve_random_state: bool, *args: Any) -> Any:

@@ -91,8 +91,8 @@ class GgufTokenizer:
     def write(self, file: Path, out: Path) -> None:
         """Write tokenizer.json and its config into `out`.
 
-        Raises CheckpointError if the tokenizer has parts that are not supported here, LocalError if `out` cannot be written, and
-        the errors of `tokenizers`.
+        Raises CheckpointError if the tokenizer has parts that are not supported here, LocalError if tokenizer.json cannot be
+        written, OSError if its config cannot, and the errors of `tokenizers` and `transformers`.
         """
         from transformers import PreTrainedTokenizerFast
 
