@@ -244,7 +244,10 @@ class Engine(Network):
             direct = await self._direct.open(self._running(), peer, protocol, timeout_s=timeout_s)
             if direct is not None:
                 return direct
-        return await self._running().open(peer, protocol, timeout_s=end_s - loop.time())
+        left_s = end_s - loop.time()
+        if left_s <= 0:  # all of it went into the question for a direct connection
+            raise PeerLost(f"peer {peer} cannot be reached in time", peer=peer)
+        return await self._running().open(peer, protocol, timeout_s=left_s)
 
     async def _reach(self, peer: PeerId, addresses: Sequence[str], *, timeout_s: float) -> bool:
         """Dial an unconnected peer at the addresses that it states, and return whether it answered at one of them.

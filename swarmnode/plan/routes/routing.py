@@ -171,9 +171,8 @@ def _check_covered(view: View, candidates: Sequence[Candidate], span: Span, avoi
     if nowhere:
         raise NoRoute(f"no machine has {_ranges(nowhere)} of the model's {view.units}; more machines must join")
     machines = counted(len(left_out), "machine")
-    raise NoRoute(
-        f"{_ranges(missing)} of the model's {view.units}: only {machines} left out that failed, could not be reached or had no room"
-    )
+    layers = f"{_ranges(missing)} of the model's {view.units}"
+    raise NoRoute(f"no machine with {layers} can be used: {machines} failed, could not be reached or had no room")
 
 
 def _ranges(units: Sequence[int]) -> str:
