@@ -201,12 +201,13 @@ class Network(Protocol):
         """Distributed hash table that the peers of the swarm keep together."""
 
     @abstractmethod
-    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
+    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float, addresses: Sequence[str] = ()) -> Stream:
         """Open a new stream to a peer, whose handler for the protocol is called.
 
         Args:
-            peer: Any peer that the table or an earlier connection leads to.
+            peer: Any peer that the table, an earlier connection or one of `addresses` leads to.
             protocol: Name of the protocol.
+            addresses: Multiaddrs at which the peer says it is, without /p2p/. Some of them are dialled if nothing else leads to it.
             timeout_s: Deadline in seconds for finding, connecting to and reaching the peer.
 
         Raises:

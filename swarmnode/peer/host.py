@@ -119,6 +119,7 @@ class Host:
             for rate_bps in (self.config.max_upload_bps, self.config.max_download_bps)
         ]
         self.link_config = LinkConfig(
+            addresses_of=lambda peer: self.directory.addresses_of(peer),
             rate_limiter=limiters[0],
             download_limiter=limiters[1],
             link_statistics=self.paths.link_statistics,

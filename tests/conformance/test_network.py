@@ -20,7 +20,7 @@ import pytest_asyncio
 import uvloop
 
 from swarmnode.errors import NetworkDown, PeerLost
-from swarmnode.net.addressing.addresses import free_port
+from swarmnode.net.addressing.addresses import free_port, without_peer
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Network, PeerId, Record, RecordValidator, Stream
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
@@ -233,6 +233,21 @@ async def test_bytes_come_back_in_order(here: Network, there: Puppet) -> None:
         data += await stream.read()
     assert data == b"abcdefg"
     await stream.close()
+
+
+async def test_a_peer_that_the_table_does_not_lead_to_is_reached_at_the_addresses_that_it_states(
+    bench: Bench, there: Puppet
+) -> None:
+    alone = await bench.network(client_mode=True)
+    places = [without_peer(address) for address in there.addresses]
+    for useless in ([], ["nonsense", "/ip4/224.0.0.1/tcp/4001", "/dns4/localhost/tcp/4001"]):
+        with pytest.raises(PeerLost):
+            await alone.open(there.peer, puppet.ECHO, timeout_s=5.0, addresses=useless)
+    stream = await alone.open(there.peer, puppet.ECHO, timeout_s=PATIENCE_S, addresses=[*useless, *places])
+    stream.write([b"found"])
+    assert await stream.read() == b"found"
+    await stream.close()
+    assert there.peer in await alone.connected()
 
 
 async def test_large_transfers_with_flow_control(here: Network, there: Puppet) -> None:

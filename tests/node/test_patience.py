@@ -17,6 +17,19 @@ from tests.tiny import PROMPT
 
 
 @in_virtual_time
+async def test_a_machine_with_the_layers_that_cannot_be_reached_is_told(founded: Founded, tmp_path: Path) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        founded.into(swarm)
+        await swarm.bootstrap()
+        node = swarm.node("all", "0:6")
+        await node.wait_for("ready")
+        async with swarm.client(patience_s=3.0) as client:
+            await node.kill()  # its announcement lives for some seconds more
+            with pytest.raises(NoRoute, match=r"can be used: 1 machine failed, could not be reached.*the last error"):
+                await client.generate(PROMPT, max_new_tokens=2)
+
+
+@in_virtual_time
 async def test_nobody_who_holds_the_model_is_told_in_time(founded: Founded, tmp_path: Path) -> None:
     async with VirtualSwarm(tmp_path) as swarm:
         founded.into(swarm)

@@ -63,7 +63,7 @@ class MemoryNetwork(Network):
     def dht(self):
         raise NotImplementedError
 
-    async def open(self, peer, protocol, *, timeout_s):
+    async def open(self, peer, protocol, *, timeout_s, addresses=()):
         handler = self._peers[peer]._handlers.get(protocol) if peer in self._peers else None
         if handler is None:
             raise PeerLost(f"peer {peer} cannot be reached", peer=peer)

@@ -127,8 +127,8 @@ class SabotagedNetwork(Network):
     def _pass(self, stream: Stream) -> Stream:
         return SabotagedStream(stream, self._saboteur) if stream.protocol in self._protocols else stream
 
-    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
-        return self._pass(await self._inner.open(peer, protocol, timeout_s=timeout_s))
+    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float, addresses: Sequence[str] = ()) -> Stream:
+        return self._pass(await self._inner.open(peer, protocol, timeout_s=timeout_s, addresses=addresses))
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
         await self._inner.serve(protocol, lambda stream: handler(self._pass(stream)))

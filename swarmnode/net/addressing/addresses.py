@@ -80,6 +80,20 @@ def without_peer(address: str) -> str:
     return address if peer is None else address.removesuffix(f"/p2p/{peer}")
 
 
+def of_stranger(told: Sequence[str], peer: PeerId) -> list[str]:
+    """Return those of the addresses `told`, a stranger's, that can lead to `peer`: TCP at the IP address of one machine, without a
+    relay. They have /p2p/ and the peer's id at their ends."""
+    good = []
+    for address in told:
+        try:
+            full = check(with_peer(address, peer), needs_peer=True)
+        except UsageError:
+            continue
+        if full.count("/p2p/") == 1 and tcp_endpoint(full) and is_of_one_machine(full):
+            good.append(full)
+    return good
+
+
 def is_loopback(address: str) -> bool:
     """Return whether the address leads to this machine alone."""
     host = _value(address, "ip4", "ip6")

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from swarmnode.errors import LocalError, UsageError
-from swarmnode.net.addressing.addresses import check, is_loopback, tcp_endpoint, with_peer, without_peer
+from swarmnode.errors import LocalError
+from swarmnode.net.addressing.addresses import is_loopback, of_stranger, tcp_endpoint, without_peer
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 
@@ -111,12 +111,4 @@ class LanDiscovery:
 
 def usable(told: Sequence[str], peer: PeerId) -> list[str]:
     """Return the addresses among `told`, a stranger's, that can lead to `peer` on another machine."""
-    good = []
-    for address in told:
-        try:
-            full = check(with_peer(address, peer), needs_peer=True)
-        except UsageError:
-            continue
-        if full.count("/p2p/") == 1 and tcp_endpoint(full) and not is_loopback(full):
-            good.append(full)
-    return good
+    return [address for address in of_stranger(told, peer) if not is_loopback(address)]

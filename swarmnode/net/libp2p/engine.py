@@ -20,14 +20,17 @@ from swarmnode.net.addressing.addresses import (
     check_port_free,
     is_public,
     is_relayed,
+    of_stranger,
     peer_of,
+    port_of,
     with_peer,
     with_ports,
 )
 from swarmnode.net.addressing.probe import answering
 from swarmnode.net.addressing.reachability import is_hidden, own_interfaces
+from swarmnode.net.deadlines import Backoff
 from swarmnode.net.direct import direct_connections
-from swarmnode.net.direct.direct_connections import DirectConnections
+from swarmnode.net.direct.direct_connections import LOWEST_PORT, DirectConnections
 from swarmnode.net.interfaces import Dht, Network, PeerId, Stream, StreamHandler
 from swarmnode.net.libp2p.daemon import Daemon, SocketFolder, raise_descriptor_limit
 from swarmnode.net.libp2p.dht import EngineDht
@@ -46,6 +49,8 @@ log = logging.getLogger(__name__)
 MAX_KNOWN_PEERS = 32
 MAX_DIALLED = 4096
 DIAL_TIMEOUT_S = 5.0
+MAX_ADDRESSES = 4  # of a peer, dialled at once
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0  # before a peer's addresses are dialled again after none of them led to it
 REJOIN_TIMEOUT_S = 5.0
 SHORT_LIFE_S = 30.0  # a p2pd that died younger is started again after a longer delay each time
 MAX_RESTART_DELAY_S = 5.0
@@ -127,6 +132,9 @@ class Engine(Network):
         self._tasks = Tasks("engine", on_crash=config.supervisor.ends_peer)
         self._dialling = Tasks("dialling", on_crash=None)  # a peer that stays alone dials again
         self._streams = Tasks("streams", on_crash=config.supervisor.ends_conversation)
+        self._unreached = Backoff(
+            asyncio.get_running_loop().time, first_s=FIRST_PAUSE_S, ceiling_s=LONGEST_PAUSE_S, forget_s=LONGEST_PAUSE_S
+        )
         self._limits = StreamLimits()
         self._direct = DirectConnections(self._handlers.__contains__, self._incoming)
         self._closing = False
@@ -218,15 +226,45 @@ class Engine(Network):
 
     # -- streams
 
-    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
+    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float, addresses: Sequence[str] = ()) -> Stream:
         self._dialled[peer] = None
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        try:
+            return await self._open(peer, protocol, timeout_s=timeout_s)
+        except PeerLost:
+            if not await self._reach(peer, addresses, timeout_s=end_s - loop.time()):
+                raise
+        return await self._open(peer, protocol, timeout_s=end_s - loop.time())
+
+    async def _open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
         if self.config.direct:
             direct = await self._direct.open(self._running(), peer, protocol, timeout_s=timeout_s)
             if direct is not None:
                 return direct
-        return await self._running().open(peer, protocol, timeout_s=end_s - loop.time())
+        left_s = end_s - loop.time()
+        if left_s <= 0:  # all of it went into the question for a direct connection
+            raise PeerLost(f"peer {peer} cannot be reached in time", peer=peer)
+        return await self._running().open(peer, protocol, timeout_s=left_s)
+
+    async def _reach(self, peer: PeerId, addresses: Sequence[str], *, timeout_s: float) -> bool:
+        """Dial an unconnected peer at the addresses that it states, and return whether it answered at one of them.
+
+        libp2p's routing finds no peer whose addresses it takes for neither public nor private. As the peer may state addresses of
+        others, few are dialled, and seldom, and no ports of system services.
+        """
+        own = [address for address in of_stranger(addresses, peer) if (port_of(address) or 0) >= LOWEST_PORT]
+        if not own or timeout_s <= 0 or self._unreached.pause_s(peer) or await self._running().addresses_of(peer):
+            return False
+        try:
+            await self._running().connect(peer, *own[:MAX_ADDRESSES], timeout_s=min(timeout_s, DIAL_TIMEOUT_S))
+        except PeerLost as error:
+            log.debug("%s; not dialled again for %.0f s", error, self._unreached.failed(peer))
+            return False
+        self._unreached.succeeded(peer)
+        return True
 
     async def serve(self, protocol: str, handler: StreamHandler) -> None:
         known = protocol in self._handlers

@@ -187,14 +187,15 @@ class P2pdControl:
         answer = await self._ask(Request(type=Request.IDENTIFY))
         return peer_name(answer.identify.id), _texts(answer.identify.addrs)
 
-    async def connect(self, peer: PeerId, address: str, *, timeout_s: float) -> None:
-        """Dial an address and check that this peer answers there. Raises PeerLost if it does not."""
+    async def connect(self, peer: PeerId, *addresses: str, timeout_s: float) -> None:
+        """Dial the addresses until this peer answers at one of them. Raises PeerLost if it answers at none."""
         target = peer_bytes(peer)
-        place = Multiaddr(without_peer(address)).to_bytes()
-        connect = p2pd_pb2.ConnectRequest(peer=target, addrs=[place], timeout=math.ceil(timeout_s))
+        places = [Multiaddr(without_peer(address)).to_bytes() for address in addresses]
+        connect = p2pd_pb2.ConnectRequest(peer=target, addrs=places, timeout=math.ceil(timeout_s))
         answer = await self._ask(Request(type=Request.CONNECT, connect=connect))
         if answer.type != p2pd_pb2.Response.OK:
-            raise PeerLost(f"peer {peer} cannot be reached at {address}: {_reason(answer)}", peer=peer)
+            tried = " or ".join(addresses)
+            raise PeerLost(f"peer {peer} cannot be reached at {tried}: {_reason(answer)}", peer=peer)
 
     async def connected(self) -> dict[PeerId, list[str]]:
         """Return the connected peers and the multiaddrs of their connections."""

@@ -119,7 +119,8 @@ class Link:
     async def connect(cls, network: Network, peer: PeerId, protocol: str, hello: Hello, *, config: LinkConfig) -> Link:
         """Open a stream to a peer and exchange greetings. Raises PeerLost, PeerRefused, ProtocolError or NetworkDown."""
         began_s, rtt_s = asyncio.get_running_loop().time(), config.link_statistics.expected_rtt_s(peer)
-        stream = await network.open(peer, protocol, timeout_s=config.connecting.wait_s(rtt_s=rtt_s))
+        wait_s, addresses = config.connecting.wait_s(rtt_s=rtt_s), config.addresses_of(peer)
+        stream = await network.open(peer, protocol, timeout_s=wait_s, addresses=addresses)
         link = cls(stream, config)
         try:
             link.send(config.gate.greeting(hello))

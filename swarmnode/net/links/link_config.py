@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarmnode.codec.body import VERSION
@@ -11,6 +11,7 @@ from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
 from swarmnode.codec.messages import Hello
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.deadlines import Deadline
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of
 from swarmnode.net.limits.fair_share import FairPace, Pace, Recent
 from swarmnode.net.links.gate import OPEN_GATE, Gate
@@ -59,6 +60,7 @@ class LinkConfig:
     """Settings of a link: its patience, its frame size, and the objects that it shares with the node's other links."""
 
     connecting: Deadline = CONNECTING  # to reach a peer, and again for its greeting
+    addresses_of: Callable[[PeerId], Sequence[str]] = lambda _peer: ()  # those that a peer announced
     heartbeat: HeartbeatConfig = field(default_factory=HeartbeatConfig)
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     rate_limiter: RateLimiter | None = None  # of uploads of all the node's links together; None: no limit

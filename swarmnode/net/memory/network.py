@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
-from swarmnode.net.addressing.addresses import peer_of, without_peer
+from swarmnode.net.addressing.addresses import of_stranger, peer_of, without_peer
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import (
     MAX_RECORD_BYTES,
@@ -188,14 +188,15 @@ class FakeNetwork(Network):
     def dht(self) -> Dht:
         return self._dht
 
-    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float) -> Stream:
+    async def open(self, peer: PeerId, protocol: str, *, timeout_s: float, addresses: Sequence[str] = ()) -> Stream:
         self._check_up()
         try:
             await asyncio.wait_for(self._round_trip(peer), timeout_s)
         except asyncio.TimeoutError:
             raise PeerLost(f"peer {peer} cannot be reached within {timeout_s:.0f} s", peer=peer) from None
         target = self._world.find(peer)
-        if target is None or peer not in self.island.peers | self._world.connected(self.peer_id):
+        known = peer in self.island.peers | self._world.connected(self.peer_id)
+        if target is None or not (known or target.address in of_stranger(addresses, peer)):
             raise PeerLost(f"peer {peer} cannot be reached", peer=peer)
         self._note_dialled(peer)
         near, far = connect(self.peer_id, peer, protocol, self._world.deliver)

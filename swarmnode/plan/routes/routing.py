@@ -102,7 +102,7 @@ def find_route(
     """
     request = Request(units or Span(0, view.units), client, ring)
     candidates = _candidates(view, request, avoid, keep, size, config)
-    _check_covered(candidates, request.span, view.units, avoid)
+    _check_covered(view, candidates, request.span, avoid)
     route = _spread(view, candidates, request, config, MAX_SPLITS)
     assert route is not None, "covered units always have a route"
     return route
@@ -158,12 +158,23 @@ def _clip(candidate: Candidate, span: Span) -> Candidate | None:
     return Candidate(candidate.peer, Span(start, end), candidate.unit_s, candidate.exact)
 
 
-def _check_covered(candidates: Sequence[Candidate], span: Span, units: int, avoid: Collection[PeerId]) -> None:
+def _check_covered(view: View, candidates: Sequence[Candidate], span: Span, avoid: Collection[PeerId]) -> None:
+    """Raise NoRoute if no candidate has some layer of `span`: with layers that no machine has, else with those left out."""
     held = {unit for candidate in candidates for unit in range(*candidate.span)}
     missing = [unit for unit in range(*span) if unit not in held]
-    if missing:
-        but = f" ({counted(len(avoid), 'machine')} left out that failed or had no room)" if avoid else ""
-        raise NoRoute(f"no machine has {_ranges(missing)} of the model's {units}{but}; more machines must join")
+    if not missing:
+        return
+    left_out = [
+        peer
+        for peer in view.peers
+        if peer.peer in avoid and peer.state is State.READY and not set(missing).isdisjoint(range(*peer.span))
+    ]
+    nowhere = [unit for unit in missing if not any(unit in range(*peer.span) for peer in left_out)]
+    if nowhere:
+        raise NoRoute(f"no machine has {_ranges(nowhere)} of the model's {view.units}; more machines must join")
+    machines = counted(len(left_out), "machine")
+    layers = f"{_ranges(missing)} of the model's {view.units}"
+    raise NoRoute(f"no machine with {layers} can be used: {machines} failed, could not be reached or had no room")
 
 
 def _ranges(units: Sequence[int]) -> str:

@@ -427,11 +427,14 @@ class ClientSession:
 
     @staticmethod
     def _why(error: SwarmnodeError | None, no_route: NoRoute) -> SwarmnodeError:
-        """Return the error to show if no route is left: Busy if peers are full, a refusal in `TOLD`, else `no_route`."""
+        """Return the error to show if no route is left: Busy if peers are full, a refusal in `TOLD`, else `no_route`, with the loss
+        of a peer behind it."""
         if isinstance(error, PeerRefused) and error.code == ErrorCode.BUSY:
             retry_s = error.retry_s or 1.0
             return Busy(f"the swarm is full at the moment; try again in {retry_s:.0f} s", retry_s=retry_s)
         told = isinstance(error, Busy) or (isinstance(error, PeerRefused) and error.code in TOLD)
+        if isinstance(error, PeerLost):
+            return NoRoute(f"{no_route}; the last error: {error}")
         return error if told and error is not None else no_route
 
     async def _news(self, timeout_s: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -46,15 +45,13 @@ class DirectoryRouter(Router):
         avoid = avoid | self._host.standing.shunned
         try:
             return self._route(self._host.directory.peers(), avoid, keep, size)
-        except NoRoute as error:
+        except NoRoute:
             # A peer that failed a while ago is better than no peer: a machine that was asleep is back before it
             # announces itself.
             suspects = self._host.directory.suspects()
             if not suspects:
                 raise
-            with contextlib.suppress(NoRoute):
-                return self._route({**suspects, **self._host.directory.peers()}, avoid, keep, size)
-            raise error
+            return self._route({**suspects, **self._host.directory.peers()}, avoid, keep, size)
 
     def _route(
         self, peers: Mapping[PeerId, Announcement], avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize

@@ -204,6 +204,11 @@ class Directory:
         or not."""
         return self._peer_table.suspects(self._now())
 
+    def addresses_of(self, peer: PeerId) -> Sequence[str]:
+        """Return the addresses in a peer's newest announcement, live or not; empty if there is none."""
+        newest = self._peer_table.newest(peer)
+        return () if newest is None else newest.addresses
+
     def why_suspected(self, peer: PeerId) -> str:
         """Return the reason given to `suspect` for a peer; empty if it is not suspected."""
         return self._peer_table.why_suspected(peer)

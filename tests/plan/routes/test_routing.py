@@ -94,8 +94,15 @@ def test_missing_units_are_named():
     view = View(9, (peer("a", 0, 3), peer("b", 4, 6), peer("c", 3, 9, state=State.LOADING)))
     with pytest.raises(NoRoute, match=r"layers 3, 6-8 of the model's 9; more machines"):
         find_route(view)
-    with pytest.raises(NoRoute, match="left out"):
-        find_route(View(2, (peer("a", 0, 2),)), avoid={"a"})
+
+
+def test_machines_with_the_layers_that_are_left_out_are_not_denied():
+    with pytest.raises(
+        NoRoute, match=r"with layers 0-1 of the model's 2 can be used: 1 machine failed, could not be reached"
+    ):
+        find_route(View(2, (peer("a", 0, 2),)), avoid={"a", "b"})
+    with pytest.raises(NoRoute, match=r"no machine has layer 2 of the model's 3; more machines"):
+        find_route(View(3, (peer("a", 0, 2),)), avoid={"a"})
 
 
 def test_avoid_and_states():
