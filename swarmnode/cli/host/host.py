@@ -198,7 +198,7 @@ class Founding:
         if not self.adapters.keys() <= {*swarm.manifest.adapter_names}:
             fail(f"{path} already exists; --adapter is for a new swarm: choose another name with --name", 2)
         self._check_addresses(swarm, path)
-        _check_gguf(swarm, path)
+        self._check_gguf(swarm, path, end_spinner)
         return swarm, path
 
     def _moved(self, swarm: Swarm, path: Path, end_spinner: Callable[[], None]) -> Swarm:
@@ -215,6 +215,29 @@ class Founding:
         if not self.quiet:
             say(f"{path} has this model, and serves it from {model} now.")
         return moved
+
+    def _check_gguf(self, swarm: Swarm, path: Path, end_spinner: Callable[[], None]) -> None:
+        """End the command if the GGUF file of the swarm's weights is missing, cut or changed. It is read only if it is newer than
+        the link to it. If the whole folder of the weights is gone, peers may hold them."""
+        from swarmnode.swarm.storage.content import GGUF_SUFFIX, fault_of_content, fault_of_size
+
+        assert swarm.manifest is not None
+        folder = swarm.checkpoint
+        if folder is None or not folder.is_dir():
+            return
+        for file in swarm.manifest.files:
+            if not file.name.endswith(GGUF_SUFFIX):
+                continue
+            link = folder / file.name
+            fault = fault_of_size(file, folder)
+            if fault is None and link.stat().st_mtime_ns > link.lstat().st_mtime_ns:
+                with bytes_bar("Checking the weights", quiet=self.quiet, first=end_spinner) as progress:
+                    fault = fault_of_content(file, folder, progress)
+            if fault is not None:
+                fail(
+                    f"{fault}; put it back, give its new place (swarmnode host FILE.gguf --name {_called(path)}), or found "
+                    "another swarm with another --name"
+                )
 
     def _check_addresses(self, swarm: Swarm, path: Path) -> None:
         """End the command if the user gave addresses that are not those of the swarm, which its invites name. Raises UsageError if
@@ -269,22 +292,6 @@ class Founding:
             for line in (*(f"Note: {remark}" for remark in source.remarks), *([owner.advice] if owner else [])):
                 say(line)
         return swarm, owner
-
-
-def _check_gguf(swarm: Swarm, path: Path) -> None:
-    """End the command if the GGUF file of the swarm's weights is missing or cut. If the whole folder of the weights is gone, peers
-    may hold them."""
-    from swarmnode.swarm.storage.content import GGUF_SUFFIX, fault_of_size
-
-    assert swarm.manifest is not None
-    if swarm.checkpoint is None or not swarm.checkpoint.is_dir():
-        return
-    for file in swarm.manifest.files:
-        if file.name.endswith(GGUF_SUFFIX) and (fault := fault_of_size(file, swarm.checkpoint)) is not None:
-            fail(
-                f"{fault}; put it back, give its new place (swarmnode host FILE.gguf --name {_called(path)}), or found another "
-                "swarm with another --name"
-            )
 
 
 def _kind_of(swarm: Swarm) -> str:

@@ -236,6 +236,14 @@ def fault_of_size(file: FileContent, folder: Path) -> str | None:
     return None
 
 
+def fault_of_content(file: FileContent, folder: Path, progress: Progress | None = None) -> str | None:
+    """Return why `folder` does not hold the file; None if it does. Reads the whole file. Raises OSError."""
+    [found] = describe_files([folder / file.name], progress=progress)
+    if found == file:
+        return None
+    return f"{linked_file(folder / file.name)} differs from the file that the swarm was founded on"
+
+
 def matching_hashes(path: Path, file: FileContent, chunk_bytes: int = CHUNK_BYTES) -> bytes | None:
     """Return the chunk hashes of a local file if it has exactly this content, else None. Reads the whole file."""
     if path.stat().st_size != file.size:
