@@ -149,6 +149,10 @@ class NetworkDown(SwarmnodeError):
         "Check that this machine is online and that the bootstrap peer of the invite runs: `swarmnode doctor SWARM`."
     )
 
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy or self.remedy
+
 
 class NotAdmitted(SwarmnodeError):
     """The swarm does not admit this peer: its invite has expired, was revoked, is used up, or is for something else.

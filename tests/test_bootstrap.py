@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.node.bootstrap import NAT_S, _bootstraps, _keep, _mapped, _take_in
+from swarmnode.node.bootstrap import NAT_S, _bootstraps, _is_gone, _keep, _mapped, _take_in
 from swarmnode.swarm.records.manifest import encode_manifest
 from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm, save_swarm
 from tests.net.virtual import in_virtual_time
@@ -24,6 +24,15 @@ THERE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWdoor"
 def test_an_invite_leads_to_this_machine_only_where_the_swarm_is_on_it() -> None:
     assert _bootstraps([HERE, THERE]) == [THERE]
     assert _bootstraps([HERE]) == [HERE]
+
+
+def test_another_port_of_an_interface_that_is_still_there_is_gone() -> None:
+    other, lan = HERE.replace("4001", "4002"), "/ip4/192.168.0.7/tcp/4002/p2p/12D3KooWdoor"
+    assert _is_gone(HERE, [other]) and _is_gone(HERE, [lan, other])
+    assert not _is_gone(HERE, [HERE, other]), "it is there"
+    assert not _is_gone(HERE, [lan]), "on an interface that may come back"
+    assert not _is_gone(HERE, [other.replace("door", "else")]), "of another peer"
+    assert not _is_gone(MAPPED, [MAPPED.replace("4001", "4002")]), "a router's"
 
 
 def test_new_doors_are_kept_where_the_file_may_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -43,7 +43,7 @@ from swarmnode.swarm.records.manifest import (
     is_adapter_name,
     swarm_id,
 )
-from swarmnode.swarm.storage.content import PACKED_NAME, Progress, describe_files
+from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME, Progress, describe_files
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
 from swarmnode.swarm.storage.small_files import new_folder
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm, save_swarm
@@ -315,3 +315,36 @@ def _keep(swarm: Swarm, owner: NewOwner | None, path: Path) -> Swarm:
         book.save()
     save_swarm(swarm, path)
     return replace(swarm, file=path)
+
+
+def link_moved(swarm: Swarm, path: Path, model: Path, progress: Progress | None = None) -> Swarm | None:
+    """Let the swarm in the file `path` use its GGUF file at its new place `model`, for a split one the place of any part.
+
+    Returns the swarm as its file now has it; None if the swarm uses no GGUF file, or `model` differs from it. Reads the whole model
+    if its size is right. Raises CheckpointError if a part of a split model is missing, LocalError if the file cannot be written.
+    """
+    from swarmnode.compute.model.dequantize.gguf import find_gguf, parts_of
+
+    assert swarm.manifest is not None
+    linked = sorted(
+        (file for file in swarm.manifest.files if file.name.endswith(GGUF_SUFFIX)), key=lambda file: file.name
+    )
+    if swarm.checkpoint is None or not linked or (found := find_gguf(model)) is None:
+        return None
+    parts = parts_of(found)
+    links = [swarm.checkpoint / file.name for file in linked]
+    if [part.stat().st_size for part in parts] != [file.size for file in linked] or not all(map(_may_link, links)):
+        return None
+    if [file.root for file in describe_files(parts, progress=progress)] != [file.root for file in linked]:
+        return None
+    for link, part in zip(links, parts, strict=True):
+        link.unlink(missing_ok=True)
+        link.symlink_to(part.absolute())
+    moved = replace(swarm, original=str(model.absolute()))
+    save_swarm(moved, path)
+    return moved
+
+
+def _may_link(link: Path) -> bool:
+    """Return whether a link can be made there without the loss of a file."""
+    return link.parent.is_dir() and (link.is_symlink() or not link.exists())

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swarmnode.errors import LocalError
 from swarmnode.metrics.metric import Readings
-from swarmnode.net.addressing.addresses import check_port_free, is_loopback, is_public
+from swarmnode.net.addressing.addresses import check_port_free, host_of, is_loopback, is_public, peer_of
 from swarmnode.net.identity import Identity
 from swarmnode.node.description import Tell
 from swarmnode.node.node import Node
@@ -118,13 +118,25 @@ async def _mapped(host: Host) -> list[str]:
 
 
 def _take_in(host: Host, file: Path | None, addresses: list[str]) -> None:
-    """Put `addresses` into the swarm's invites, public ones first, and write them to `file` if they are new."""
+    """Put `addresses` into the swarm's invites, public ones first, in place of those that are gone, and write them to `file` if
+    anything is new."""
     swarm = host.swarm
     own = sorted(_bootstraps(addresses), key=is_public, reverse=True)
-    bootstraps = tuple(dict.fromkeys([*filter(is_public, own), *swarm.bootstraps, *own]))
+    kept = [each for each in swarm.bootstraps if not _is_gone(each, addresses)]
+    bootstraps = tuple(dict.fromkeys([*filter(is_public, own), *kept, *own]))
     host.swarm = replace(swarm, bootstraps=bootstraps)
     if file is not None and bootstraps != swarm.bootstraps:
         _keep(host.swarm, file)
+
+
+def _is_gone(address: str, now: list[str]) -> bool:
+    """Return whether the peer with the addresses `now` has left `address`: another port of an interface that it still has.
+
+    A public address may be a router's, which forwards to any port.
+    """
+    if address in now or is_public(address):
+        return False
+    return any((peer_of(address), host_of(address)) == (peer_of(each), host_of(each)) for each in now)
 
 
 def _bootstraps(addresses: list[str]) -> list[str]:
@@ -148,13 +160,16 @@ def _promised(swarm: Swarm) -> Identity | None:
         for address in swarm.bootstrap_listen:
             check_port_free(address)
     except LocalError as error:
-        log.warning("%s; this machine becomes an additional bootstrap peer with its own identity", error)
+        log.warning("%s; new machines connect at another address, which invites from now on name", error)
         return None
     return Identity.from_bytes(swarm.bootstrap_key)
 
 
 class SwarmHost:
-    """A host's machine: a bootstrap peer and a node. The bootstrap peer starts first and stops last, to stay reachable."""
+    """A host's machine: a bootstrap peer and a node. The bootstrap peer starts first and stops last, to stay reachable.
+
+    The node joins at the addresses that the bootstrap peer has got, which may differ from those of the file.
+    """
 
     def __init__(
         self, swarm: Swarm, door: HostConfig, node: NodeConfig, tell: Tell, *, platform: Platform = MACHINE
@@ -189,6 +204,7 @@ class SwarmHost:
             self._swarm, self._door_config, file=self._swarm.file, platform=self._platform
         )
         try:
+            self.node.swarm = self._door.host.swarm
             await opened(self._door.host.swarm, await self._door.host.network.addresses())
             await self._door.watch(self.node.run(stop))
         finally:

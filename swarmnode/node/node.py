@@ -84,7 +84,10 @@ async def _ended(life: asyncio.Task[None]) -> None:
 
 
 class Node:
-    """Node of one volunteer. `run` covers its whole life; `tell` receives its news for people and scripts."""
+    """Node of one volunteer. `run` covers its whole life; `tell` receives its news for people and scripts.
+
+    `run` joins by the addresses in `swarm`, which its host can renew before.
+    """
 
     def __init__(
         self,
@@ -107,7 +110,7 @@ class Node:
         """
         self.config = config = config or NodeConfig()
         self.platform = platform
-        self._swarm = swarm if isinstance(swarm, Swarm) else load_swarm(swarm, config.host.home)
+        self.swarm = swarm if isinstance(swarm, Swarm) else load_swarm(swarm, config.host.home)
         self._stopping = asyncio.Event()
         self._life: asyncio.Task[None] | None = None  # after `start`
         self._tell = tell
@@ -185,7 +188,7 @@ class Node:
     def describe(self) -> dict[str, Any]:
         """Return a short description for the owner: swarm, peer, span, sessions, device, limits and work done."""
         own = None if self._host is None else self._host.directory.own
-        facts = described(self._swarm, self._in_force, self._host, self._span, self._donation, self.readings())
+        facts = described(self.swarm, self._in_force, self._host, self._span, self._donation, self.readings())
         return {**facts, **measured(self._hardware, own)}
 
     def why(self, about: str = "") -> dict[str, Any]:
@@ -234,7 +237,7 @@ class Node:
                 from swarmnode.measuring.hardware import threads_of_devices
 
                 threads = await asyncio.to_thread(threads_of_devices, self.config.stage)
-            host = self._host = await Host.join(self._swarm, self.config.host, platform=self.platform)
+            host = self._host = await Host.join(self.swarm, self.config.host, platform=self.platform)
             closing.push_async_callback(host.close)
             for count in threads:
                 executor = self.platform.start_executor(count)

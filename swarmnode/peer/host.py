@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import shlex
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -321,6 +322,11 @@ class Host:
             await asyncio.wait_for(self.joined.wait(), timeout_s)
         except asyncio.TimeoutError:
             self.check_welcome()
+            if self.swarm.file is not None:
+                raise NetworkDown(
+                    f"the swarm {self.swarm.name} cannot be reached: none of its machines answers",
+                    remedy=f"If this machine hosts it, start it: swarmnode host {shlex.quote(str(self.swarm.file))}",
+                ) from None
             bootstraps = ", ".join(self._bootstraps()[:3]) or "no address known"
             raise NetworkDown(
                 f"the swarm {self.swarm.name} cannot be reached: no peer answers at {bootstraps}"

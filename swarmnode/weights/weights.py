@@ -17,7 +17,15 @@ from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement, peer_digest
 from swarmnode.swarm.records.manifest import CAUSAL_LM
-from swarmnode.swarm.storage.content import CHUNK_BYTES, GGUF_SUFFIX, FileContent, Progress, is_weights, matching_hashes
+from swarmnode.swarm.storage.content import (
+    CHUNK_BYTES,
+    GGUF_SUFFIX,
+    FileContent,
+    Progress,
+    fault_of_size,
+    is_weights,
+    matching_hashes,
+)
 from swarmnode.swarm.storage.weight_cache import FOLDER, WeightCache
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.seeder import WEIGHTS_PROTOCOL
@@ -201,10 +209,10 @@ class Weights:
         read whole, once."""
         assert self._hint is not None
         for file in wanted:
+            if (fault := fault_of_size(file, self._hint)) is not None:
+                return fault
             path = linked_file(self._hint / file.name)
             try:
-                if path.stat().st_size != file.size:
-                    return f"{path} has another size than the file that the swarm was founded on"
                 if verify and file.root not in self.verified:
                     hashes = await asyncio.to_thread(matching_hashes, path, file)
                     if hashes is None:

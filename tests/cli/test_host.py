@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from swarmnode.cli.host import host as command
 from swarmnode.cli.options.gateway import Served, free_gateway_port
+from swarmnode.compute.model.packing.ggml import library
 from swarmnode.errors import ExecutorDied
 from swarmnode.net.addressing.addresses import bound
 from swarmnode.net.identity import hosting_alone
@@ -19,6 +21,7 @@ from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, TRAIN
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from swarmnode.terminal import process
 from tests.cli.command import assert_clear, invoke
+from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.encoders import save_encoder
 from tests.llama import save_llama
 from tests.swarm.records.test_manifest import make_manifest
@@ -75,6 +78,63 @@ def test_the_next_time_it_goes_on_with_the_same_swarm(folder: Path) -> None:
         assert_clear(invoke("host", "./tiny", *other), 2, "other addresses", "--name")
     for kind in ("--open", "--public"):
         assert_clear(invoke("host", "./tiny", kind), 2, "a private swarm", "--name")
+
+
+def save_parts(folder: Path) -> list[Path]:
+    """A GGUF file in two parts, as `llama-gguf-split` writes them."""
+    parts = [folder / f"small-0000{number}-of-00002.gguf" for number in (1, 2)]
+    save_llama_gguf(
+        parts[0],
+        form="Q4_0",
+        only=lambda name: "blk.0" in name,
+        say=lambda writer: writer.add_uint16("split.count", 2),
+    )
+    save_llama_gguf(parts[1], form="Q4_0", only=lambda name: "blk.0" not in name)
+    return parts
+
+
+def save_whole(folder: Path) -> list[Path]:
+    save_llama_gguf(folder / "small.gguf", form="Q4_0")
+    return [folder / "small.gguf"]
+
+
+@pytest.mark.skipif(library() is None, reason="the package xllamacpp is not installed, or not for this machine")
+@pytest.mark.parametrize("save", [save_whole, save_parts])
+def test_a_gguf_file_is_looked_at_first_and_found_at_its_new_place(folder: Path, save: Any) -> None:
+    parts = save(folder)
+    assert invoke("host", parts[0].name, "--name", "my", *LOOPBACK).returncode == 0
+    swarm = load_swarm(folder / "my.swarm")
+    links = [path for path in (folder / "my-weights").iterdir() if path.is_symlink()]
+    assert len(links) == len(parts)
+    again = ("host", "my.swarm", "--no-page")
+    (folder / "else").mkdir()
+    moved = [part.rename(folder / "else" / part.name) for part in parts]
+    done = invoke(*again)
+    assert_clear(done, 1, str(parts[0]), "No such file", "put it back", "host FILE.gguf --name my")
+    assert "New machines" not in done.stdout and "swarm2" not in done.stdout
+    changed = bytearray(moved[-1].read_bytes())
+    changed[-1] ^= 1
+    (folder / "changed").mkdir()
+    others = [folder / "changed" / part.name for part in parts]
+    for other, part in zip(others, moved, strict=True):
+        other.write_bytes(changed if part is moved[-1] else part.read_bytes())
+    assert_clear(invoke("host", str(others[0]), "--name", "my"), 2, "another model", "--name")
+    assert all(link.readlink().parent == folder for link in links), "they lead where they led"
+    done = invoke("host", f"else/{moved[0].name}", "--name", "my", "--no-page")
+    assert done.returncode == 0, done.stderr
+    assert f"my.swarm has this model, and serves it from else/{moved[0].name} now" in done.stdout
+    assert sorted(link.readlink() for link in links) == moved
+    assert load_swarm(folder / "my.swarm") == replace(swarm, original=str(moved[0]))
+    done = invoke("host", f"else/{moved[0].name}", "--name", "my", "--no-page")
+    assert done.returncode == 0 and "has this model" not in done.stdout
+    moved[-1].write_bytes(changed)
+    done = invoke(*again)
+    assert_clear(done, 1, str(moved[-1]), "differs", "put it back")
+    assert "swarm2" not in done.stdout
+    moved[-1].write_bytes(changed[:-1])
+    done = invoke(*again)
+    assert_clear(done, 1, str(moved[-1]), "another size", "put it back")
+    assert "swarm2" not in done.stdout
 
 
 def test_an_encoder_goes_on_too(folder: Path) -> None:

@@ -46,6 +46,7 @@ def test_what_host_prints_can_be_pasted_whole(tmp_path: Path) -> None:
 def test_a_private_swarms_terms_are_told(file: Path, tmp_path: Path) -> None:  # noqa: F811
     line = invoke("invite", str(file), "--role", "client", "--uses", "3", "--expires", "never").stdout.strip()
     done = invoke("join", line, "--home", str(tmp_path / "home"), "--name", "club")
+    assert "The swarm was not asked yet" in done.stdout
     assert "as client for ever, for 3 machines" in done.stdout and "swarmnode run" not in done.stdout
     assert JoinedSwarms(tmp_path / "home").names() == ["club"]
 

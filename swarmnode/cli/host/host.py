@@ -114,7 +114,7 @@ def host(
     founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json)
     check_home(home)
     with spinner("Reading", quiet=as_json) as end_spinner:
-        swarm, path = founding.known()
+        swarm, path = founding.known(end_spinner)
         new_owner = None
         if swarm is None:
             _probe(node)  # before anything is written
@@ -168,9 +168,10 @@ class Founding:
     owner: NewOwnerOptions
     quiet: bool
 
-    def known(self) -> tuple[Swarm | None, Path]:
+    def known(self, end_spinner: Callable[[], None]) -> tuple[Swarm | None, Path]:
         """Return the swarm of this model that an earlier call founded here, None if there is none, and its file. Ends the command
-        if the file is missing, or does not fit the request."""
+        if the file is missing or does not fit the request, or its GGUF file is missing or cut. `end_spinner` makes room for other
+        output."""
         from swarmnode.swarm.storage.swarmfile import SUFFIX, load_swarm, swarm_path
         from swarmnode.swarm.storage.user_file import is_user_file
 
@@ -184,8 +185,11 @@ class Founding:
 
             return None, new_swarm_file(self.name or _name_of(self.model))
         swarm = load_swarm(path)
-        if swarm.manifest is None or not (is_file or _is_of(swarm, self.model)):
-            fail(f"{path} is a swarm of another model; choose another name with --name", 2)
+        if swarm.manifest is None:
+            fail(f"{path} is an invite to a swarm: use it with `swarmnode join` or `swarmnode run`", 2)
+        if not (is_file or _is_of(swarm, self.model)):
+            swarm = self._moved(swarm, path, end_spinner)
+        assert swarm.manifest is not None
         if chosen not in ("", _kind_of(swarm)):
             fail(
                 f"{path} is {_article(_kind_of(swarm))} swarm and stays one; to found another, choose a name with --name",
@@ -194,7 +198,46 @@ class Founding:
         if not self.adapters.keys() <= {*swarm.manifest.adapter_names}:
             fail(f"{path} already exists; --adapter is for a new swarm: choose another name with --name", 2)
         self._check_addresses(swarm, path)
+        self._check_gguf(swarm, path, end_spinner)
         return swarm, path
+
+    def _moved(self, swarm: Swarm, path: Path, end_spinner: Callable[[], None]) -> Swarm:
+        """Return the swarm with its GGUF file at the place that the user gives. Ends the command if the swarm has another model.
+        Raises CheckpointError, LocalError."""
+        from swarmnode.founding.swarm_creation import link_moved  # slow
+
+        model = Path(self.model).expanduser()
+        with bytes_bar("Checking the weights", quiet=self.quiet, first=end_spinner) as progress:
+            moved = link_moved(swarm, path, model, progress)
+        end_spinner()
+        if moved is None:
+            fail(f"{path} is a swarm of another model; choose another name with --name", 2)
+        if not self.quiet:
+            say(f"{path} has this model, and serves it from {model} now.")
+        return moved
+
+    def _check_gguf(self, swarm: Swarm, path: Path, end_spinner: Callable[[], None]) -> None:
+        """End the command if the GGUF file of the swarm's weights is missing, cut or changed. It is read only if it is newer than
+        the link to it. If the whole folder of the weights is gone, peers may hold them."""
+        from swarmnode.swarm.storage.content import GGUF_SUFFIX, fault_of_content, fault_of_size
+
+        assert swarm.manifest is not None
+        folder = swarm.checkpoint
+        if folder is None or not folder.is_dir():
+            return
+        for file in swarm.manifest.files:
+            if not file.name.endswith(GGUF_SUFFIX):
+                continue
+            link = folder / file.name
+            fault = fault_of_size(file, folder)
+            if fault is None and link.stat().st_mtime_ns > link.lstat().st_mtime_ns:
+                with bytes_bar("Checking the weights", quiet=self.quiet, first=end_spinner) as progress:
+                    fault = fault_of_content(file, folder, progress)
+            if fault is not None:
+                fail(
+                    f"{fault}; put it back, give its new place (swarmnode host FILE.gguf --name {_called(path)}), or found "
+                    "another swarm with another --name"
+                )
 
     def _check_addresses(self, swarm: Swarm, path: Path) -> None:
         """End the command if the user gave addresses that are not those of the swarm, which its invites name. Raises UsageError if

@@ -49,6 +49,7 @@ def join(
         print_json({"name": known_as, **terms})
         return
     say(f"Joined {known_as}: {_say(terms)}.")
+    say("The swarm was not asked yet: your first command to it tells whether it answers and admits you.")
     quoted = shlex.quote(known_as)
     if terms["role"] != "client":
         say(f"Lend this machine:  swarmnode run {quoted}")

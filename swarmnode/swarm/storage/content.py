@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.errors import CheckpointError
+from swarmnode.files import linked_file
 
 CHUNK_BYTES = 1 << 20
 PIECE_CHUNKS = 64  # chunks that one thread hashes in one call
@@ -221,6 +222,26 @@ def verify_chunk(hashes: bytes, number: int, data: bytes | bytearray | memoryvie
 def verify_file(path: Path, file: FileContent, chunk_bytes: int = CHUNK_BYTES) -> bool:
     """Return whether a local file has exactly this content. Reads the whole file."""
     return matching_hashes(path, file, chunk_bytes) is not None
+
+
+def fault_of_size(file: FileContent, folder: Path) -> str | None:
+    """Return why `folder` does not hold the file, as far as its size tells; None if the size is right. A link is called by its
+    target."""
+    path = linked_file(folder / file.name)
+    try:
+        if path.stat().st_size != file.size:
+            return f"{path} has another size than the file that the swarm was founded on"
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror or error}"
+    return None
+
+
+def fault_of_content(file: FileContent, folder: Path, progress: Progress | None = None) -> str | None:
+    """Return why `folder` does not hold the file; None if it does. Reads the whole file. Raises OSError."""
+    [found] = describe_files([folder / file.name], progress=progress)
+    if found == file:
+        return None
+    return f"{linked_file(folder / file.name)} differs from the file that the swarm was founded on"
 
 
 def matching_hashes(path: Path, file: FileContent, chunk_bytes: int = CHUNK_BYTES) -> bytes | None:
