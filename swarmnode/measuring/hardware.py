@@ -287,7 +287,7 @@ class Hardware:
 
     def describe(self, units: Units) -> str:
         """Return a text like "12 of 34 layers: 5.1 GB of weights, and 1.2 GB for texts of 8,192 tokens in all". Raises LocalError
-        if the units do not fit."""
+        if the units do not fit. The text for training names gradients and optimiser instead, and nothing is checked."""
         if self.trains:
             size = format_bytes(self.sizes.need_bytes(units.start, units.end, 0))
             return f"{units.units} of {len(self.sizes.weight_bytes)} layers: {size} of weights, gradients and optimiser"
