@@ -114,7 +114,8 @@ async def list_states(
 ) -> Listing:
     """Ask a peer which states it has of these blocks (empty: of all), of the run `run_id` (empty: of its own).
 
-    With `at_least` the peer may first write a snapshot. Raises PeerLost, PeerRefused, NetworkDown, or ProtocolError if the
+    If it has no step of its own run as late as `at_least`, it
+    first stores its current one. Raises PeerLost, PeerRefused, NetworkDown, or ProtocolError if the
     answer is malformed or too long.
     """
     run = b""

@@ -191,7 +191,9 @@ def _gguf_of_hub(model: str, folder: Path) -> GgufCheckpoint:
             continue
         if read.header_bytes <= size:
             return read
-    raise CheckpointError(f"{model}: its header is over {HEADER_BYTES[-1] >> 20} MiB")
+    raise CheckpointError(
+        f"{model}: its header is over the limit of {HEADER_BYTES[-1] >> 20} MiB; download the file and give its path"
+    )
 
 
 def from_checkpoint(

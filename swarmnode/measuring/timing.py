@@ -47,8 +47,8 @@ class Timing:
         self._sent = (end, self._clock())
 
     def heard(self, end: int, ran: Ran, rtt_s: float | None) -> None:
-        """Take the RAN of the next hop for everything below position `end`; `rtt_s` is the link's round trip, None if
-        unmeasured."""
+        """Take the next hop's report (RAN) that the step which ends at position `end` has left it, with the time per layer of
+        the hops behind it. `rtt_s` is the link's round trip, None if unmeasured."""
         if not self._following:
             return
         following, (sent_end, sent_at_s) = self._following[0], self._sent

@@ -145,7 +145,8 @@ def obstructed_means(graph: Graph) -> tuple[LabelMean, ...]:
 
 
 def without_hidden_counts(graph: Graph, weights: Mapping[str, Tensor]) -> Graph:
-    """Return the graph with the values of the constants that labels are counted by, since trainers have no weights for them.
+    """Return the graph with the values of the constants that decide how much each label counts, such as class weights. A trainer
+    counts labels by these, and has no weights to read them from.
 
     Raises UsageError if the data does not determine how many labels count, or if the loss is not linear in a mean
     weighted by classes. Also raises it if such a constant is not finite or has more than `MAX_TOLD` elements.

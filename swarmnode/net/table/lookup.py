@@ -125,8 +125,8 @@ class LookUp:
                 call.cancel()
 
     def _next(self) -> tuple[PeerId, list[int]] | None:
-        """Return the peer to ask next and the keys to ask for: the nearest peer to one key, and all keys that it is near to. None
-        if there is no peer to ask now."""
+        """Return the peer to ask next and the keys to ask for, and note that it is asked: the nearest peer to one key, that key,
+        and others that it is near to, at most MAX_FIND_KEYS in all. None if there is no peer to ask now."""
         fronts = {key: self._front(key) for key, search in self._searches.items() if not search.done}
         for key, front in fronts.items():
             if front:

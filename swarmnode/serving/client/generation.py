@@ -242,8 +242,8 @@ Audit = Callable[[ClientSession, Sequence[int]], bool]
 class RingStream:
     """The tokens of one generation, as they come: `async for token in stream`. `stream.result` fills up meanwhile.
 
-    `session` is a new session with the specification of `options`. `beginnings` has kept sessions: if one of `owner` begins with
-    the same prompt, this generation continues it.
+    `session` is a new session with the specification of `options`. `beginnings` has the texts of kept sessions and prompts
+    under way: if one of `owner` has enough of its beginning in common with the prompt, this generation continues or copies it.
     """
 
     session: ClientSession

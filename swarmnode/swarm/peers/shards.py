@@ -268,8 +268,8 @@ class ShardSampling:
             self._sizes.clear()
 
     def _count(self, found: Mapping[Shard, Sequence[Announcement]], place: Place) -> None:
-        """Update the size of a place. Peers that estimate differently use different levels, so the counts of all levels
-        add up."""
+        """Update the estimated number of peers in a place (a range of layers) from the announcements `found` in some of its shards.
+        A place at level n has 2^n shards. Peers that estimate differently use different levels, so all levels add up."""
         by_level: dict[int, list[int]] = {}
         for shard, records in found.items():
             by_level.setdefault(shard.level, []).append(len(records))

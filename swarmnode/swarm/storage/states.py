@@ -106,7 +106,7 @@ class StateStore:
         file = self.files(step).get(block)
         if file is None:
             raise CheckpointError(
-                f"{self.folder} has no training state of layer {block} at step {step}; other peers may have it"
+                f"{self.folder} has no training state of layer {block} at step {step}; start a peer that has it"
             )
         path = self._step_folder(step) / file.name
         try:

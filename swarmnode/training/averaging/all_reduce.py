@@ -236,8 +236,10 @@ class AllReducer:
         agreed.gradient_compressors.append(gradient_compressor)
 
     def _gradient_compressor(self, blocks: Blocks, how: int) -> GradientCompressor:
-        """Return the compressor for these blocks, which keeps the values left out in earlier steps; it is made at the first
-        call."""
+        """Return the compressor for these blocks, which keeps the values left out in earlier steps; it is made at the first call.
+
+        `how` is a value of How: the way in which the replicas end the step.
+        """
         assert self._learner is not None
         if (blocks, how) not in self._gradient_compressors:
             averaging = self._learner.run.averaging

@@ -349,8 +349,11 @@ class StepLoop:
         return Event.DISAGREED if failed else Event.AGREED
 
     def lease(self) -> None:
-        """End a failed all-reduce, and leave out the peer at fault if others can take its place; `_is_counted` leases the
-        missing microbatches."""
+        """Prepare another attempt at the step: end a failed all-reduce, and leave out a peer that is convicted of false values.
+
+        Another peer at fault is left out from its second failure in a row on, if others hold its layers. The missing
+        microbatches are leased later, in `_is_counted`.
+        """
         all_reduce, self._all_reduce = self._all_reduce, None
         if all_reduce is None:
             return
