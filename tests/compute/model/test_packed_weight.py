@@ -209,6 +209,22 @@ def test_a_shape_that_is_not_the_models_is_refused_before_any_product(name: str,
         matrix.multiply(torch.zeros(1, 31))
 
 
+@pytest.mark.parametrize("change", [{"shape": [6, 64, 128]}, {"shape": [3, 256, 64]}])
+def test_parts_that_do_not_fit_together_are_refused(change: dict[str, Any], tmp_path: Path) -> None:
+    """With as many bytes: of another width ggml would read beyond them."""
+    save_moe_gguf(tmp_path / "tiny.gguf")
+    pack(tmp_path / "tiny.gguf", tmp_path / "packed")
+    index = tmp_path / "packed" / PACKED_NAME
+    values = json.loads(index.read_text())
+    entry = values["tensors"]["model.layers.0.mlp.experts.gate_up_proj/1"]
+    assert entry["shape"] == [6, 128, 64]
+    index.write_text(
+        json.dumps({"tensors": values["tensors"] | {"model.layers.0.mlp.experts.gate_up_proj/1": entry | change}})
+    )
+    with pytest.raises(CheckpointError, match="do not fit together"):
+        Checkpoint(tmp_path / "packed")
+
+
 def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     save_llama_gguf(tmp_path / "tiny.gguf")
     checkpoint = pack(tmp_path / "tiny.gguf", tmp_path / "packed")

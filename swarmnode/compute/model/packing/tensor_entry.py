@@ -59,7 +59,11 @@ def packed_entries(path: Path) -> dict[str, TensorEntry]:
     tensors = read_json(index).get("tensors")
     if not isinstance(tensors, dict):
         raise CheckpointError(f"{index}: has no table of tensors")
-    return {name: _packed_entry(index, name, value) for name, value in tensors.items()}
+    entries = {name: _packed_entry(index, name, value) for name, value in tensors.items()}
+    for name, parts in joined(entries).items():
+        if len({(part.shape[:-2], part.shape[-1]) for part in parts}) > 1 or (name in entries and len(parts) > 1):
+            raise CheckpointError(f"{index}: the parts of {name[:MAX_TOLD_CHARS]} do not fit together")
+    return entries
 
 
 def _packed_entry(index: Path, name: str, value: Any) -> TensorEntry:
