@@ -9,10 +9,9 @@ from pathlib import Path
 import msgspec
 from attack import Outcome, main
 
-from swarmnode.errors import PeerError
 from swarmnode.swarm.records.certificate import Certificate, Role, admit_peer
 from swarmnode.swarm.records.membership import MAX_PEERS_OF_A_HOME
-from tests.membership.test_access_control import SESSION, Peer, Town
+from tests.membership.test_access_control import Peer, Town
 from tests.swarm.society import ANOTHER_HOME, HOME, NOW, SWARM, Ticket
 
 VIRTUAL, FAST = True, True
@@ -29,12 +28,12 @@ async def attack() -> Outcome:
         for number, friend in enumerate(friends):
             friend.membership.certificate = invite.certificate(friend.id, NOW + number, home=HOME)
         town.now += FRIENDS
-        await asyncio.gather(*(_gets_in(each, members[number % MEMBERS]) for number, each in enumerate(friends)))
+        await asyncio.gather(*(each.gets_in(members[number % MEMBERS]) for number, each in enumerate(friends)))
         await asyncio.sleep(LOOKS_S)  # the members tell one another
         town.now += RACE_S
-        inside = {each.id for each in friends for member in members if await _gets_in(each, member)}
+        inside = {each.id for each in friends for member in members if await each.gets_in(member)}
         thief = await town.peer("thief", invite)
-        entries = [await _gets_in(thief, member) for _ in _thefts(thief, friends[0], invite) for member in members]
+        entries = [await thief.gets_in(member) for _ in _thefts(thief, friends[0], invite) for member in members]
         for peer in town.peers:
             await peer.close()
     return Outcome(
@@ -56,14 +55,6 @@ def _thefts(thief: Peer, friend: Peer, invite: Ticket):
     ):
         thief.membership.certificate = certificate
         yield certificate
-
-
-async def _gets_in(peer: Peer, member: Peer) -> bool:
-    try:
-        await peer.ask(member, SESSION)
-    except PeerError:
-        return False
-    return True
 
 
 main(__name__, attack, virtual=VIRTUAL)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from attack import Outcome, main
 
-from swarmnode.errors import PeerError
 from swarmnode.swarm.records.certificate import Role, admit_peer
 from tests.membership.test_access_control import SESSION, Peer, Town
 from tests.swarm.society import NOW, SWARM, Ticket
@@ -31,12 +30,12 @@ async def attack() -> Outcome:
         for number, thief in enumerate(thieves):  # signed with the invite's key, which they have
             when = (NOW - 10_000 * number, NOW + RACE_S)[number % 2]
             thief.membership.certificate = admit_peer(invite.grant, invite.key, SWARM, thief.id, when)
-        race = [_gets_in(thief, members[number % MEMBERS]) for number, thief in enumerate(thieves)]
+        race = [thief.gets_in(members[number % MEMBERS]) for number, thief in enumerate(thieves)]
         at_once = sum(await asyncio.gather(*race))
         await asyncio.sleep(LOOKS_S)
         town.now += RACE_S
-        later = sum([await _gets_in(thief, member) for thief in thieves for member in members])
-        friends = sum([await _gets_in(friend, member) for member in members])
+        later = sum([await thief.gets_in(member) for thief in thieves for member in members])
+        friends = sum([await friend.gets_in(member) for member in members])
         corners = await _race(town, members)
         for peer in town.peers:
             await peer.close()
@@ -55,18 +54,10 @@ async def _race(town: Town, members: list[Peer]) -> set[str]:
     racers = [await town.peer(f"racer {number}", invite) for number in range(THIEVES)]
     for racer in racers:
         racer.membership.certificate = admit_peer(invite.grant, invite.key, SWARM, racer.id, town.now)
-    await asyncio.gather(*(_gets_in(racer, members[number % MEMBERS]) for number, racer in enumerate(racers)))
+    await asyncio.gather(*(racer.gets_in(members[number % MEMBERS]) for number, racer in enumerate(racers)))
     await asyncio.sleep(LOOKS_S)
     town.now += RACE_S
-    return {racer.id for racer in racers for member in members if await _gets_in(racer, member)}
-
-
-async def _gets_in(peer: Peer, member: Peer) -> bool:
-    try:
-        await peer.ask(member, SESSION)
-    except PeerError:
-        return False
-    return True
+    return {racer.id for racer in racers for member in members if await racer.gets_in(member)}
 
 
 main(__name__, attack, virtual=VIRTUAL)

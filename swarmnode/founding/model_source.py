@@ -69,14 +69,13 @@ def open_model(
     if path.exists() and out.exists() and path.samefile(out):
         raise UsageError(f"{model} is the folder for its plain weights: choose another name for the swarm")
     check_free(out, force=force)
-    packs = packs and isinstance(source, GgufCheckpoint)
-    if not packs:
+    write = source.write
+    if packs and isinstance(source, GgufCheckpoint):
+        write = source.pack
+    else:
         _check_space(out, source.plain_bytes)
     with new_folder(out, force=force) as partial:
-        if packs and isinstance(source, GgufCheckpoint):
-            source.pack(partial, progress)
-        else:
-            source.write(partial, progress)
+        write(partial, progress)
     return Checkpoint(out)
 
 

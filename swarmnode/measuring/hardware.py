@@ -31,10 +31,9 @@ from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.packing.ggml import PACKAGE, library
-from swarmnode.compute.model.span import EXACT, PLAIN
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle
-from swarmnode.config import StageConfig
+from swarmnode.config import AUTO, EXACT, FAST, PLAIN, StageConfig
 from swarmnode.counting import format_bytes, layers
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import MemoryLedger
@@ -53,7 +52,7 @@ log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
-AUTO, FAST, PACKED = "auto", "fast", "packed"  # the products with rounded activations, and their number format
+PACKED = "packed"  # number format of products with rounded activations
 NAME_LENGTH = 48  # characters of a device's announced name
 
 

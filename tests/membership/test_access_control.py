@@ -49,6 +49,14 @@ class Peer:
         self.lost: list[PeerError] = []
         self.boards: dict[str, Switchboard] = {}
 
+    async def gets_in(self, member: Peer) -> bool:
+        """Whether a member answers what only members may ask."""
+        try:
+            await self.ask(member, SESSION)
+        except PeerError:
+            return False
+        return True
+
     async def start(self) -> None:
         await self.access_control.start(self.network, HELLO, self.links)
         for protocol in PROTOCOLS:

@@ -25,9 +25,9 @@ from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWei
 from swarmnode.compute.model.quantize import Quantization
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
+from swarmnode.config import EXACT, PLAIN
 from swarmnode.errors import LocalError
 
-PLAIN, EXACT = "plain", "exact"  # products; the third kind is "fast"
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
 
 

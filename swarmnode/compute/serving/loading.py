@@ -20,9 +20,10 @@ from swarmnode.compute.model.fresh import FamilyKey, family_key, tiny_model, tri
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
 from swarmnode.compute.model.quantize import quantize_layers
-from swarmnode.compute.model.span import PLAIN, ModelSpan, load_model
+from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
+from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
 PROMPT, LENGTH, PADDING = 5, 8, (0, 2)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from swarmnode.codec.body import MAX_POSITIONS, MAX_SEED, MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
 from swarmnode.codec.sampling import (
@@ -21,20 +21,12 @@ from swarmnode.codec.sampling import (
 from swarmnode.gateway.generation.refused_fields import check_refused
 from swarmnode.gateway.generation.tool_use import ResponseFormat, ToolUse
 from swarmnode.gateway.http.api_error import bad_request
-from swarmnode.gateway.http.json_bound import Items
-
-
-def _checked_count(biases: Any) -> Any:
-    """Raise ValueError if there are too many biases, before each one is validated."""
-    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
-        raise ValueError(f"at most {MAX_BIASES} tokens may have a bias")
-    return biases
-
+from swarmnode.gateway.http.json_bound import Items, at_most
 
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
-Biases = Annotated[dict[TokenId, Bias], BeforeValidator(_checked_count)]
+Biases = Annotated[dict[TokenId, Bias], at_most(MAX_BIASES, f"at most {MAX_BIASES} tokens may have a bias")]
 NewTokens = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 

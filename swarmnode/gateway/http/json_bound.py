@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, TypeVar
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from swarmnode.gateway.http.api_error import ApiError
 
@@ -19,6 +19,17 @@ Items = Annotated[list[T], Field(fail_fast=True)]
 
 WholeNumber = Annotated[int, Field(strict=True)]
 """Integer that is not read from a text."""
+
+
+def at_most(limit: int, told: str) -> BeforeValidator:
+    """Return a validator that refuses an object with more than `limit` fields with the text `told`, before any is validated."""
+
+    def counted(value: object) -> object:
+        if isinstance(value, dict) and len(value) > limit:
+            raise ValueError(told)
+        return value
+
+    return BeforeValidator(counted)
 
 
 class JsonBound:

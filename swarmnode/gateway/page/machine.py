@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 import psutil
 from fastapi import APIRouter
-from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 
 from swarmnode.gateway.http.api_error import ApiError
-from swarmnode.gateway.http.json_bound import Items
+from swarmnode.gateway.http.json_bound import Items, at_most
 from swarmnode.gateway.page.page import OWNED, Page
 from swarmnode.gateway.page.replies import ChangeReply, LendingOptionsReply, MachineReply, NodeReply
 from swarmnode.lending.cards import Cards
@@ -25,14 +25,10 @@ OptionText = Annotated[str, StringConstraints(max_length=MAX_OPTION_CHARS)]
 OptionList = Annotated[Items[OptionText], Field(max_length=MAX_ITEMS)]
 
 
-def _checked_count(options: Any) -> Any:
-    """Raise ValueError if there are too many options, before each one is validated."""
-    if isinstance(options, dict) and len(options) > MAX_OPTIONS:
-        raise ValueError(f"at most {MAX_OPTIONS} options may change at once")
-    return options
-
-
-Options = Annotated[dict[OptionText, OptionText | bool | OptionList], BeforeValidator(_checked_count)]
+Options = Annotated[
+    dict[OptionText, OptionText | bool | OptionList],
+    at_most(MAX_OPTIONS, f"at most {MAX_OPTIONS} options may change at once"),
+]
 
 
 router = APIRouter(prefix="/api/v1/machine")

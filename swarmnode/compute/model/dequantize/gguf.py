@@ -43,7 +43,6 @@ from swarmnode.swarm.storage.content import (
 
 SUFFIX = GGUF_SUFFIX
 DTYPE = torch.bfloat16
-LARGE = 1 << 20  # elements of a tensor that the founder hears of if it cannot stay packed
 LINK_NAME = f"weights{SUFFIX}"  # in the folder beside the .swarm file
 _EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<kind>gate|down|up)_exps)\.weight")
 _EXPERT_ROWS = ("gate", "up")  # the parts of a joined matrix, from above
@@ -92,7 +91,8 @@ class GgufCheckpoint:
         read: Any = load_gguf_checkpoint
         try:
             with quiet_loader():
-                self._readers = [_reader(part) for part in parts_of(file)]
+                self._parts = parts_of(file)
+                self._readers = [_reader(part) for part in self._parts]
                 first = self._readers[0]
                 with _replaced(gguf, "GGUFReader", lambda *_: first):  # it takes seconds to read again
                     self._parsed: dict[str, Any] = read(str(file))
@@ -124,7 +124,7 @@ class GgufCheckpoint:
         CheckpointError."""
         family = self._write_config(folder)
         model = build_on_meta(family.model_class, family.config)
-        index, plain = self._index(model, _shapes(family, model))
+        index, plain = self._index(self._names(model), _shapes(family, model))
         return _Outline(self.file, index, plain, folder)
 
     @lean()
@@ -138,9 +138,9 @@ class GgufCheckpoint:
             raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}; fetch the file again") from error
 
     @lean()
-    def pack(self, out: Path, progress: Progress | None = None) -> list[str]:
+    def pack(self, out: Path, progress: Progress | None = None) -> None:
         """Write config, tokenizer and index into the empty folder `out`, a link to the file, and its few tensors that cannot stay
-        packed, in float32. Returns the names of the larger ones among these.
+        packed, in float32.
 
         Raises CheckpointError, OSError.
         """
@@ -148,28 +148,32 @@ class GgufCheckpoint:
         self._write_tokenizer(out)
         try:
             model = build_on_meta(family.model_class, family.config)
-            index, lacking = self._index(model, _shapes(family, model))
+            names = self._names(model)
+            index, lacking = self._index(names, _shapes(family, model))
             self._check_finite(index, progress)
-            rest = [tensor for tensor in self._stored if tensor.name not in {each.source for each in index}]
-            plain = self._checked(self._tensors(model, rest, torch.float32), lacking)
+            kept = {each.source for each in index}
+            rest = [tensor for tensor in self._stored if tensor.name not in kept]
+            plain = self._checked(self._tensors(names, rest, torch.float32), lacking)
             write_plain(plain, out, sum(int(tensor.n_elements) for tensor in rest) * 4, None)
         except FOREIGN_ERRORS as error:
             raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
         files = {id(tensor): number for number, reader in enumerate(self._readers, 1) for tensor in reader.tensors}
         tensors = {each.name: each.values(self._link_name(files[id(each.tensor)])) for each in index}
         (out / PACKED_NAME).write_text(json.dumps({"format": 1, "tensors": tensors}) + "\n")
-        for number, part in enumerate(parts_of(self.file), 1):
+        for number, part in enumerate(self._parts, 1):
             (out / self._link_name(number)).symlink_to(part.absolute())
-        return [tensor.name for tensor in rest if tensor.n_elements >= LARGE]
 
     def _link_name(self, number: int) -> str:
         """Return the name of the link to a part, counted from 1."""
         count = len(self._readers)
         return LINK_NAME if count == 1 else f"{Path(LINK_NAME).stem}-{number:05d}-of-{count:05d}{SUFFIX}"
 
-    def _index(self, model: Any, shapes: Mapping[str, torch.Size]) -> tuple[list[_Packed], dict[str, torch.Size]]:
-        """Return the places of the tensors that stay packed, and the shapes of the model's other ones."""
-        processor, names = self._processor(), self._names(model)
+    def _index(
+        self, names: Mapping[str, str], shapes: Mapping[str, torch.Size]
+    ) -> tuple[list[_Packed], dict[str, torch.Size]]:
+        """Return the places of the tensors that stay packed, and the shapes of the model's other ones. `names` are those of the
+        model's tensors by the file's."""
+        processor = self._processor()
         found: list[_Packed] = []
         for tensor in self._stored:
             place = self._place(tensor, processor, names)
@@ -230,7 +234,7 @@ class GgufCheckpoint:
     def _all_tensors(self, family: Family) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's tensors by name. Raises CheckpointError if the file has others, misshapen ones, or lacks some."""
         model = build_on_meta(family.model_class, family.config)
-        yield from self._checked(self._tensors(model, self._stored, DTYPE), _shapes(family, model))
+        yield from self._checked(self._tensors(self._names(model), self._stored, DTYPE), _shapes(family, model))
 
     def _checked(
         self, tensors: Iterator[tuple[str, Tensor]], lacking: dict[str, torch.Size]
@@ -297,14 +301,16 @@ class GgufCheckpoint:
             names: Mapping[str, str] = get_gguf_hf_weights_map(model, self._processor())
         return names
 
-    def _tensors(self, model: Any, tensors: Sequence[Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors of the file by their names in `model`, which has no weights.
+    def _tensors(
+        self, names: Mapping[str, str], tensors: Sequence[Any], dtype: torch.dtype
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of the file by their names in the model; `names` has these by the file's.
 
         Raises CheckpointError if one has no place in the model.
         """
         from gguf import dequantize
 
-        processor, names = self._processor(), self._names(model)
+        processor = self._processor()
         together: dict[str, Any] = {}
         for tensor in tensors:
             if tensor.name in ROPE_TENSORS:  # the config holds them
@@ -319,7 +325,7 @@ class GgufCheckpoint:
                 yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(dtype)
             elif read.name is not None:
                 raise CheckpointError(
-                    f"{self.file}: {read.name} has no place in a {model.config.model_type} "
+                    f"{self.file}: {read.name} has no place in a {self._parsed['config'].get('model_type')} "
                     "model; use the model's safetensors checkpoint"
                 )
         for name, weights in together.items():

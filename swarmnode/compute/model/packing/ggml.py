@@ -14,7 +14,8 @@ import importlib.util
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from ctypes import c_bool, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ FORMATS = _by_name(
 )
 """Formats that are kept packed, by GGUF's names"""
 
-PLAIN = {F32: torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {F32: torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ALIGNMENT = 64
 BLOCKS_AT_ONCE = 1 << 16  # dequantised to look at their values
 PARTS, STEP = 3, 256.0
@@ -114,6 +115,7 @@ class _Library:
         self.new_graph = self._function("ggml_new_graph_custom", pointer, pointer, size, c_bool)
         self.expand = self._function("ggml_build_forward_expand", None, pointer, pointer)
         self.new_backend = self._function("ggml_backend_cpu_init", pointer)
+        self.free_backend = self._function("ggml_backend_free", None, pointer)
         self.set_threads = self._function("ggml_backend_cpu_set_n_threads", None, pointer, c_int)
         self.compute = self._function("ggml_backend_graph_compute", c_int, pointer, pointer)
         self.tensor_overhead = self._function("ggml_tensor_overhead", size)
@@ -196,9 +198,9 @@ def aligned(size: int) -> Tensor:
 
 
 def dequantise(packed_B: Tensor, form: Format, elements: int) -> Tensor:
-    """Return the values of whole blocks as float32 (elements,). Raises CheckpointError if no installed package can do it."""
-    if form.name in PLAIN:
-        return packed_B.view(PLAIN[form.name]).float()
+    """Return the values of whole blocks as float32 (elements,)."""
+    if form.name in DTYPES:
+        return packed_B.view(DTYPES[form.name]).float()
     ggml = library()
     function = None if ggml is None else ggml.dequantisers.get(form.name)
     if function is not None:
@@ -238,6 +240,17 @@ class _Product:
         self._ggml.free(self._context)
 
 
+class _Backend:
+    """ggml's working memory; it is freed with the object, as at the end of a thread."""
+
+    def __init__(self, ggml: _Library) -> None:
+        self._ggml = ggml
+        self.address = ggml.new_backend()
+
+    def __del__(self) -> None:
+        self._ggml.free_backend(self.address)
+
+
 class _Thread(threading.local):
     """ggml's working memory of the current thread, and its prepared products."""
 
@@ -245,7 +258,7 @@ class _Thread(threading.local):
         ggml = library()
         assert ggml is not None
         self._ggml = ggml
-        self.backend = ggml.new_backend()
+        self._backend = _Backend(ggml)
         self._threads = 0
         self._products: OrderedDict[tuple[str, str, int, int, int], _Product] = OrderedDict()
         self._last_split: tuple[Tensor, str, Tensor] | None = None
@@ -261,13 +274,13 @@ class _Thread(threading.local):
 
     def compute(self, product: _Product) -> int:
         """Compute a product. Returns 0 if ggml could do it."""
-        return int(self._ggml.compute(self.backend, product.graph))
+        return int(self._ggml.compute(self._backend.address, product.graph))
 
     def product(self, form: Format, x_form: Format, outputs: int, inputs: int, rows: int) -> _Product:
         """Return the prepared product of this kind."""
         if (threads := torch.get_num_threads()) != self._threads:
             self._threads = threads
-            self._ggml.set_threads(self.backend, threads)
+            self._ggml.set_threads(self._backend.address, threads)
         kind = form.name, x_form.name, outputs, inputs, rows
         product = self._products.get(kind)
         if product is None:
@@ -321,19 +334,28 @@ class _Interleaving:
     extra: int
 
 
+@contextmanager
+def _interleaved_tensor(ggml: _Library, form: Format, outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
+    """Yield a new tensor in ggml's interleaved memory and the address of its bytes; both are freed after the block."""
+    context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
+    buffer = ggml.new_buffer(ggml.interleaved, outputs * form.row_bytes(inputs))
+    try:
+        tensor, base = ggml.new_tensor(context, form.number, inputs, outputs), ggml.base_of(buffer)
+        ggml.place(buffer, tensor, base)
+        yield tensor, base
+    finally:
+        ggml.free(context)
+        ggml.free_buffer(buffer)
+
+
 @functools.cache
 def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | None:
     """Return how ggml interleaves the rows of a matrix on this CPU; None if it does not."""
     ggml = library()
-    if ggml is None or ggml.interleaved is None or form.name in PLAIN:
+    if ggml is None or ggml.interleaved is None or form.name in DTYPES:
         return None
-    context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
-    tensor = ggml.new_tensor(context, form.number, inputs, outputs)
-    buffer = ggml.new_buffer(ggml.interleaved, outputs * form.row_bytes(inputs))
-    ggml.place(buffer, tensor, ggml.base_of(buffer))
-    extra = c_void_p.from_address(tensor + EXTRA_AT).value
-    ggml.free(context)
-    ggml.free_buffer(buffer)
+    with _interleaved_tensor(ggml, form, outputs, inputs) as (tensor, _):
+        extra = c_void_p.from_address(tensor + EXTRA_AT).value
     return None if extra is None else _Interleaving(ggml.new_buffer(ggml.interleaved, ALIGNMENT), extra)
 
 
@@ -359,14 +381,9 @@ class GgmlMatrix:
     def _interleave(self, packed_OB: Tensor) -> None:
         ggml = library()
         assert ggml is not None
-        context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
-        tensor = ggml.new_tensor(context, self.form.number, self.inputs, self.outputs)
-        buffer = ggml.new_buffer(ggml.interleaved, packed_OB.nbytes)
-        ggml.place(buffer, tensor, ggml.base_of(buffer))
-        ggml.set_values(tensor, packed_OB.data_ptr(), 0, packed_OB.nbytes)
-        ctypes.memmove(self._memory.data_ptr(), ggml.base_of(buffer), packed_OB.nbytes)
-        ggml.free(context)
-        ggml.free_buffer(buffer)
+        with _interleaved_tensor(ggml, self.form, self.outputs, self.inputs) as (tensor, base):
+            ggml.set_values(tensor, packed_OB.data_ptr(), 0, packed_OB.nbytes)
+            ctypes.memmove(self._memory.data_ptr(), base, packed_OB.nbytes)
 
     def rows(self, numbers_N: Tensor) -> Tensor:
         """Return the rows (N, I) of these numbers as float32. Only for a matrix that is looked up."""

@@ -18,16 +18,20 @@ from swarmnode.compute.model.packing.tensor_entry import TensorEntry, joined, re
 from swarmnode.errors import CheckpointError
 
 
-class PackedWeight:
-    """Matrix (O, I) that stays packed: one or more parts, one above the other, in the place of a module's parameter.
-
-    `dtype` is that of the model, whose activations it takes and returns.
-    """
+class _StandIn:
+    """What transformers and torch read of a parameter that is not trained, is on the CPU and has its values."""
 
     requires_grad = False
     is_meta = False
     _is_hf_initialized = True  # transformers' mark of a parameter that needs no random numbers
     device = torch.device("cpu")
+
+
+class PackedWeight(_StandIn):
+    """Matrix (O, I) that stays packed: one or more parts, one above the other, in the place of a module's parameter.
+
+    `dtype` is that of the model, whose activations it takes and returns.
+    """
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class PackedWeight:
         if function is functional.embedding:
             return _embedding(*args, **given)
         raise TypeError(
-            f"a packed weight has no {getattr(function, '__name__', function)}: load the model with --products exact"
+            f"a packed weight has no {getattr(function, '__name__', function)}: load the model with --products plain"
         )
 
     def numel(self) -> int:
@@ -88,13 +92,8 @@ class PackedWeight:
         return part.rows(ids_N).to(self.dtype)
 
 
-class PackedStack:
+class PackedStack(_StandIn):
     """Matrices (N, O, I) of a layer's N experts that stay packed, in the place of a module's parameter."""
-
-    requires_grad = False
-    is_meta = False
-    _is_hf_initialized = True  # transformers' mark of a parameter that needs no random numbers
-    device = torch.device("cpu")
 
     def __init__(self, matrices: Sequence[PackedWeight]) -> None:
         self._matrices = list(matrices)
