@@ -326,8 +326,8 @@ class _Fetch:
                 return False
         self.disputed.clear()
         for peer, differing in votes.dissenters(chosen).items():
-            for block in differing if self.whole else ():
-                theirs = (sources[peer], file_of(block, votes.others(chosen, block)[peer]))
+            for block, version in differing.items() if self.whole else ():
+                theirs = (sources[peer], file_of(block, version))
                 if not await self._second_voice.confirmed(incoming, files[block], [theirs], 1):
                     self.disputed.add(block)
             units = ", ".join(map(named, differing))

@@ -61,9 +61,11 @@ class SecondVoice:
         `ours`. All chunks of `ours` must be in `incoming`."""
         for source, theirs in others:
             pair = (source.name, theirs, ours)
-            if needed and theirs.size == ours.size and pair not in self._compared:
+            if not needed:
+                break
+            if theirs.size == ours.size and pair not in self._compared:
                 self._compared[pair] = await self._agrees(incoming, ours, source, theirs)
-            needed -= bool(needed and self._compared.get(pair))
+            needed -= self._compared.get(pair, False)
         return not needed
 
     async def _agrees(self, incoming: ChunkFolder, ours: FileContent, source: Source, theirs: FileContent) -> bool:
@@ -219,12 +221,12 @@ class Votes:
         holders = {*self._newest.get(block, {}), *self._versions[step].get(block, {})}
         return len({self._electorate.owner(peer) for peer in self._having_a_say(step, block, holders)})
 
-    def dissenters(self, choice: ChosenStep) -> dict[PeerId, list[int]]:
-        """Return the voters for another version of the chosen step, each with the blocks concerned."""
-        found: dict[PeerId, list[int]] = {}
+    def dissenters(self, choice: ChosenStep) -> dict[PeerId, dict[int, Version]]:
+        """Return the voters for another version of the chosen step, each with its versions of the blocks concerned."""
+        found: dict[PeerId, dict[int, Version]] = {}
         for block in sorted(choice.versions):
-            for peer in self.others(choice, block):
-                found.setdefault(peer, []).append(block)
+            for peer, version in self.others(choice, block).items():
+                found.setdefault(peer, {})[block] = version
         return found
 
     def disagreement(self, blocks: Collection[int]) -> str | None:

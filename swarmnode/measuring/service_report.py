@@ -19,9 +19,10 @@ from swarmnode.measuring.meters import DECODE
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Metric, Reading, Readings, Source
 from swarmnode.net.addressing.reachability import Reachability
-from swarmnode.net.identity import Identity, verify
+from swarmnode.net.identity import identities, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.receipt import Receipt
 from swarmnode.swarm.storage.receipt_folder import LIFE_S, RECEIPTS, counts, read_receipts, receipts_of
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 from swarmnode.swarm.storage.swarmfile import Swarm
@@ -86,7 +87,7 @@ class ServiceReporter:
         before, now = self._now, _Counts.of(self._readings())
         self._now = now
         speed = now.speed_since(before)
-        faults = _grown(now.faults, before.faults)
+        faults = Counter(now.faults) - Counter(before.faults)
         named = {peer: one.name or peer[-8:] for peer, one in peers.items() if one.span[1] > one.span[0]}
         known = {peer for peer, one in peers.items() if one.started_at <= since} if self._peers is None else self._peers
         came = [f"{named[peer]} ({layers(*peers[peer].span)})" for peer in named if peer not in known]
@@ -113,10 +114,11 @@ class ServiceReporter:
     def _of_speed(self, speed: float) -> Iterator[str]:
         """Yield a speed that is new, or far from the one that the owner knows."""
         known = self._speed
-        if speed and known and max(speed, known) > SPEED_CHANGE * min(speed, known):
+        if not speed or (known and max(speed, known) <= SPEED_CHANGE * min(speed, known)):
+            return
+        if known:
             yield f"now {speed:,.1f} tokens/s instead of {known:,.1f}"
-        if speed and not (known and max(speed, known) <= SPEED_CHANGE * min(speed, known)):
-            self._speed = speed
+        self._speed = speed
 
     def _of_reachability(self, reachability: Reachability) -> Iterator[str]:
         if reachability is not self._reachability:
@@ -158,11 +160,6 @@ class _Counts:
         begun = before if self.decoded >= before.decoded and self.decode_s >= before.decode_s else _Counts()
         tokens, seconds = self.decoded - begun.decoded, self.decode_s - begun.decode_s
         return tokens / seconds if tokens >= LEAST_TOKENS and seconds > 0 else 0.0
-
-
-def _grown(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    """Return by how much each count has grown; counts that have not are left out."""
-    return {name: count - before.get(name, 0) for name, count in now.items() if count > before.get(name, 0)}
 
 
 def _cause(cause: str) -> str:
@@ -235,6 +232,7 @@ class WorkRecord:
         self._path = home / FOLDER / f"{peer}.json"
         self._readings = readings
         self._before = read_kept(self._path, _Given, max_bytes=MAX_FILE_BYTES) or _Given()
+        self._receipts = _Receipts()
 
     def __repr__(self) -> str:
         return f"<WorkRecord {self._path}>"
@@ -250,17 +248,18 @@ class WorkRecord:
         sums = _Given(self._before.answers + given.answers, self._before.lent_s + given.lent_s, private)
         if sums != _Given():
             try_to_keep(self._path, sums, "the record of this machine's work is")
-        return donation(self._home)
+        return donation(self._home, receipts=self._receipts)
 
 
-def donation(home: Path, now: Callable[[], float] = time.time) -> Donation:
-    """Return all that the nodes of this home have given. Damaged files count as empty."""
+def donation(home: Path, now: Callable[[], float] = time.time, *, receipts: _Receipts | None = None) -> Donation:
+    """Return all that the nodes of this home have given. Damaged files count as empty. `receipts` are those of the last call."""
+    receipts = receipts or _Receipts()
     kept = [read_kept(path, _Given, max_bytes=MAX_FILE_BYTES) or _Given() for path in (home / FOLDER).glob("*.json")]
     energy, private = energy_used(home), {swarm for one in kept for swarm in one.private}
     members, visitors = set[PeerId](), set[PeerId]()
     for folder in (home / RECEIPTS).glob("*"):
-        (members if folder.name in private else visitors).update(_clients(folder, now()))
-    own = set(_identities(home))
+        (members if folder.name in private else visitors).update(receipts.clients(folder, now()))
+    own = {identity.peer_id for identity in identities(home)}
     return Donation(
         sum(one.answers for one in kept),
         sum(one.lent_s for one in kept),
@@ -270,18 +269,22 @@ def donation(home: Path, now: Callable[[], float] = time.time) -> Donation:
     )
 
 
-def _clients(folder: Path, now: float) -> set[PeerId]:
-    """Return the clients whose receipts in `folder` count; empty if it cannot be read."""
-    with contextlib.suppress(LocalError):
-        return {receipt.client for receipt in read_receipts(folder, None, verify) if counts(receipt, now)}
-    return set()
+class _Receipts:
+    """The receipts of a home. Those of a node are read and verified again only if its folder has changed."""
 
+    def __init__(self) -> None:
+        self._read: dict[Path, tuple[int, list[Receipt]]] = {}
 
-def _identities(home: Path) -> Iterator[PeerId]:
-    """Yield the ids of this home's keys; unreadable files are skipped."""
-    for path in home.glob("*.key"):
-        with contextlib.suppress(OSError, LocalError):
-            yield Identity.from_bytes(path.read_bytes()).peer_id
+    def clients(self, folder: Path, now: float) -> set[PeerId]:
+        """Return the clients whose receipts in a swarm's `folder` count; empty if it cannot be read."""
+        found = set[PeerId]()
+        for node in folder.glob("*"):
+            with contextlib.suppress(LocalError, OSError):
+                changed_ns = node.stat().st_mtime_ns
+                if self._read.get(node, (None,))[0] != changed_ns:
+                    self._read[node] = changed_ns, list(read_receipts(node, None, verify))
+                found |= {receipt.client for receipt in self._read[node][1] if counts(receipt, now)}
+        return found
 
 
 def given(readings: Readings) -> dict[str, Any]:

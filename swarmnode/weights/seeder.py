@@ -10,12 +10,11 @@ from types import MappingProxyType
 from swarmnode.codec.body import Body
 from swarmnode.codec.messages import GetManifest, ManifestReply
 from swarmnode.errors import ErrorCode
-from swarmnode.files import linked_file
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.newcomer import MANIFEST_PROTOCOL
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
-from swarmnode.swarm.storage.content import FileContent
+from swarmnode.swarm.storage.content import FileContent, fault_of_size
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.swarm.storage.weight_cache import WeightCache
 from swarmnode.weights.chunk_server import ChunkServer, Offer
@@ -79,11 +78,11 @@ class Seeder(ChunkServer):
 
     def _offer_whole(self, files: Iterable[FileContent], folder: Path) -> None:
         for file in files:
-            path = folder / file.name
-            if path.is_file() and path.stat().st_size == file.size:
-                self._offers[file.root] = Offer(file, path)
+            fault = fault_of_size(file, folder)
+            if fault is None:
+                self._offers[file.root] = Offer(file, folder / file.name)
             else:
-                log.warning("%s is missing or has another size: others cannot fetch it from here", linked_file(path))
+                log.warning("%s: others cannot fetch it from here", fault)
 
     def add_cache(self, cache: WeightCache, units: tuple[int, int]) -> None:
         """Offer the chunks in `cache`, which holds all weights of `units` ([start, end)). Adjoining or overlapping ranges

@@ -282,6 +282,8 @@ class LocalFiles:
             LocalError: if the disk is full.
         """
         missing = await asyncio.to_thread(self._missing, wanted, cache)
+        if not missing:
+            return
         done_bytes, total_bytes = 0, sum(file.chunk_size(number) for file in missing for number in missing[file])
         await asyncio.to_thread(cache.make_room, total_bytes)
         for file, numbers in missing.items():
@@ -312,7 +314,7 @@ class LocalFiles:
 
     def _missing(self, wanted: Mapping[FileContent, Iterable[int]], cache: ChunkFolder) -> dict[FileContent, list[int]]:
         """Return the wanted chunks that the cache lacks, of the files that have a candidate."""
-        files = [file for file in wanted if file.root in self._candidates]
+        files = [file for file in wanted if is_weights(file.name) and file.root in self._candidates]
         return {file: numbers for file in files if (numbers := cache.missing(file, wanted[file]))}
 
     @functools.cached_property
