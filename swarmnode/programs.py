@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypedDict
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.errors import UsageError
 from swarmnode.files import default_home
-from swarmnode.membership.owner import InviteTerms, show_invite, shown_invite
+from swarmnode.membership.owner import InviteTerms, friends_invite
 from swarmnode.net.identity import SigningKey, hosting_alone
 from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.node.node_config import NodeConfig
@@ -129,14 +129,13 @@ class HostedSwarm:
         """The line for other machines. For a private swarm it admits one friend; when it is used up or has expired, another
         one is made. Raises UsageError if that needs the owner's key and the key is not here, or locked."""
         swarm = self._swarm
-        if not swarm.private or swarm.file is None:
+        if swarm.file is None:
             return swarm.invite
         book = open_issued_invites(issued_invites_path(swarm.file))
-        if (line := shown_invite(swarm, GUEST, book, self._host.uses_of)) is not None:
-            return line
-        if self._key is None:
+        line = friends_invite(swarm, self._key, GUEST, book, self._host.uses_of)
+        if line is None:
             raise UsageError(f"a new invite to {swarm.name} needs the owner's key: give its password to `host`")
-        return show_invite(swarm, self._key, GUEST, book)
+        return line
 
     def wait_until_serving(self, timeout_s: float | None = None) -> bool:
         """Wait until the node of this process serves. Returns whether it does, False after `timeout_s` seconds.
@@ -184,9 +183,7 @@ def _owner_key(swarm: Swarm, password: str) -> SigningKey | None:
     path = None if swarm.file is None else swarm.file.with_suffix(OWNER_SUFFIX)
     if path is None or not path.exists():
         return None
-    if is_locked(path):
-        return load_owner_key(path, password) if password else None
-    return load_owner_key(path, None)
+    return None if is_locked(path) and not password else load_owner_key(path, password or None)
 
 
 def host(swarm: Swarm | str | Path, config: NodeConfig | None = None, *, password: str = "") -> HostedSwarm:

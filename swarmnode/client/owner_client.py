@@ -20,7 +20,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining, state_name
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.records.manifest import OPEN, PRIVATE
-from swarmnode.swarm.records.revocation import RevocationList, home_digest, nobody, open_list
+from swarmnode.swarm.records.revocation import RevocationList, nobody, open_list
 from swarmnode.swarm.storage.issued_invites import AdmittedPeer, IssuedInvite, IssuedInvites, note_members
 from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -275,15 +275,8 @@ def _entry(
 ) -> MemberEntry:
     noted = [guest for peer in reversed(peers) if (guest := guests.get(peer.invite)) and guest.note]
     note, is_alone = (noted[0].note, noted[0].uses == 1) if noted else ("", False)
-    return MemberEntry(peers, note, is_alone, all(_is_on(revocations, peer) for peer in peers), states)
-
-
-def _is_on(revocations: RevocationList, peer: AdmittedPeer) -> bool:
-    return (
-        bytes.fromhex(peer.invite) in revocations.invites
-        or revocations.covers(peer.peer)
-        or (bool(peer.home) and home_digest(bytes.fromhex(peer.home)) in revocations.peers)
-    )
+    ended = all(revocations.covers(peer.peer, bytes.fromhex(peer.invite), bytes.fromhex(peer.home)) for peer in peers)
+    return MemberEntry(peers, note, is_alone, ended, states)
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from swarmnode.codec.credit_messages import MAX_CLAIMED, CreditClaim
 from swarmnode.codec.messages import End, Error
-from swarmnode.errors import LocalError, NetworkDown, PeerError, ProtocolError
-from swarmnode.net.identity import Identity, verify
+from swarmnode.errors import NetworkDown, PeerError, ProtocolError
+from swarmnode.net.identity import identities, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.tasks import Tasks
@@ -195,7 +195,7 @@ class Claims:
         """Return the claim of the node of this home that has the most credit, or None if no node has receipts that count."""
         home, swarm, now = self._host.config.home, self._host.swarm.id, self._host.clock.unix()
         claims = []
-        for node in _nodes(home):
+        for node in identities(home, "node*.key"):
             found = [
                 (receipt, raw)
                 for receipt, raw in signed_receipts(receipts_of(home, swarm) / node.peer_id, swarm, verify)
@@ -208,13 +208,6 @@ class Claims:
                 credit = credit_of(receipt for receipt, _ in shown).counted
                 claims.append((credit, CreditClaim(sign_voucher(voucher, node.sign), raw)))
         return max(claims, key=lambda one: one[0], default=(0.0, None))[1]
-
-
-def _nodes(home: Path) -> Iterator[Identity]:
-    """Yield the identities of the nodes of this home; unreadable key files are skipped."""
-    for path in sorted(home.glob("node*.key")):
-        with contextlib.suppress(OSError, LocalError):
-            yield Identity.from_bytes(path.read_bytes())
 
 
 def _worth_most(found: list[tuple[Receipt, bytes]]) -> list[tuple[Receipt, bytes]]:

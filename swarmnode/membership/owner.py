@@ -159,6 +159,17 @@ def show_invite(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: Issue
     return book.shown
 
 
+def friends_invite(
+    swarm: Swarm, owner: SigningKey | None, terms: InviteTerms, book: IssuedInvites, used: Callable[[bytes], int]
+) -> str | None:
+    """Return the line for a friend: of a private swarm the invite that was shown last while it is good, else a new one. None if
+    that needs the owner's key. Raises UsageError and LocalError as `issue_invite`."""
+    if not swarm.private:
+        return swarm.invite
+    last = shown_invite(swarm, terms, book, used)
+    return last if last or owner is None else show_invite(swarm, owner, terms, book)
+
+
 def with_host_grant(swarm: Swarm, owner: SigningKey, book: IssuedInvites) -> Swarm:
     """Return the private swarm with a grant in its file: the host's own machines may do everything. Raises UsageError as
     `make_grant`."""

@@ -71,6 +71,13 @@ class IdentitySlot:
             self._lock = None
 
 
+def identities(home: Path, pattern: str = "*.key") -> Iterator[Identity]:
+    """Yield the identities of a home folder whose key files match `pattern`, by file name; unreadable files are skipped."""
+    for path in sorted(home.glob(pattern)):
+        with contextlib.suppress(OSError, LocalError):
+            yield Identity.from_bytes(path.read_bytes())
+
+
 @contextlib.contextmanager
 def hosting_alone(home: Path, swarm_id: bytes, name: str) -> Iterator[None]:
     """Hold a swarm's lock in the home folder while the context lasts. Raises LocalError if another process hosts the swarm
@@ -79,7 +86,7 @@ def hosting_alone(home: Path, swarm_id: bytes, name: str) -> Iterator[None]:
     path = folder / f"{swarm_id.hex()[:16]}.lock"
     pid_file = path.with_suffix(".pid")
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         lock = lock_alone(path)
         if lock is None:
             pid = pid_file.read_text()

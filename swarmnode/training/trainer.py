@@ -27,7 +27,7 @@ from swarmnode.codec.training_messages import (
 )
 from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.training.datasets.batches import Batches
-from swarmnode.compute.training.saved_activations import is_finite
+from swarmnode.compute.training.saved_activations import has_nan, is_finite
 from swarmnode.errors import (
     ErrorCode,
     NotFinite,
@@ -288,9 +288,8 @@ class _FeedingSession:
     def _check_data(self, lease: Lease) -> None:
         """Raise NotFinite if the inputs hold NaN, or the labels NaN or infinity: then another peer would not help."""
         inputs, labels = self._trainer.batches.microbatch(lease.step, lease.number, self._run)
-        has_nan = any(value.is_floating_point() and bool(value.isnan().any()) for value in inputs)
-        if has_nan or not is_finite(labels):
-            what = "data hold NaN" if has_nan else "labels hold NaN or infinity"
+        if (nan := has_nan(inputs)) or not is_finite(labels):
+            what = "data hold NaN" if nan else "labels hold NaN or infinity"
             raise NotFinite(f"step {lease.step}, microbatch {lease.number}: the {what}; check the dataset", unit=0)
 
     def _tell(self, body: Body) -> None:

@@ -358,13 +358,9 @@ class Welcome:
     def invite(self, swarm: Swarm, key: SigningKey | None, used: Callable[[bytes], int]) -> str:
         """Return the line for a friend: of a private swarm the invite that was shown last while it is good, else a new one. It is
         empty if that needs the owner's key."""
-        from swarmnode.membership.owner import show_invite, shown_invite
+        from swarmnode.membership.owner import friends_invite
 
-        if not swarm.private:
-            return swarm.invite
-        book = self._book()
-        last = shown_invite(swarm, self.terms, book, used)
-        return last or ("" if key is None else show_invite(swarm, key, self.terms, book))
+        return friends_invite(swarm, key, self.terms, self._book(), used) or ""
 
     def _book(self) -> IssuedInvites:
         from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites

@@ -89,6 +89,11 @@ def is_finite(values: Sequence[Tensor | None]) -> bool:
     return not sums or math.isfinite(torch.stack(sums).sum().item())
 
 
+def has_nan(values: Values) -> bool:
+    """Return whether a float among the values is NaN. Infinities may be intended in inputs, such as masks."""
+    return any(value.is_floating_point() and bool(value.isnan().any()) for value in values)
+
+
 def pairs(outputs: Values, grads: Sequence[Tensor | None]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the outputs that depend on trained weights and have a gradient, and these gradients."""
     pairs = [

@@ -104,7 +104,7 @@ def _unlock(swarm: Swarm, password: SecretStr) -> SigningKey:
     """Return the owner's key. Opening it is slow by design, to slow down guessing. Raises UsageError if the password or the file is
     wrong."""
     path = _owners_file(swarm).with_suffix(OWNER_SUFFIX)
-    return load_owner_key(path, (password.get_secret_value() or None) if is_locked(path) else None)
+    return load_owner_key(path, password.get_secret_value() or None)
 
 
 def _owners_file(swarm: Swarm) -> Path:

@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.fair_share import Recent
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.virtual_clock import Action, VirtualClock
 
@@ -31,7 +32,7 @@ class Transfers:
 
     def __init__(self) -> None:
         self._booked: Counter[tuple[PeerId, PeerId]] = Counter()  # messages that a path is yet to carry
-        self._apart: dict[tuple[PeerId, PeerId], None] = {}
+        self._apart: Recent[tuple[PeerId, PeerId], None] = Recent(MAX_APART)
         self.know((), np.zeros((0, 0)), np.zeros((0, 0)))
 
     def __repr__(self) -> str:
@@ -58,12 +59,11 @@ class Transfers:
     def keep_apart(self, one: PeerId, other: PeerId) -> bool:
         """Let two peers hand nothing to each other as long as there is another route. Returns whether this is new. Of more than
         MAX_APART pairs the first one is forgotten."""
-        if (one, other) in self._apart or (other, one) in self._apart:
+        pair = min(one, other), max(one, other)
+        if pair in self._apart:
             return False
-        self._apart[one, other] = None
-        if len(self._apart) > MAX_APART:
-            del self._apart[next(iter(self._apart))]
-        self._part(one, other)
+        self._apart[pair] = None
+        self._part(*pair)
         return True
 
     def _part(self, one: PeerId, other: PeerId) -> None:

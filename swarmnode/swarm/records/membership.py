@@ -173,9 +173,11 @@ class Membership:
 
     def _objection(self, peer: PeerId, member: Member | None, now: float, *, shown: bool = False) -> str | None:
         """Return why this peer is not admitted now; None if it is."""
-        if self.revocations.covers(peer) if member is None else self.revocations.ends(member):
+        if member is None:
+            return "its membership was revoked" if self.revocations.covers(peer) else None
+        if self.revocations.covers(member.peer, member.invite, member.home):
             return "its membership was revoked"
-        return None if member is None else self._objection_to_use(member, now, shown=shown)
+        return self._objection_to_use(member, now, shown=shown)
 
     def _objection_to_use(self, member: Member, now: float, *, shown: bool = False) -> str | None:
         """Return why the certificate is not valid now; None if it is. A free place of a limited invite is taken."""
@@ -231,7 +233,11 @@ class Membership:
             return False
         self.revocations, self.revocations_bytes = revocations, raw
         self.uses.forget(revocations.invites)
-        self._members = {peer: member for peer, member in self._members.items() if not revocations.ends(member)}
+        self._members = {
+            peer: member
+            for peer, member in self._members.items()
+            if not revocations.covers(member.peer, member.invite, member.home)
+        }
         return True
 
     def note_use(self, certificate: bytes, now: float) -> bool:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.certificate import INVITE_ID_BYTES, Member, SwarmId, UnixTime
+from swarmnode.swarm.records.certificate import INVITE_ID_BYTES, SwarmId, UnixTime
 from swarmnode.swarm.records.signed import OwnerSigned, Signable
 
 VERSION = 1
@@ -41,16 +41,12 @@ class RevocationList(Signable, frozen=True):
     def __repr__(self) -> str:
         return f"<RevocationList #{self.number}, {len(self.peers)} peers, {len(self.invites)} invites>"
 
-    def covers(self, peer: PeerId) -> bool:
-        """Return whether a peer is on the list."""
-        return revoked_digest(peer) in self.peers
-
-    def ends(self, member: Member) -> bool:
-        """Return whether a member is on the list, by its invite, its own id or its home."""
+    def covers(self, peer: PeerId, invite: bytes = b"", home: bytes = b"") -> bool:
+        """Return whether a peer is on the list, by its own id, its invite or its home's public key; these may be empty."""
         return (
-            member.invite in self.invites
-            or self.covers(member.peer)
-            or (bool(member.home) and home_digest(member.home) in self.peers)
+            revoked_digest(peer) in self.peers
+            or invite in self.invites
+            or (bool(home) and home_digest(home) in self.peers)
         )
 
     def extended(

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.errors import UsageError
-from swarmnode.files import write_private
+from swarmnode.files import make_private, write_private
 from swarmnode.swarm.records.invite import decode_invite
 from swarmnode.swarm.storage.user_file import VersionedFile, parse_user_file, parse_versioned, read_user_file
 
@@ -123,7 +123,7 @@ class JoinedSwarms:
         name = file.stem
         if swarm is not None and self._id_of(name) not in (None, swarm):
             name = f"{name}-{swarm[:8]}"
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(self._folder)
         new = self._folder / f".{name}{LINK}.{os.getpid()}"
         new.unlink(missing_ok=True)
         new.symlink_to(target)

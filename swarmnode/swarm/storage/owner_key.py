@@ -40,14 +40,14 @@ def is_locked(path: Path) -> bool:
 
 
 def load_owner_key(path: Path, password: str | None) -> SigningKey:
-    """Load the key from a file; `password` is None if it is not encrypted.
+    """Load the key from a file. The password of one that is not encrypted does not count.
 
     Raises UsageError if there is no such file, the password does not fit, or it is not an Ed25519 key.
     """
     data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="an owner's key")
     if data is None:
         raise UsageError(f"{path}: no such file; only the swarm's owner has it and can do this")
-    return parse_owner_key(data, password, source=str(path))
+    return parse_owner_key(data, password if LOCKED in data else None, source=str(path))
 
 
 def parse_owner_key(pem: bytes, password: str | None, *, source: str) -> SigningKey:

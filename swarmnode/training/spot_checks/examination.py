@@ -108,8 +108,7 @@ class Examination:
         question = GetMicrobatch(self.learner.run.id, self._step, number, start, self._seed)
         reply, payload = await ask_one(self.board, self.peer, question, MicrobatchReply)
         record = reply.record
-        if (record.number, record.start) != (number, start) or record.digest != entries[number, start]:
-            raise FalseWork("the microbatch differs from the commitment", peer=self.peer)
+        self._check_committed(record, (number, start), entries[number, start])
         return self._read(record, payload) if record.end <= segment.end and self._is_usual(record) else None
 
     async def _commitment(self) -> dict[tuple[int, int], bytes]:
@@ -123,6 +122,11 @@ class Examination:
         self.commitment = reply.commitment
         return read_entries(payload, said.count)
 
+    def _check_committed(self, record: MicrobatchRecord, place: Place, digest: bytes) -> None:
+        """Raise FalseWork if a record is not of this place and digest, which the peer's commitment has."""
+        if (record.number, record.start) != place or record.digest != digest:
+            raise FalseWork("the microbatch differs from the commitment", peer=self.peer)
+
     async def fetch_exchanged(self, place: Place, lease: int) -> MicrobatchRecord | None:
         """Fetch the record of a microbatch that the peer exchanged with this stage under a lease, as it committed to it. Returns
         None if its record is of another attempt, or it does not say. Raises as `fetch`."""
@@ -130,8 +134,7 @@ class Examination:
         question = GetSketches(self.learner.run.id, self._step, list(entries).index(place))
         reply, _ = await ask_one(self.board, self.peer, question, SketchesReply)
         record = reply.records[0]
-        if (record.number, record.start) != place or record.digest != entries[place]:
-            raise FalseWork("the microbatch differs from the commitment", peer=self.peer)
+        self._check_committed(record, place, entries[place])
         return record if reply.lease == lease else None
 
     async def fetch_sums(self, counts: Mapping[int, int]) -> BlockSketches:
@@ -148,8 +151,7 @@ class Examination:
             reply, payload = await ask_one(self.board, self.peer, question, SketchesReply)
             tiles, view = self._tiles(reply), memoryview(payload)
             for record, (place, digest) in zip(reply.records, due, strict=False):
-                if (record.number, record.start) != place or record.digest != digest:
-                    raise FalseWork("the microbatch differs from the commitment", peer=self.peer)
+                self._check_committed(record, place, digest)
                 view = self._add_up(record, tiles, view, sums)
                 shown.update(range(record.start, record.end))
             if len(view) or len(reply.records) > len(due):

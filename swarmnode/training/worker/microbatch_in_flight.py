@@ -24,7 +24,7 @@ from swarmnode.compress.codecs import Encoded, decode_values
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK
 from swarmnode.compute.training.label_queue import LabelQueue, ReceivedLabels
-from swarmnode.compute.training.saved_activations import Gradients, is_finite
+from swarmnode.compute.training.saved_activations import Gradients, has_nan, is_finite
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import (
     ErrorCode,
@@ -284,9 +284,7 @@ class MicrobatchInFlight:
             with self._passing(FORWARD, part, units):
                 return part.learner.forward(place, body.number, units.start, units.end, values, labels)
         except NotFinite:
-            fed = values if units.start == 0 else ()  # whose infinities may be intended, such as masks
-            has_nan = any(value.is_floating_point() and bool(value.isnan().any()) for value in fed)
-            if has_nan or not is_finite(labels):
+            if has_nan(values if units.start == 0 else ()) or not is_finite(labels):
                 raise NotFiniteInput(body.feeder) from None
             raise
 
