@@ -33,7 +33,8 @@ class NewModelOptions:
     model: str = option(
         "",
         "Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id (organisation/model, "
-        "organisation/model@revision). A GGUF file's weights stay packed, other quantised ones are dequantised.",
+        "organisation/model@revision, and for GGUF files organisation/model:Q4_K_M). A GGUF file's weights stay packed, other "
+        "quantised ones are dequantised.",
         metavar="PATH|HUB_ID",
     )
     config: Path | None = path_option(
