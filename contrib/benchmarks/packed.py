@@ -42,7 +42,6 @@ import psutil
 import torch
 import uvloop
 from real_sizes import READY_TIMEOUT_S, halves, joined, together
-
 from torch import Tensor, nn
 from weights import Cpu
 
