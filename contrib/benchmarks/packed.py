@@ -42,7 +42,7 @@ import psutil
 import torch
 import uvloop
 from real_sizes import READY_TIMEOUT_S, halves, joined, together
-from swarmnode.compute.model.ggml import FORMATS, GgmlMatrix, dequantise
+
 from torch import Tensor, nn
 from weights import Cpu
 
@@ -50,6 +50,7 @@ from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
 from swarmnode.compute.model.linear import speed_up_linears
+from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix, dequantise
 from swarmnode.compute.serving.loading import check_family, load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.localswarm import LocalSwarm
