@@ -327,7 +327,8 @@ class Node:
             self._states = await SharedStates.start(host)
             services.push_async_callback(self._states.close)
         probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger, clock=host.clock)
-        hardware = self._hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
+        stage = self.config.stage.meeting(host.swarm.manifest.products or "")
+        hardware = self._hardware = await asyncio.to_thread(probe, await weights.outline(), stage)
         paced = [lent.throttle for lent in hardware.lent]
         self._guard = CardGuard.start(self._card_limits, paced, Cards, on_crash=host.supervisor.ends_peer)
         services.push_async_callback(self._guard.close)

@@ -18,7 +18,8 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
+from swarmnode.config import EXACT, FAST, StageConfig
+from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
 from swarmnode.founding.swarm_creation import from_folders
 from swarmnode.ledger import Account
@@ -26,6 +27,7 @@ from swarmnode.swarm.records.manifest import PACKED_FORMAT, decode_manifest, enc
 from swarmnode.swarm.storage.content import PACKED_NAME
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
+from tests.llama import save_llama
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready
 from tests.tiny import TinyModel
@@ -194,3 +196,40 @@ async def test_a_file_that_changed_is_not_served(tmp_path: Path) -> None:
         await swarm.bootstrap()
         with pytest.raises(CheckpointError, match="changed or damaged"):
             await node.wait_for("ready")
+
+
+@in_virtual_time
+async def test_a_manifest_asks_for_products(packed: Packed, tmp_path: Path) -> None:
+    """Nodes follow it by themselves; one that says otherwise does not start, and one that does otherwise is left out."""
+    async with VirtualSwarm(tmp_path) as swarm:
+        swarm.create(packed.source, products=EXACT)
+        await swarm.bootstrap()
+        node = swarm.node("a", "0:4", dtype="auto", products="auto")
+        await node.wait_for("ready")
+        for options, words in (
+            ({"products": FAST}, "--products fast: this swarm asks for exact products"),
+            ({"dtype": "bfloat16"}, "--dtype bfloat16"),
+            ({"quantize": "nf4"}, "--quantize nf4: this swarm asks for weights that are not rounded again"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                await swarm.node(f"refused-{len(words)}", "0:4", **options).wait_for("ready")
+        older = swarm.node("older", "0:4", products=FAST)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                StageConfig, "meeting", lambda self, _least: self
+            )  # as a version that does not know the field
+            await older.wait_for("ready")
+        async with swarm.client() as client:
+            await sees_ready(client, 1)
+            assert (await client.generate(PROMPT, max_new_tokens=NEW)).ids == packed.plain.alone(PROMPT, NEW)
+            holders = {
+                peer.name: peer.number_format for peer in client._host.directory.peers().values() if any(peer.span)
+            }
+            assert holders == {"a": "float32"}
+
+
+@in_virtual_time
+async def test_products_are_asked_of_packed_weights_alone(tmp_path: Path) -> None:
+    save_llama(tmp_path / "plain", layers=1)
+    with pytest.raises(UsageError, match="--products exact is for packed weights"):
+        VirtualSwarm(tmp_path).create(tmp_path / "plain", products=EXACT)

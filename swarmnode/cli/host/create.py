@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MODES = ("serve", "train")
 TASKS = ("auto", "generate", "embed", "classify")
 PRIORITIES = ("none", "credit")
+PRODUCTS = ("any", "fast", "exact")
 DOORS = {"embed": "v1/embeddings", "classify": "classify"}
 
 
@@ -49,6 +50,12 @@ class NewModelOptions:
     task: str = option("auto", "What --model does for clients; auto: as its config says.", choices=TASKS)
     seed: int = option(0, "Seed of the random weights of --config.", min=0, max=2**63 - 1)
     plain: bool = option(False, "Write the weights of a GGUF file dequantised, for older machines.")
+    products: str = option(
+        "any",
+        "Least precise products of packed weights that nodes may use; fast: no second rounding of the weights (--quantize), exact: "
+        "float32 throughout, for the same text after a failover.",
+        choices=PRODUCTS,
+    )
     byte_level: bool = option(False, "Use bytes as tokens, without a tokenizer.")
     units: int = option(0, "Cut a --module into about this many layers.", show_default=False)
 
@@ -155,6 +162,7 @@ def create(
                 new,
                 mode=model.mode,
                 private=membership == "private",
+                products="" if model.products == "any" else model.products,
                 by_credit=standing.priority == "credit",
                 adapters=adapters,
                 force=force,
@@ -213,6 +221,7 @@ def _print_json(swarm: Swarm, path: Path, model_source: ModelSource) -> None:
             "file": str(path),
             "membership": swarm.manifest.membership,
             "priority": swarm.manifest.priority or None,
+            "products": swarm.manifest.products or None,
             "owner": swarm.owner.hex(),
             "invite": None if swarm.private else swarm.invite,
             "kind": model_source.kind,
