@@ -335,7 +335,9 @@ class Node:
         for executor, lent in zip(self._executors, hardware.lent, strict=True):
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
-        self._tell("machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores", **machine)
+        self._tell(
+            "machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores; {hardware.holds}", **machine
+        )
         workplace = Workplace(host, hardware, self._executors, adapters)
         loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place

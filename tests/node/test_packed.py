@@ -23,6 +23,7 @@ from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageErr
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
 from swarmnode.founding.swarm_creation import from_folders
 from swarmnode.ledger import Account
+from swarmnode.node.description import measured
 from swarmnode.swarm.records.manifest import PACKED_FORMAT, decode_manifest, encode_manifest
 from swarmnode.swarm.storage.content import PACKED_NAME
 from tests.adapters import merged_checkpoint, save_llama_adapter
@@ -145,10 +146,27 @@ async def test_memory_is_the_packed_bytes(packed: Packed, tmp_path: Path) -> Non
     entries = Checkpoint(packed.folder).entries.values()
     held = sum(entry.nbytes for entry in entries)
     async with swarm_of(packed, tmp_path / "exact", {"a": "0:4"}) as (swarm, _):
-        assert held <= weights_bytes(swarm.members["a"]) < 1.1 * held
+        member = swarm.members["a"]
+        assert held <= weights_bytes(member) < 1.1 * held
+        hardware, room = member.node._hardware, measured(member.node._hardware, None)["room"]
+        assert hardware is not None and sum(hardware.sizes.weight_bytes) == held
+        assert room == {"units": 4, "of": 4, "packed": True} and hardware.holds.endswith("hold 4 of 4 layers, packed")
     async with swarm_of(packed, tmp_path / "plain", {"a": "0:4"}, products="plain") as (swarm, client):
         assert weights_bytes(swarm.members["a"]) > 4 * held
         assert (await client.generate(PROMPT, max_new_tokens=NEW)).ids == packed.plain.alone(PROMPT, NEW)
+
+
+@in_virtual_time
+async def test_it_says_how_many_layers_its_memory_holds(packed: Packed, tmp_path: Path) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        swarm.create(packed.source)
+        await swarm.bootstrap()
+        member = swarm.node("a", memory_bytes=1 << 30)
+        assert "its 1.1 GB hold 4 of 4 layers, packed" in (await member.wait_for("machine"))["text"]
+        await member.wait_for("ready")
+        assert member.node._host is not None
+        claimed = [one for one in member.node._host.decisions.about("0") if one.what.startswith("takes layers")]
+        assert "its memory holds 4 of 4 layers" in claimed[-1].facts
 
 
 @in_virtual_time
