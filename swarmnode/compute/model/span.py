@@ -21,11 +21,12 @@ from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.packed import PackedLinear, Packings, packed_bytes
+from swarmnode.compute.model.packing.attention import attend_by_position
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
 from swarmnode.compute.model.quantize import Quantization
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
-from swarmnode.config import EXACT, PLAIN
+from swarmnode.config import EXACT, FAST, PLAIN
 from swarmnode.errors import LocalError
 
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
@@ -248,4 +249,7 @@ def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dty
     packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_packed}
     slices = checkpoint.open_slices(entries.keys() - packed.keys())
     weights = read_weights(packed, wanted, exact=products == EXACT, looked_up=f"{family.input_embedding}.weight")
-    return assemble(family, slices, start, end, dtype=wanted, packed=weights)
+    model = assemble(family, slices, start, end, dtype=wanted, packed=weights)
+    if products == FAST and weights:
+        attend_by_position(model)
+    return model
