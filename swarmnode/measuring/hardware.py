@@ -40,6 +40,7 @@ from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
+from swarmnode.plan.audits.judgement import KV8
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.swarm.records.sections import Machine, Section
@@ -53,7 +54,6 @@ log = logging.getLogger(__name__)
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
 PACKED = "packed"  # number format of products with rounded activations
-KV8 = "+kv8"  # part of the number format of nodes that keep their KV caches in 8 bits
 NAME_LENGTH = 48  # characters of a device's announced name
 
 
@@ -157,7 +157,7 @@ class Hardware:
     def number_format(self) -> str:
         """Announced name of dtype, KV cache and quantisation: replicas with the same one compute the same except for the last
         bits."""
-        kept = KV8 if self.config.kv == INT8_KV else ""
+        kept = f"+{KV8}" if self.config.kv == INT8_KV else ""
         if self.products == FAST:
             return PACKED + kept
         name = str(self.dtype).removeprefix("torch.") + kept
