@@ -5,8 +5,8 @@
 Two bootstrap peers give the weights; a node that has nothing but an invite fetches, loads, and says that it is ready. The raw
 baseline takes turns with it: the same bytes, half of them from each of two processes, over bare p2pd streams into one, which
 throws them away. `founding` is `describe_files` against plain hashing of the same warm files. Figures are medians over the runs,
-ratios within a run; `cpu_s_per_gb` counts all processes of a subject, their p2pds too, until the node is ready; `fetching_` until it has
-all bytes.
+ratios within a run. `cpu_s_per_gb` counts all processes of a subject, their p2pds too, until the node is ready; `fetching_` until
+it has all bytes.
 """
 
 from __future__ import annotations
