@@ -33,7 +33,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.packing.ggml import PACKAGE, library
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle
-from swarmnode.config import AUTO, EXACT, FAST, PLAIN, StageConfig
+from swarmnode.config import AUTO, EXACT, FAST, INT8_KV, PLAIN, StageConfig
 from swarmnode.counting import format_bytes, layers
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import MemoryLedger
@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
 PACKED = "packed"  # number format of products with rounded activations
+KV8 = "+kv8"  # part of the number format of nodes that keep their KV caches in 8 bits
 NAME_LENGTH = 48  # characters of a device's announced name
 
 
@@ -116,6 +117,8 @@ class Hardware:
             raise UsageError(
                 "a module computes in the dtypes that it was exported with: leave --quantize and --dtype alone"
             )
+        if (trains or is_graph) and config.kv != PLAIN:
+            raise UsageError(f"{'training' if trains else 'a module'} keeps no KV cache: leave --kv alone")
         devices = probe_devices(config.device)
         if is_graph and not trains and len(devices) > 1:
             raise UsageError(f"--device {config.device}: a module is served on one device of a node")
@@ -124,7 +127,7 @@ class Hardware:
         dtype = torch.float32 if fixed else _common_dtype(devices, _own_dtype(devices, checkpoint), config.dtype)
         packed = dtype is torch.float32 and _stays_packed(devices, checkpoint, config)
         products = _products(config) if packed else PLAIN
-        sizes = _sizes(checkpoint, dtype, config.quantize, trains=trains, keeps_packed=products != PLAIN)
+        sizes = _sizes(checkpoint, dtype, config, trains=trains, keeps_packed=products != PLAIN)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
         hardware = cls(
             lent,
@@ -152,10 +155,12 @@ class Hardware:
 
     @property
     def number_format(self) -> str:
-        """Announced name of dtype and quantisation: replicas with the same one compute the same except for the last bits."""
+        """Announced name of dtype, KV cache and quantisation: replicas with the same one compute the same except for the last
+        bits."""
+        kept = KV8 if self.config.kv == INT8_KV else ""
         if self.products == FAST:
-            return PACKED
-        name = str(self.dtype).removeprefix("torch.")
+            return PACKED + kept
+        name = str(self.dtype).removeprefix("torch.") + kept
         return name if self.quantize == "none" else f"{name}-{self.quantize}"
 
     @property
@@ -247,7 +252,8 @@ class Hardware:
             model=swarm_id.hex(),
             device=lent.device.name,
             memory_bytes=lent.device.total_bytes,
-            number_format=f"{self.dtype} {self.quantize if self.products == PLAIN else self.products}",
+            number_format=f"{self.dtype} {self.quantize if self.products == PLAIN else self.products}"
+            + (f" kv {self.config.kv}" if self.config.kv != PLAIN else ""),
             threads=torch.get_num_threads(),
             units=units,
             throttle=self.config.throttle_units_per_s or 0.0,
@@ -262,7 +268,7 @@ class Hardware:
         """Return this hardware computing in float32; None if it does so already, or the owner chose the dtype."""
         if self.dtype is torch.float32 or self.config.dtype != "auto":
             return None
-        sizes = unit_sizes(checkpoint, dtype=torch.float32, quantize=self.quantize)
+        sizes = unit_sizes(checkpoint, dtype=torch.float32, quantize=self.quantize, kv=self.config.kv)
         return replace(self, dtype=torch.float32, sizes=sizes)
 
     @property
@@ -326,13 +332,15 @@ def threads_of_devices(config: StageConfig) -> list[int | None]:
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
 
 
-def _sizes(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str, *, trains: bool, keeps_packed: bool) -> UnitSizes:
+def _sizes(
+    checkpoint: Checkpoint, dtype: torch.dtype, config: StageConfig, *, trains: bool, keeps_packed: bool
+) -> UnitSizes:
     """Return the sizes of the units, for serving or training."""
     if trains:
         return training_sizes(checkpoint)
     if isinstance(checkpoint, GraphCheckpoint):
         return graph_sizes(checkpoint)
-    return unit_sizes(checkpoint, dtype=dtype, quantize=quantize, keeps_packed=keeps_packed)
+    return unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize, keeps_packed=keeps_packed, kv=config.kv)
 
 
 def _width(checkpoint: Checkpoint) -> int:

@@ -131,9 +131,13 @@ class ModelSpan:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes of the KV cache of one token of one row, over all layers of the span."""
-        elements = sum(self.family.cache_elements_per_token(unit) for unit in range(self.start, self.end))
-        return elements * self.dtype.itemsize
+        """Bytes of the plain KV cache of one token of one row, over all layers of the span."""
+        return self.kv_bytes_per_token(PLAIN)
+
+    def kv_bytes_per_token(self, kv: str) -> int:
+        """Return the bytes of the KV cache of one token of one row in the form `kv`, over all layers of the span."""
+        units = range(self.start, self.end)
+        return sum(self.family.cache_bytes_per_token(unit, self.dtype.itemsize, kv) for unit in units)
 
     def pass_bytes(self, positions: int, rows: int) -> int:
         """Return the approximate bytes of one pass besides caches: a layer's values for `positions`, and logits of `rows`.

@@ -138,6 +138,7 @@ class _Library:
         }
         self.quantisers = {name: self._function(f"quantize_row_{_c_name(name)}", *row) for name in ACTIVATIONS}
         self.interleaved = self._interleaved_memory()
+        self.quantise_rows = self._row_quantiser()
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         function: Any = getattr(self._dll, name)
@@ -151,6 +152,14 @@ class _Library:
         except AttributeError:
             return None
         return kind
+
+    def _row_quantiser(self) -> Callable[..., Any] | None:
+        """Return the C function that rounds rows of floats to a format; None if the library has none."""
+        try:
+            arguments = (c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)
+            return self._function("ggml_quantize_chunk", c_size_t, *arguments)
+        except AttributeError:
+            return None
 
     def _dequantiser(self, name: str) -> Callable[..., Any] | None:
         """Return the C function (block, floats, count) for a format; None if the library has none."""
