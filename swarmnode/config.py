@@ -57,7 +57,7 @@ class StageConfig:
     device: str = "auto"  # or several: "cuda:0,cuda:1"
     dtype: str = "auto"
     quantize: str = "none"
-    products: str = "auto"  # of packed weights on CPUs; auto: exact if the dtype is float32 by choice, else fast
+    products: str = "auto"  # of packed weights; auto: exact if the dtype is float32 by choice, else fast
     kv: str = "plain"  # form of the KV cache; int8: per head and position
     memory_bytes: int | None = None  # of each card; of the machine if CPUs compute
     threads: int | None = None

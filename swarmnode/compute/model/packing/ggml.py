@@ -205,7 +205,7 @@ def library() -> _Library | None:
     return None
 
 
-def numbers_at(address: int) -> ctypes.Array[c_int64]:
+def numbers_at(address: int) -> Any:
     """Return the four sizes, or strides in bytes, that a tensor has at this address. Their change is the tensor's."""
     return (c_int64 * 4).from_address(address)
 
