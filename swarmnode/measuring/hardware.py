@@ -187,7 +187,23 @@ class Hardware:
             "cpu_cores": usable_cores(),
             "disk_free_bytes": shutil.disk_usage(home).free,
             "capacity_units": self.capacity_units,
+            "room": self.room,
         }
+
+    @property
+    def room(self) -> dict[str, Any]:
+        """Number of layers (`units`) that fit into the memory, `of` how many, and whether they stay `packed`."""
+        return {
+            "units": self.capacity_units,
+            "of": len(self.sizes.weight_bytes),
+            "packed": self.products != PLAIN,
+        }
+
+    @property
+    def holds(self) -> str:
+        """Text like "its 12 GB hold 31 of 50 layers, packed"."""
+        packed = "" if self.products == PLAIN else ", packed"
+        return f"its {format_bytes(self.memory_bytes)} hold {self.room['units']} of {self.room['of']} layers{packed}"
 
     @cached_property
     def capacity_units(self) -> int:
