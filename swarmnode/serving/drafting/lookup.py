@@ -20,7 +20,7 @@ from typing import NamedTuple
 GRAM = 2  # tokens that name a place
 MAX_TRIED = 16  # places compared for a match, the latest first
 MAX_MATCH = 32  # tokens compared at a place
-NEAR = 48  # tokens after the place of an edit in which the source may go on
+NEAR = 48  # tokens after the place of an edit: the source goes on there
 MAX_TOKENS = 1 << 16  # remembered; the older half is forgotten when there are more
 TOKEN_BYTES = 176  # of memory for each remembered token, measured: the text, its chain and an entry of the table
 LEAST_LIKELY = 0.2  # of a proposed token, by the matches that held before
