@@ -1,4 +1,4 @@
-"""Train a small model that copies its prompt with edits, for drafts.py: `python contrib/benchmarks/copying.py [--steps 900 500]`.
+"""Train a small model that copies its prompt with edits, for drafts.py: `python contrib/benchmarks/copying.py [--steps 500 250]`.
 
 The model is a byte-level Llama that `swarmnode train --local` teaches. Its texts are pieces of the standard library's sources. A
 copy follows each of them, with other words for `WORDS`. The first run uses short samples, which teach copying in fewer tokens;
@@ -25,8 +25,8 @@ import platformdirs
 
 END, COPY = "\0", "\x03"  # after a copy, and between a text and its copy
 WORDS = {"return": "yield", "None": "null", "self": "this", "import": "use"}
-LAYERS, HIDDEN, SEQUENCE, SHORT = 4, 128, 512, 128
-STEP_TOKENS, MICROBATCH_TOKENS = 8192, 4096
+LAYERS, HIDDEN, SEQUENCE, SHORT = 4, 128, 384, 128
+STEP_TOKENS, MICROBATCH_TOKENS = 6144, 3072
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 50
 VARIABLE = "SWARMNODE_TEST_MODELS"
 MAX_REPEAT = 30  # bytes: an answer that repeats a longer piece of itself would be a loop's
@@ -148,7 +148,7 @@ def predicted_share(folder: Path, count: int = 16) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, nargs=2, default=(900, 500), help="steps of the short and of the long run")
+    parser.add_argument("--steps", type=int, nargs=2, default=(500, 250), help="steps of the short and of the long run")
     folder = trained_model(tuple(parser.parse_args().steps))
     print(json.dumps({"folder": str(folder), "predicted_share": round(predicted_share(folder), 4)}))
 

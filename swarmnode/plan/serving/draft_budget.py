@@ -13,11 +13,12 @@ window is the w with the least T. It is 0 if guessing does not make a session fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 MAX_WINDOW = 32  # guesses in flight at most
+WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32)  # that are compared
 PASSES = 4  # that carry the guesses of a session, one behind the other
 KEPT, TURN_KEPT = 1 / 24, 1 / 8  # weight of a new verdict, and of a new turn
 EXPECTED = 0.7  # acceptance of a proposer before its first verdicts
@@ -40,8 +41,27 @@ class RowCost(NamedTuple):
     position_s: float
     sharing: int = 0
 
+    @classmethod
+    def of_speeds(cls, units: int, decode_units_per_s: float, prefill_units_per_s: float, sharing: int = 0) -> RowCost:
+        """Return the cost of rows at a peer that computes `units` layers of the route with its announced speeds; FREE if it has
+        announced none."""
+        if decode_units_per_s <= 0 or prefill_units_per_s <= 0:
+            return FREE
+        step_s, position_s = units / decode_units_per_s, units / prefill_units_per_s
+        return cls(max(0.0, step_s - position_s), min(step_s, position_s), sharing)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a pass over one position."""
+        return self.pass_s + self.position_s
+
 
 FREE = RowCost(0.0, 0.0)
+
+
+def busiest(hops: Iterable[RowCost]) -> RowCost:
+    """Return the cost at the hop where a row takes longest for all who wait; FREE without hops."""
+    return max(hops, key=lambda hop: hop.position_s * (1 + hop.sharing) + hop.pass_s, default=FREE)
 
 
 class Choice(NamedTuple):
@@ -132,6 +152,10 @@ class MeasuredBudget:
         probe = min(PROBE, self._max_window)
         return max(0 if one.resting else self._best(one).window or probe for one in known)
 
+    def trust(self, name: str) -> None:
+        """Expect all guesses of a proposer to be right, until verdicts say otherwise."""
+        self.proposer(name).acceptance = 1.0
+
     def token_s(self, name: str) -> float:
         """Return the seconds that a token should take with this proposer's best window."""
         return self._best(self.proposer(name)).token_s
@@ -141,7 +165,7 @@ class MeasuredBudget:
         if not self._turn_s:
             return Choice(0.0, min(PROBE * PASSES, self._max_window))
         cost = self._cost()
-        windows = range(1, self._max_window + 1)
+        windows = (window for window in WINDOWS if window <= self._max_window)
         best = min(Choice(token_s(window, proposer, self._turn_s, cost), window) for window in windows)
         return best if best.token_s < LEAST_GAIN * self._turn_s else Choice(self._turn_s, 0)
 
