@@ -27,6 +27,7 @@ END, COPY = "\0", "\x03"  # after a copy, and between a text and its copy
 WORDS = {"return": "yield", "None": "null", "self": "this", "import": "use"}
 LAYERS, HIDDEN, SEQUENCE, SHORT = 4, 128, 384, 128
 STEP_TOKENS, MICROBATCH_TOKENS = 6144, 3072
+STEPS = (500, 250)  # of the short and of the long run
 LEARNING_RATE, WARMUP_STEPS = 3e-3, 50
 VARIABLE = "SWARMNODE_TEST_MODELS"
 MAX_REPEAT = 30  # bytes: an answer that repeats a longer piece of itself would be a loop's
@@ -110,7 +111,7 @@ def taught(folder: Path, name: str, source: tuple[str, str], sequence: int, step
     return out
 
 
-def trained_model(steps: tuple[int, int]) -> Path:
+def trained_model(steps: tuple[int, int] = STEPS) -> Path:
     """Return the folder of the trained model, after training it if it is not in the cache."""
     cache = Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("swarmnode-tests"))
     place = cache / "copying-{}-{}".format(*steps)
@@ -148,7 +149,7 @@ def predicted_share(folder: Path, count: int = 16) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, nargs=2, default=(500, 250), help="steps of the short and of the long run")
+    parser.add_argument("--steps", type=int, nargs=2, default=STEPS, help="steps of the short and of the long run")
     folder = trained_model(tuple(parser.parse_args().steps))
     print(json.dumps({"folder": str(folder), "predicted_share": round(predicted_share(folder), 4)}))
 
