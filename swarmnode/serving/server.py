@@ -28,6 +28,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.link_codecs import CodecRules
 from swarmnode.serving.pipeline import Pipeline, Replicas
@@ -59,6 +60,7 @@ class StageServer:
     grammars: Grammars
     adapters: StageAdapters
     codec_rules: CodecRules = field(default_factory=CodecRules)
+    drafting: Drafting = no_drafting
 
     def __post_init__(self) -> None:
         self.draining = False

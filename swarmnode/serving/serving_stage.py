@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.loading import load_span
@@ -139,7 +140,9 @@ class ServingStage(Stage):
     def sections(self) -> tuple[Section, ...]:
         """Return the sections that announce this stage: hardware, speeds and load."""
         speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self.replicas])
-        load = ServingLoad(sessions=self.server.load, cache_tokens_free=self.server.free_cache_tokens)
+        server = self.server
+        drafts = min(server.config.max_drafts, MAX_DRAFTS)
+        load = ServingLoad(sessions=server.load, cache_tokens_free=server.free_cache_tokens, drafts=drafts)
         return self.hardware.section, speeds, load
 
     def readings(self) -> Readings:

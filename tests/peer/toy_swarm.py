@@ -143,9 +143,9 @@ class ToyWorker:
     def _result(self, job: Job) -> JobResult:
         first_unit, sums = self.caches[job.session]
         held = self.held[job.session]
-        if job.truncate is not None and job.truncate.to < len(held):
-            sums[:], self.lengths[job.session] = held[job.truncate.to], job.truncate.to
-            del held[job.truncate.to :]
+        if job.cut_to is not None and job.cut_to < len(held):
+            sums[:], self.lengths[job.session] = held[job.cut_to], job.cut_to
+            del held[job.cut_to :]
         assert job.start == self.lengths[job.session], "a gap or an overlap reached the worker"
         self.lengths[job.session] = job.end
         values = [value for info, payload in job.parts for value in unpack(info, payload)][job.skip :]
@@ -157,15 +157,14 @@ class ToyWorker:
         if isinstance(job.then, ForwardHidden):
             return JobResult(tensors=(pack(outputs),))
         if isinstance(job.then, Sample):
-            drawn = enumerate(outputs, job.start + 1)
-            is_final = job.then.sampler.is_final
-            return JobResult(
-                tokens=tuple(
-                    Drawn(position, (token,), is_final(position, token))
-                    for position, token in drawn
-                    if position >= job.then.first
-                )
-            )
+            sampler, begin = job.then.sampler, job.start + 1
+            first = max(begin, job.then.first)
+
+            def draw(position: int) -> Drawn:
+                token = outputs[position - begin]
+                return Drawn(position, (token,), sampler.is_final(position, token))
+
+            return JobResult(tokens=tuple(sampler.drawn_after(dict(job.guesses), first, draw, job.end + 1 - first)))
         return JobResult(tensors=(pack(outputs[-1:]),)) if job.want == Want.LAST else JobResult()
 
 
@@ -196,6 +195,7 @@ class ToyRouter(Router):
     def __init__(self, volunteers: list[Volunteer]) -> None:
         self._volunteers = volunteers
         self.suspected: list[PeerId] = []
+        self.most_drafts = 0
         self.observed_latency = ObservedLatency(clock=asyncio.get_running_loop().time)
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
@@ -212,6 +212,9 @@ class ToyRouter(Router):
 
     def suspect(self, peer: PeerId, reason: str) -> None:
         self.suspected.append(peer)
+
+    def drafts(self, route: Route) -> int:
+        return self.most_drafts
 
     async def changed(self) -> None:
         await asyncio.Event().wait()

@@ -1,13 +1,15 @@
 """Interfaces of drafting: the proposer of tokens that may follow, and the budget of how many of them are sent ahead.
 
-The first hop of a route owns one of each for a session. A guess never changes the text: the last hop draws each position as it would
-have drawn it alone, and a guess only lets the hops compute the next position before its token is known.
+The first hop of a route owns one of each for a session. A guess never changes the text: the last hop draws each position as it
+would have drawn it alone, and a guess only lets the hops compute the next position before its token is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from swarmnode.codec.messages import Open
 
 
 class Drafter(Protocol):
@@ -45,3 +47,11 @@ class DraftBudget(Protocol):
 
     def turn(self, took_s: float) -> None:
         """Record that the token of a position came back `took_s` seconds after the position was sent."""
+
+
+Drafting = Callable[[Open], tuple[Drafter, DraftBudget] | None]
+"""Function from the OPEN of a session, at its first hop, to a new proposer and its budget; None if the session shall not guess"""
+
+
+def no_drafting(_opened: Open) -> None:
+    """Return None: no session guesses."""

@@ -1,0 +1,74 @@
+"""Drafters of tests: one that knows the text, one that is always wrong, and one that is wrong at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from swarmnode.codec.messages import Open
+from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
+from tests.peer.toy_swarm import MODULUS, ToySwarm
+
+
+class Steady:
+    """A budget of a fixed number of guesses in flight. It keeps what it is told."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.accepted = 0
+        self.rejected = 0
+        self.turns_s: list[float] = []
+
+    def count(self, in_flight: int) -> int:
+        return self.most - in_flight
+
+    def verdict(self, proposer: str, accepted: int, rejected: int) -> None:
+        self.accepted += accepted
+        self.rejected += rejected
+
+    def turn(self, took_s: float) -> None:
+        self.turns_s.append(took_s)
+
+
+class Oracle:
+    """Knows the text, and says something else with probability `wrong`."""
+
+    name = "oracle"
+
+    def __init__(self, text: Sequence[int], wrong: float = 0.0, seed: int = 1) -> None:
+        self.text = list(text)
+        self.accepted: list[int] = []
+        self._wrong = wrong
+        self._random = random.Random(seed)
+
+    def push(self, ids: Sequence[int]) -> None:
+        self.accepted += ids
+        assert self.accepted == self.text[: len(self.accepted)], "only what is of the text counts as accepted"
+
+    def cut(self, length: int) -> None:
+        del self.accepted[length:]
+
+    def propose(self, guessed: Sequence[int], count: int) -> list[int]:
+        begin = len(self.accepted) + len(guessed)
+        right = self.text[begin : begin + count]
+        return [
+            (token + 1 + self._random.randrange(MODULUS - 2)) % MODULUS
+            if self._random.random() < self._wrong
+            else token
+            for token in right
+        ]
+
+
+class Drafts:
+    """Lets all volunteers of a swarm guess texts, and keeps the drafters and budgets that they made."""
+
+    def __init__(self, swarm: ToySwarm, text: Sequence[int], *, most: int = 8, wrong: float = 0.0) -> None:
+        self.text, self.most, self.wrong = text, most, wrong
+        self.budgets: list[Steady] = []
+        swarm.router.most_drafts = most
+        for one in swarm.volunteers:
+            one.server.drafting = self.of
+
+    def of(self, _opened: Open) -> tuple[Drafter, DraftBudget]:
+        self.budgets.append(Steady(self.most))
+        return Oracle(self.text, self.wrong, seed=len(self.budgets)), self.budgets[-1]
