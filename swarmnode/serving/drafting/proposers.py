@@ -1,0 +1,50 @@
+"""Drafter and budget of each session at its first hop, by what the client allows and what the route's hops announce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.messages import Open
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.serving.draft_budget import FREE, MeasuredBudget, RowCost, busiest
+from swarmnode.serving.drafting.choice import DrafterChoice
+from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
+from swarmnode.serving.drafting.forced import ForcedDrafter
+from swarmnode.serving.drafting.lookup import LookupDrafter
+from swarmnode.swarm.records.announcement import Announcement
+
+
+class Proposers:
+    """Maker of the drafter and the budget of a session.
+
+    `announced` returns the announcements of the known peers, this node included, and `load` the sessions that this node computes
+    now.
+    """
+
+    def __init__(self, announced: Callable[[], Mapping[PeerId, Announcement]], load: Callable[[], int]) -> None:
+        self._announced = announced
+        self._load = load
+
+    def __repr__(self) -> str:
+        return f"<Proposers beside {self._load()} sessions>"
+
+    def __call__(self, opened: Open) -> tuple[Drafter, DraftBudget]:
+        """Return a new drafter and budget for the session of `opened`."""
+        budget = MeasuredBudget(lambda: self._cost(opened.route), max_window=opened.drafts)
+        drafters: list[Drafter] = [LookupDrafter()]
+        if opened.sampling is not None and opened.sampling.grammar is not None:
+            drafters.insert(0, ForcedDrafter())
+            budget.trust(ForcedDrafter.name)
+        return DrafterChoice(drafters, budget), budget
+
+    def _cost(self, route: tuple[HopSpec, ...]) -> RowCost:
+        """Return the cost of rows at the busiest hop of a route, as far as its hops announce their speeds."""
+        known = self._announced()
+        costs = []
+        for place, hop in enumerate(route):
+            peer = known.get(hop.peer)
+            sessions = self._load() if place == 0 else 0 if peer is None else peer.sessions
+            speeds = (0.0, 0.0) if peer is None else (peer.decode_units_per_s, peer.prefill_units_per_s)
+            costs.append(RowCost.of_speeds(hop.end - hop.start, *speeds, sharing=max(0, sessions - 1)))
+        return busiest(costs) if costs else FREE
