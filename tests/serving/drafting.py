@@ -35,15 +35,16 @@ class Oracle:
 
     name = "oracle"
 
-    def __init__(self, text: Sequence[int], wrong: float = 0.0, seed: int = 1) -> None:
-        self.text = list(text)
+    def __init__(self, text: Sequence[int], wrong: float = 0.0, seed: int = 1, vocabulary: int = MODULUS) -> None:
+        self.text = text  # may change between the texts of a session
+        self._vocabulary = vocabulary
         self.accepted: list[int] = []
         self._wrong = wrong
         self._random = random.Random(seed)
 
     def push(self, ids: Sequence[int]) -> None:
         self.accepted += ids
-        assert self.accepted == self.text[: len(self.accepted)], "only what is of the text counts as accepted"
+        assert self.accepted == list(self.text[: len(self.accepted)]), "only what is of the text counts as accepted"
 
     def cut(self, length: int) -> None:
         del self.accepted[length:]
@@ -51,12 +52,10 @@ class Oracle:
     def propose(self, guessed: Sequence[int], count: int) -> list[int]:
         begin = len(self.accepted) + len(guessed)
         right = self.text[begin : begin + count]
-        return [
-            (token + 1 + self._random.randrange(MODULUS - 2)) % MODULUS
-            if self._random.random() < self._wrong
-            else token
-            for token in right
-        ]
+        return [self._other(token) if self._random.random() < self._wrong else token for token in right]
+
+    def _other(self, token: int) -> int:
+        return (token + 1 + self._random.randrange(self._vocabulary - 1)) % self._vocabulary
 
 
 class Drafts:

@@ -8,7 +8,7 @@ it holds, and the sender sends the rest again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -177,7 +177,7 @@ class Hop:
             is_cut = entry.count < entry.body.tensor.shape[1] or entry.end > end
             if entry.start >= end or (is_cut and not _is_divisible(entry)):
                 break
-            self.record(replace(entry if entry.end <= end else front(entry, end - entry.start), truncate=None))
+            self.record(replace(entry if entry.end <= end else _front(entry, end - entry.start), truncate=None))
         return self.end
 
     def cut(self, truncate: Truncate) -> None:
@@ -210,9 +210,7 @@ class Hop:
 
     def _cut_journal(self, to: int) -> None:
         self.end = to
-        self.journal = [
-            entry if entry.end <= to else front(entry, to - entry.start) for entry in self.journal if entry.start < to
-        ]
+        self.journal = list(until(self.journal, to))
         self._replayed = min(self._replayed, len(self.journal))
         self.journal_bytes = sum(entry.payload_bytes for entry in self.journal)
         self._count()
@@ -285,7 +283,14 @@ async def _answer(channel: Channel, ready: asyncio.Future[int]) -> int:
     return ready.result()
 
 
-def front(entry: Entry, count: int) -> Entry:
+def until(entries: Iterable[Entry], to: int) -> Iterator[Entry]:
+    """Yield the entries as far as they lie before position `to`; of an entry across it the front."""
+    for entry in entries:
+        if entry.start < to:
+            yield entry if entry.end <= to else _front(entry, to - entry.start)
+
+
+def _front(entry: Entry, count: int) -> Entry:
     """Return the entry with its first `count` positions. The payload stays whole if these are not its first bytes; then the entry
     sent after it cuts it."""
     if not _is_divisible(entry):

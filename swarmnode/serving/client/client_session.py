@@ -175,8 +175,8 @@ class ClientSession:
 
     @property
     def settled(self) -> SessionSpec:
-        """Specification with the codecs that the hops actually used, for computing the session again."""
-        return dataclasses.replace(self.spec, adapts=False, codecs=self._codecs.told)
+        """Specification with the codecs that the hops actually used, and without guesses, for computing the session again."""
+        return dataclasses.replace(self.spec, adapts=False, codecs=self._codecs.told, proposer="")
 
     @property
     def length(self) -> int:

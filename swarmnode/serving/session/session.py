@@ -44,7 +44,7 @@ from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.measuring.timing import Timing
 from swarmnode.measuring.trace import SessionTrace
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.links.hop import Hop, front
+from swarmnode.net.links.hop import Hop, until
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.drafting.first_hop import DraftLead
@@ -199,7 +199,6 @@ class StageSession:
         self._take_back(self.opened.epoch * EPOCH_TURNS, self.cursor.sure)
         self._downstream.settle(self.cursor.sure)
         self._guessed_jobs.drop_from(self.cursor.sure)
-        self.transcript.end()
         if self.lead is None or (former.drafts, former.proposer) != (self.opened.drafts, self.opened.proposer):
             self.lead = self._new_lead(begin=self.cursor.sure)
         if self.lead is not None:
@@ -211,6 +210,7 @@ class StageSession:
         back_to = self.cursor.begin_turn(turn, to)
         if back_to is not None:
             self._taken_back.note(turn, back_to)
+            self.transcript.take_back(back_to)
             self.computed = min(self.computed, back_to)
 
     def _in_force(self, opened: Open) -> bool:
@@ -411,10 +411,8 @@ class StageSession:
             self._output_stream.close(Error(result.error))
             self.free()
         elif isinstance(job.then, ForwardHidden):
-            for entry in entries_of(job, result.tensors):
-                if entry.start < end:
-                    entry = entry if entry.end <= end else front(entry, end - entry.start)
-                    self._downstream.send(entry, at_once=alone)
+            for entry in until(entries_of(job, result.tensors), end):
+                self._downstream.send(entry, at_once=alone)
             if job.count == 1 and not job.guessed:
                 self._timing.sent(job.end)
         elif result.tensors:
