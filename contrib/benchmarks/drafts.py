@@ -184,14 +184,14 @@ class Ring:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def over(cls, model: Path, delay_s: float, *extra: str) -> AsyncIterator[Ring]:
+    async def over(cls, model: Path, delay_s: float) -> AsyncIterator[Ring]:
         """Start the ring over relays of `delay_s` seconds each way."""
         with tempfile.TemporaryDirectory(prefix="swarmnode-drafts-") as name, contextlib.ExitStack() as stack:
             relay = stack.enter_context(DelayingRelay(delay_s))
             swarm = stack.enter_context(LocalSwarm(Path(name)))
             texts = Path(name) / "texts.json"
             swarm.environment[TEXTS] = str(texts)
-            await asyncio.to_thread(swarm.create, model, *extra)
+            await asyncio.to_thread(swarm.create, model)
             await asyncio.to_thread(swarm.bootstrap)
             units = load_swarm(swarm.file).manifest.model.units  # type: ignore[union-attr]
             cuts = [round(number * units / HOPS) for number in range(HOPS + 1)]
@@ -222,7 +222,7 @@ class Ring:
         """Generate all `works` at once. Returns their results, and the seconds behind the first tokens if there is one work, else
         of all."""
         began_s = time.perf_counter()
-        calls = (self.client.generate(work.prompt, drafts=drafts, **work.options) for work in works)
+        calls = (self.client.generate(work.prompt, drafts=drafts, compress="none", **work.options) for work in works)
         results = await asyncio.gather(*calls)
         whole_s = time.perf_counter() - began_s
         alone = results[0]
@@ -286,10 +286,9 @@ KINDS = {
 async def measured(kind: Kind, pairs: int, delay_s: float, model: Path) -> dict[str, Any]:
     """Measure a row, with an oracle's beside it."""
     delay_s = delay_s if kind.delay_s is None else kind.delay_s
-    extra = ("--byte-level",) if kind.copies else ()
     found = kind.works(pairs if kind.at_once == 1 else kind.at_once)
     works = [[work] for work in found] if kind.at_once == 1 else [(found * kind.at_once)[: kind.at_once]] * pairs
-    async with Ring.over(model, delay_s, *extra) as ring:
+    async with Ring.over(model, delay_s) as ring:
         await ring.run(works[0], "off")  # connections are made, and speeds known
         row = (await ring.pairs(works, kind.drafts)).report()
         if kind.drafts != "off":

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost, batch
+from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost, RowLoad, batch
 
 STAGES = 8
 KINDS = {"edits": 0.95, "code": 0.6, "free": 0.25}
@@ -57,6 +57,7 @@ class Stage:
     waiting: deque[Job] = field(default_factory=deque)
     sessions: int = 0
     busy: bool = False
+    load: RowLoad = field(default_factory=RowLoad)
 
 
 @dataclass(eq=False)
@@ -134,6 +135,8 @@ class Network:
             self.later(self._cost.pass_s + rows * self._cost.position_s, lambda: self._computed(stage, jobs))
 
     def _computed(self, stage: Stage, jobs: list[Job]) -> None:
+        rows = sum(len(job.rows) for job in jobs)
+        stage.load.note(self.now_s, rows * self._cost.position_s)
         for job in jobs:
             hop = job.session.route.index(stage) + 1
             there = job.session.route[hop % STAGES]
@@ -210,8 +213,10 @@ def measure(way: str, sessions: int, options: argparse.Namespace) -> dict[str, f
         if way in ("measured", "selfish"):
 
             def cost(route: list[Stage] = route) -> RowCost:
+                if way == "selfish":
+                    return RowCost(pass_s, position_s)
                 others = max(stage.sessions for stage in route) - 1
-                return RowCost(pass_s, position_s, others if way == "measured" else 0)
+                return RowCost(pass_s, position_s, others, route[0].load.share(network.now_s))
 
             budget = MeasuredBudget(cost, max_window=MAX_DRAFTS)
         kind = list(KINDS)[number % len(KINDS)]

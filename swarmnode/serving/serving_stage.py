@@ -117,7 +117,7 @@ class ServingStage(Stage):
                 grammars=Grammars(compiler, host.link_config.ledger, config),
                 adapters=StageAdapters(place.adapters, places, config, on_crash=host.supervisor.ends_conversation),
                 codec_rules=codec_rules_of(host, span.dtype),
-                drafting=Proposers(host.directory.peers, lambda: server.load),
+                drafting=Proposers(host.directory.peers, lambda: server),
             )
             undo.push_async_callback(server.close)
             await server.start()

@@ -12,7 +12,7 @@ from swarmnode.serving.drafting.drafter import Drafter
 class DrafterChoice:
     """Drafter that asks the most promising of several `drafters` first, and the next one if that proposes nothing.
 
-    A drafter is promising if a token takes little time with it, by the `budget`. `name` is the proposer of the latest guesses.
+    The `budget` says how many tokens/s each is worth. `name` is the proposer of the latest guesses.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class DrafterChoice:
 
         No drafter proposes beyond its own window. Returns an empty list if none proposes anything.
         """
-        for drafter in sorted(self._drafters, key=lambda one: self._budget.token_s(one.name)):
+        for drafter in sorted(self._drafters, key=lambda one: -self._budget.worth(one.name)):
             allowed = min(count, self._budget.window(drafter.name) - len(guessed))
             if allowed <= 0:
                 continue

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Open
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.serving.draft_budget import FREE, MeasuredBudget, RowCost, busiest
+from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost, busiest
 from swarmnode.serving.drafting.choice import DrafterChoice
 from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
 from swarmnode.serving.drafting.forced import ForcedDrafter
@@ -15,19 +16,30 @@ from swarmnode.serving.drafting.lookup import LookupDrafter
 from swarmnode.swarm.records.announcement import Announcement
 
 
+class BusyNode(Protocol):
+    """A node that computes sessions, like `StageServer`."""
+
+    @property
+    def load(self) -> int:
+        """Number of sessions in use."""
+
+    @property
+    def row_load(self) -> float:
+        """Share of the time that rows of all sessions take, between 0 and 1."""
+
+
 class Proposers:
     """Maker of the drafter and the budget of a session.
 
-    `announced` returns the announcements of the known peers, this node included, and `load` the sessions that this node computes
-    now.
+    `announced` returns the announcements of the known peers, this node included. `node` returns this node.
     """
 
-    def __init__(self, announced: Callable[[], Mapping[PeerId, Announcement]], load: Callable[[], int]) -> None:
+    def __init__(self, announced: Callable[[], Mapping[PeerId, Announcement]], node: Callable[[], BusyNode]) -> None:
         self._announced = announced
-        self._load = load
+        self._node = node
 
     def __repr__(self) -> str:
-        return f"<Proposers beside {self._load()} sessions>"
+        return f"<Proposers at {self._node()!r}>"
 
     def __call__(self, opened: Open) -> tuple[Drafter, DraftBudget]:
         """Return a new drafter and budget for the session of `opened`."""
@@ -40,11 +52,11 @@ class Proposers:
 
     def _cost(self, route: tuple[HopSpec, ...]) -> RowCost:
         """Return the cost of rows at the busiest hop of a route, as far as its hops announce their speeds."""
-        known = self._announced()
+        known, node = self._announced(), self._node()
         costs = []
         for place, hop in enumerate(route):
             peer = known.get(hop.peer)
-            sessions = self._load() if place == 0 else 0 if peer is None else peer.sessions
+            sessions = node.load if place == 0 else 0 if peer is None else peer.sessions
             speeds = (0.0, 0.0) if peer is None else (peer.decode_units_per_s, peer.prefill_units_per_s)
             costs.append(RowCost.of_speeds(hop.end - hop.start, *speeds, sharing=max(0, sessions - 1)))
-        return busiest(costs) if costs else FREE
+        return busiest(costs)._replace(load=node.row_load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 
 import pytest
@@ -11,10 +12,12 @@ from swarmnode.plan.serving.draft_budget import (
     FIRST_REST,
     LONGEST_REST,
     MAX_WINDOW,
+    OVER_S,
     PROBE,
     MeasuredBudget,
     Proposer,
     RowCost,
+    RowLoad,
     batch,
     token_s,
 )
@@ -24,6 +27,7 @@ def budget(cost: RowCost, *, turn_s: float, acceptance: float, name: str = "look
     one = MeasuredBudget(lambda: cost)
     one.turn(turn_s)
     one.proposer(name).acceptance = acceptance
+    one.proposer(name).allowed = MAX_WINDOW
     return one
 
 
@@ -76,15 +80,43 @@ def test_dear_rows_and_short_turns_mean_fewer_guesses() -> None:
     assert far > near
 
 
+def test_a_new_proposer_begins_with_few_guesses() -> None:
+    one = MeasuredBudget(lambda: RowCost(0.002, 0.001))
+    one.turn(0.15)
+    assert one.window() == PROBE
+    one.verdict("lookup", 3, 0)
+    assert one.window() == PROBE + 3
+
+
 def test_under_load_guesses_go_last() -> None:
     windows = [
-        budget(RowCost(0.004, 0.001, sharing), turn_s=0.05, acceptance=0.7).window("lookup") for sharing in (0, 4, 64)
+        budget(RowCost(0.004, 0.001, load=load), turn_s=0.05, acceptance=0.7)._best(Proposer(0.7)).window
+        for load in (0.0, 0.2, 0.6, 1.0)
     ]
-    assert windows[0] > windows[1] >= windows[2]
-    loaded = budget(RowCost(0.004, 0.004, 64), turn_s=0.05, acceptance=0.6)
+    assert windows == sorted(windows, reverse=True)
+    assert windows[0] > windows[1] > windows[-1] == 0
+    loaded = budget(RowCost(0.004, 0.004, load=1.0), turn_s=0.05, acceptance=0.6)
     loaded.verdict("lookup", 1, 1)
     assert loaded.window() == 0, "the others would lose more than the session gains"
     assert loaded.count(0) == 0
+
+
+def test_many_sessions_are_a_load_even_where_none_is_measured() -> None:
+    few, many = (RowCost(0.004, 0.001, sharing) for sharing in (0, 99))
+    assert few.crowding(0.1) < 0.05
+    assert many.crowding(0.1) == 1.0
+
+
+def test_the_load_of_a_device() -> None:
+    load = RowLoad()
+    for number in range(1, 2001):
+        load.note(number * 0.01, 0.004)
+    assert load.share(20.0) == pytest.approx(0.4, rel=0.02)
+    assert load.share(20.0 + OVER_S) == pytest.approx(0.4 / math.e, rel=0.02)
+    assert load.share(200.0) < 1e-6
+    for number in range(1, 2001):
+        load.note(200 + number * 0.01, 0.01)
+    assert load.share(220.0) == pytest.approx(1.0, rel=0.02)
 
 
 def test_guesses_go_in_batches() -> None:
@@ -138,7 +170,7 @@ def test_proposers_are_judged_apart() -> None:
         one.verdict("model", 0, 4)
         one.verdict("lookup", 4, 0)
     assert one.proposer("model").acceptance < 0.2 < 0.9 < one.proposer("lookup").acceptance
-    assert one.token_s("lookup") < one.token_s("model")
+    assert one.worth("lookup") > one.worth("model")
     assert one.window() == one.window("lookup") > one.window("model")
 
 
@@ -147,4 +179,4 @@ def test_a_slow_proposer_is_worth_less() -> None:
     one.turn(0.05)
     one.proposer("lookup").acceptance = one.proposer("model").acceptance = 0.8
     one.proposer("model").took(4, 0.2)
-    assert one.token_s("lookup") < one.token_s("model")
+    assert one.worth("lookup") > one.worth("model")

@@ -31,6 +31,8 @@ class Listed:
 def chosen(*drafters: Listed) -> tuple[DrafterChoice, MeasuredBudget]:
     budget = MeasuredBudget(lambda: RowCost(0.001, 0.0001))
     budget.turn(0.1)
+    for one in drafters:
+        budget.proposer(one.name).allowed = 32
     ticks = iter(range(1_000_000))
     return DrafterChoice(drafters, budget, clock=lambda: next(ticks) * 1e-6), budget
 
