@@ -38,7 +38,7 @@ from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSess
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.serving.client.router import Route, Router
 from swarmnode.serving.grammars import Grammars
-from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample
+from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, drop_from
 from swarmnode.serving.pipeline import Pipeline
 from swarmnode.serving.server import StageServer
 from swarmnode.serving.worker import Running
@@ -104,6 +104,7 @@ class ToyWorker:
         self.lengths: dict[int, int] = {}
         self.held: dict[int, list[list[int]]] = {}  # the sums before each position
         self.positions = 0
+        self.dropped = 0  # positions that were taken back before they were computed
         self.step_s = STEP_S
         self._jobs: deque[Job] = deque()
 
@@ -132,10 +133,16 @@ class ToyWorker:
         return len(self._jobs)
 
     def submit(self, job: Job) -> None:
+        if job.back_to is not None:
+            own = deque(one for one in self._jobs if one.session == job.session)
+            self.dropped += drop_from(own, job.back_to)
+            self._jobs = deque([*(one for one in self._jobs if one.session != job.session), *own])
         self._jobs.append(job)
         asyncio.get_running_loop().call_later(self.step_s, self._run, self.step_s)
 
     def _run(self, took_s: float) -> None:
+        if not self._jobs:
+            return
         job, ended_s = self._jobs.popleft(), asyncio.get_running_loop().time()
         if job.session in self.caches:
             job.done(job, self._result(job), Pass(ended_s - took_s, ended_s, 1))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
 from swarmnode.codec.messages import Open
-from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
-from tests.peer.toy_swarm import MODULUS, ToySwarm
+from swarmnode.serving.drafting.drafter import DraftBudget, Drafter, Drafting
+from tests.peer.toy_swarm import MODULUS, ToySwarm, expected
 
 
 class Steady:
@@ -56,6 +57,26 @@ class Oracle:
 
     def _other(self, token: int) -> int:
         return (token + 1 + self._random.randrange(self._vocabulary - 1)) % self._vocabulary
+
+
+class ToyDrafter(Oracle):
+    """Computes the toy model by itself, whatever the text, and says something else with probability `wrong`."""
+
+    def __init__(self, wrong: float = 0.0, seed: int = 1) -> None:
+        super().__init__([], wrong, seed)
+
+    def push(self, ids: Sequence[int]) -> None:
+        self.accepted += ids
+
+    def propose(self, guessed: Sequence[int], count: int) -> list[int]:
+        right = expected([*self.accepted, *guessed], count)
+        return [self._other(token) if self._random.random() < self._wrong else token for token in right]
+
+
+def toy_drafting(wrong: float, most: int = 8) -> Drafting:
+    """Let any session of the toy model guess."""
+    seeds = itertools.count()
+    return lambda _opened: (ToyDrafter(wrong, next(seeds)), Steady(most))
 
 
 class Drafts:
