@@ -42,9 +42,8 @@ class Oracle:
 
 def add_oracle() -> None:
     """Let this process's sessions use the oracle if their clients ask for it."""
-    from swarmnode.serving.drafting.proposers import Proposers
-
     from swarmnode.plan.serving.draft_budget import MeasuredBudget
+    from swarmnode.serving.drafting.proposers import Proposers
 
     usual = Proposers.__call__
 
@@ -53,7 +52,8 @@ def add_oracle() -> None:
             return usual(self, opened)
         _, budget = usual(self, opened)
         assert isinstance(budget, MeasuredBudget)
-        budget.trust(NAME)
+        known = budget.proposer(NAME)
+        known.acceptance, known.allowed = 1.0, opened.drafts
         return Oracle(json.loads(Path(os.environ[TEXTS]).read_text())), budget
 
     Proposers.__call__ = with_oracle  # type: ignore[method-assign]

@@ -168,11 +168,6 @@ class MeasuredBudget:
         probe = min(PROBE, self._max_window)
         return max(0 if one.resting else min(self._best(one).window or probe, one.allowed) for one in known)
 
-    def trust(self, name: str) -> None:
-        """Expect all guesses of a proposer to be right, until verdicts say otherwise."""
-        known = self.proposer(name)
-        known.acceptance, known.allowed = 1.0, self._max_window
-
     def worth(self, name: str) -> float:
         """Return the tokens/s that this proposer's best window brings, less those that other sessions lose."""
         return self._best(self.proposer(name)).worth

@@ -11,7 +11,6 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost, busiest
 from swarmnode.serving.drafting.choice import DrafterChoice
 from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
-from swarmnode.serving.drafting.forced import ForcedDrafter
 from swarmnode.serving.drafting.lookup import LookupDrafter
 from swarmnode.swarm.records.announcement import Announcement
 
@@ -44,11 +43,7 @@ class Proposers:
     def __call__(self, opened: Open) -> tuple[Drafter, DraftBudget]:
         """Return a new drafter and budget for the session of `opened`."""
         budget = MeasuredBudget(lambda: self._cost(opened.route), max_window=opened.drafts)
-        drafters: list[Drafter] = [LookupDrafter()]
-        if opened.sampling is not None and opened.sampling.grammar is not None:
-            drafters.insert(0, ForcedDrafter())
-            budget.trust(ForcedDrafter.name)
-        return DrafterChoice(drafters, budget), budget
+        return DrafterChoice([LookupDrafter()], budget), budget
 
     def _cost(self, route: tuple[HopSpec, ...]) -> RowCost:
         """Return the cost of rows at the busiest hop of a route, as far as its hops announce their speeds."""

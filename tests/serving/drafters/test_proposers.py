@@ -1,4 +1,4 @@
-"""Each session's proposers: a look-up, forced tokens with a grammar; and the budget knows the route's costs."""
+"""Each session's proposers, and a budget that knows the costs of the route."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.codec.sampling import Grammar, GrammarKind, Sampling
 from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost
 from swarmnode.serving.drafting.choice import DrafterChoice
 from swarmnode.serving.drafting.proposers import Proposers
@@ -14,9 +13,8 @@ from swarmnode.serving.drafting.proposers import Proposers
 ROUTE = (HopSpec("a", 0, 4), HopSpec("b", 4, 8))
 
 
-def opened(grammar: Grammar | None = None) -> Any:
-    sampling = Sampling(prompt_length=1, max_new_tokens=4, grammar=grammar)
-    return SimpleNamespace(route=ROUTE, drafts=16, proposer="lookup", sampling=sampling)
+def opened() -> Any:
+    return SimpleNamespace(route=ROUTE, drafts=16, proposer="lookup")
 
 
 def announced(**speeds: tuple[float, float, int]) -> Any:
@@ -28,15 +26,11 @@ def node(sessions: int, row_load: float = 0.0) -> Any:
     return lambda: SimpleNamespace(load=sessions, row_load=row_load)
 
 
-def test_a_session_looks_up_and_a_grammar_forces() -> None:
-    proposers = Proposers(dict, node(1))
-    plain, _ = proposers(opened())
-    forced, budget = proposers(opened(Grammar(GrammarKind.REGEX, "a+")))
-    assert isinstance(plain, DrafterChoice) and isinstance(forced, DrafterChoice)
-    assert [one.name for one in plain._drafters] == ["lookup"]
-    assert [one.name for one in forced._drafters] == ["forced", "lookup"]
+def test_a_session_looks_up() -> None:
+    drafter, budget = Proposers(dict, node(1))(opened())
+    assert isinstance(drafter, DrafterChoice)
+    assert [one.name for one in drafter._drafters] == ["lookup"]
     assert isinstance(budget, MeasuredBudget)
-    assert budget.worth("forced") >= budget.worth("lookup")
 
 
 def test_the_budget_knows_the_busiest_hop() -> None:
