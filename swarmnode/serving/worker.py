@@ -39,6 +39,7 @@ from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError
 from swarmnode.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
 from swarmnode.net.deadlines import Deadline, Expectation
+from swarmnode.plan.serving.draft_budget import RowLoad
 from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, drop_from, take
@@ -170,6 +171,7 @@ class Worker:
     def __post_init__(self) -> None:
         self.clock = self.executor.clock
         self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=self.longest_chunk_tokens)
+        self.row_load = RowLoad()
         self._stopwatch = Stopwatch(self.runner.span.device, clock=self.executor.clock)
         self._waiting: dict[int, deque[Job]] = {}
         self._draws: dict[int, deque[tuple[Job, Callable[[], JobResult], Pass]]] = {}  # in their order, by session
@@ -329,7 +331,9 @@ class Worker:
         for job in batch:
             if job.draws_by_grammar:
                 self.executor.post(self._draw, job, finishes[id(job)], run)
-        self.scheduler.ran(len(batch) * max(job.count for job in batch), run.ended_s - run.began_s)
+        positions = len(batch) * max(job.count for job in batch)
+        self.scheduler.ran(positions, run.ended_s - run.began_s)
+        self.row_load.note(run.ended_s, positions * self.scheduler.cost.position_s)
         unsound = {id(job) for job, result in zip(at_once, results, strict=True) if result.bad_input}
         for job in batch:
             if id(job) not in unsound:

@@ -221,7 +221,7 @@ class Drawn(NamedTuple):
     """Tokens drawn at a position, one for each row. `final` says that nothing follows.
 
     `logprobs` is in its wire format; empty if not wanted. `guessed` says that the input before was a guess, which was right;
-    `wasted` counts the wrong guesses since the token before.
+    `wasted` counts the wrong guesses since the token before. `forced` are the tokens that must follow by the grammar.
     """
 
     position: int
@@ -230,6 +230,7 @@ class Drawn(NamedTuple):
     logprobs: bytes = b""
     guessed: bool = False
     wasted: int = 0
+    forced: tuple[int, ...] = ()
 
 
 Draw = Callable[[Sequence[Tensor]], tuple[Drawn, ...]]
@@ -239,12 +240,16 @@ Draw = Callable[[Sequence[Tensor]], tuple[Drawn, ...]]
 class Sampler:
     """Sampler of one session of at most `max_length` positions, whose text follows the `grammar`.
 
-    If parameters count tokens, `tell` must give it the tokens that are not drawn here.
+    If parameters count tokens, `tell` must give it the tokens that are not drawn here. With each token it names at most `foresees`
+    tokens that must follow.
     """
 
-    def __init__(self, parameters: Sampling, max_length: int, grammar: GrammarMatcher | None = None) -> None:
+    def __init__(
+        self, parameters: Sampling, max_length: int, grammar: GrammarMatcher | None = None, *, foresees: int = 0
+    ) -> None:
         self._parameters = parameters
         self._grammar = grammar
+        self._foresees = foresees
         counts = parameters.counts_tokens
         self._history = TokenHistory(parameters.prompt_length, max_length) if counts else None
         self._needs_all = counts or parameters.logprobs is not None or bool(parameters.logit_bias)
@@ -334,7 +339,14 @@ class Sampler:
         token = int(sample(adjusted_V[None], self._parameters, position))
         if self._history is not None:
             self._history.set(position, [token])
-        return self._drawn(position, [token], self._logprobs(logits_V, token))
+        drawn = self._drawn(position, [token], self._logprobs(logits_V, token))
+        return drawn if drawn.final else drawn._replace(forced=self._forced(position + 1))
+
+    def _forced(self, position: int) -> tuple[int, ...]:
+        """Return the tokens that must stand at `position` and behind it."""
+        if not self._foresees or self._grammar is None or self._history is None:
+            return ()
+        return tuple(self._grammar.forced(self._history.drawn(position).tolist())[: self._foresees])
 
     def _logprobs(self, logits_V: Tensor, token: int) -> bytes:
         count = self._parameters.logprobs
