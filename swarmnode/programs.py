@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypedDict
 
 from swarmnode.compute.training.local import StepSummary
+from swarmnode.data.rules import DataSummary
 from swarmnode.errors import UsageError
 from swarmnode.files import default_home
 from swarmnode.membership.owner import InviteTerms, friends_invite
@@ -306,7 +307,7 @@ class _Training:
 
     # Listener
 
-    def begun(self, run: Run) -> None:
+    def begun(self, run: Run, data: DataSummary) -> None:
         """Take no notice of the complete settings."""
 
     def step(self, report: StepSummary) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from swarmnode.compute.training.local import StepSummary
+    from swarmnode.data.rules import DataSummary
     from swarmnode.swarm.records.run import Run
 
 RECENT_STEPS = 20
@@ -120,10 +121,10 @@ class TrainingView:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.reports)} steps>"
 
-    def begun(self, run: Run) -> None:
-        """Show that the data has been read and the run begins."""
+    def begun(self, run: Run, data: DataSummary) -> None:
+        """Show what the data holds, and that the run begins."""
         self.run = run
-        self._tell()
+        self._tell(note=f"Data: {data}")
 
     def step(self, report: StepSummary) -> None:
         """Log a finished step and show the new state."""
@@ -136,10 +137,12 @@ class TrainingView:
         self.why, self.missing = why, missing
         self._tell()
 
-    def _tell(self, report: StepSummary | None = None) -> None:
+    def _tell(self, report: StepSummary | None = None, *, note: str = "") -> None:
         if self.failure is not None:
             return
         try:
+            if note:
+                self.note(note)
             if report is not None:
                 for sink in self._sinks:
                     sink(step_json(report))
@@ -150,6 +153,10 @@ class TrainingView:
 
     def show(self) -> None:
         """Show the state after a change; the base class shows nothing."""
+
+    def note(self, text: str) -> None:
+        """Print a line that stays, on standard error if standard output is for scripts."""
+        say(text)
 
     # -- texts
 
@@ -189,6 +196,9 @@ class Lines(TrainingView):
         self._clock = clock
         self._told = ""
         self._told_s = -math.inf
+
+    def note(self, text: str) -> None:
+        say(text, err=self._as_json)
 
     def show(self) -> None:
         """Show the state after a change."""

@@ -27,6 +27,7 @@ from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.graph.costs.rates import REFERENCE
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import StageConfig
+from swarmnode.data.rules import DataSummary
 from swarmnode.errors import CheckpointError
 from swarmnode.founding.bootstraps import Bootstraps
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
@@ -183,7 +184,7 @@ class VirtualTrainer:
         finally:
             await self._client.close()
 
-    def begun(self, run: Run) -> None:
+    def begun(self, run: Run, _data: DataSummary) -> None:
         """Nothing to keep."""
 
     def step(self, report: StepSummary) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import patience_option
+from swarmnode.cli.options.data import DataOptions
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.options.training import AveragingOptions, CompressionOptions
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class ScheduleOptions:
     """Options of a training run. Each is the field of Run with the same name."""
 
-    steps: int = option(..., "Updates in the whole run.", typed=int)
+    steps: int = option(0, "Updates in the whole run.", show_default=False)
     batch: int = option(32, "Samples per step.")
     microbatch: int = option(0, "Samples that are computed together; default: 4.", show_default=False)
     sequence: int = option(0, "Tokens per sample; default: 128.", show_default=False)
@@ -73,9 +74,7 @@ class LocalOptions:
 def train(
     *,
     swarm: str = SWARM,
-    data: Path = option(
-        ..., "Text as a file, a folder or .jsonl; for a module, its inputs as .npz.", typed=Path, metavar="PATH"
-    ),
+    source: DataOptions,
     schedule: ScheduleOptions,
     averages: AveragingOptions,
     compression: CompressionOptions,
@@ -100,11 +99,12 @@ def train(
     from swarmnode.client.training.preparation import NO_DATA, check_early, check_trains
     from swarmnode.swarm.records.run import Run
 
+    data, rules = source.data, source.rules(schedule.steps)
     settings = Run(
         data=NO_DATA,
         averaging=averages.averaging(robust=robust),
         compression=compression.compression(),
-        **dataclasses.asdict(schedule),
+        **{**dataclasses.asdict(schedule), "steps": schedule.steps or 1},
     )
     check_early(data, settings)
     known, target = open_swarm(swarm, home), alone.out.absolute() if alone.out is not None else None
@@ -122,14 +122,14 @@ def train(
             await TrainingClient.join(known, watch.home, patience_s=patience) as client,
             watch.over(known.name, lambda: [*meter.readings(), *client.readings()]),
         ):
-            return await client.train(data, settings, meter, stop)
+            return await client.train(data, settings, meter, stop, rules)
 
     async def train_alone(meter: TrainerMeter, stop: asyncio.Event) -> int:
         place = LocalDevice(alone.device, alone.threads or None)
         output = None if target is None else OutputFolder(target, alone.force)
         what = (known, watch.home, data, settings, meter, stop)
         async with watch.over(known.name, meter.readings):
-            return await train_here(*what, place=place, output=output, patience_s=patience)
+            return await train_here(*what, place=place, rules=rules, output=output, patience_s=patience)
 
     work = train_alone if alone.local else train_with_others
     with training_view(as_json=as_json, log=log) as view:
@@ -139,7 +139,8 @@ def train(
             return work(TrainerMeter(view), stop)
 
         done = run_async(feed)
-    _say_where_it_stands(done, settings, alone, swarm, as_json=as_json)
+    run = settings if view.run is None else view.run
+    _say_where_it_stands(done, run, alone, swarm, as_json=as_json)
 
 
 def _say_where_it_stands(done: int, settings: Run, alone: LocalOptions, swarm: str, *, as_json: bool) -> None:

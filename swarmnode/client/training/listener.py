@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from swarmnode.compute.training.local import StepSummary
+from swarmnode.data.rules import DataSummary
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
 from swarmnode.swarm.records.run import Run
@@ -13,11 +14,12 @@ from swarmnode.swarm.records.run import Run
 class Listener(Protocol):
     """Listener of a training's progress. Its methods are called in the event loop's thread and must not block."""
 
-    def begun(self, run: Run) -> None:
+    def begun(self, run: Run, data: DataSummary) -> None:
         """Report that the data has been read.
 
         Args:
             run: All settings of the run.
+            data: What the data holds, and how often the run passes it.
         """
 
     def step(self, report: StepSummary) -> None:
@@ -50,10 +52,10 @@ class TrainerMeter:
     def __repr__(self) -> str:
         return f"<TrainerMeter after {self._last}, {'waiting' if self._waiting else 'going on'}>"
 
-    def begun(self, run: Run) -> None:
+    def begun(self, run: Run, data: DataSummary) -> None:
         """Remember the settings of the run, and pass them on to the other listener."""
         self._run = run
-        self._listener.begun(run)
+        self._listener.begun(run, data)
 
     def step(self, report: StepSummary) -> None:
         """Count a finished step, and pass the report on to the other listener."""

@@ -8,12 +8,19 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.client.tokenizer import Tokenizer
+from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
 from swarmnode.compute.graph.boundary import ARRAYS_SUFFIX, array_batches, token_length, token_windows
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.datasets.corpus import token_batches
+from swarmnode.compute.training.datasets.sample_batches import SampleBatches
+from swarmnode.compute.training.lm import can_pack
+from swarmnode.data.arrays import read_arrays
+from swarmnode.data.rows import make_rows
+from swarmnode.data.rules import DataRules, steps_of
+from swarmnode.data.samples import ARRAYS, TEXT, read_samples, sample_kind
 from swarmnode.errors import UsageError
 from swarmnode.plan.compression import is_allowed
 from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
@@ -27,19 +34,34 @@ MICROBATCH = 4  # samples
 Prepared = tuple[Run, Batches]
 
 
-def prepare(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+def prepare(
+    manifest: Manifest, folder: Path, data: Path, settings: Run, rules: DataRules = DataRules(), *, begins: bool = True
+) -> Prepared:
     """Read the data for the model whose config and tokenizer, or graph, are in `folder`, and complete the settings.
 
-    A `sequence` or `microbatch` of 0 is replaced by a default. Raises UsageError if model, data and settings do not fit.
+    A `sequence` or `microbatch` of 0 is replaced by a default, and the steps by those of `rules.epochs`. Without `begins`, texts
+    do not begin with the model's BOS, as in runs of older versions. Raises UsageError if model, data and settings do not fit.
     """
     check_trains(manifest)
     check_compression(manifest, settings.compression.rule)
-    ready = _for_text if manifest.kind == CAUSAL_LM else _for_graph
-    run, batches = ready(manifest, folder, data, settings)
-    run = msgspec.structs.replace(run, data=batches.fingerprint)
+    if manifest.kind == CAUSAL_LM:
+        run, batches = _for_text(manifest, folder, data, settings, rules, begins=begins)
+    else:
+        run, batches = _for_graph(manifest, folder, data, settings)
+    samples = batches.samples(run)  # raises if there is not one sample
+    steps = steps_of(rules.epochs, samples, run.batch) if rules.epochs else run.steps
+    run = msgspec.structs.replace(run, data=batches.fingerprint, steps=steps)
     check_run(run)
-    batches.samples(run)  # raises if there is not one sample
     return run, batches
+
+
+def as_older_versions(manifest: Manifest, folder: Path, data: Path, settings: Run, rules: DataRules) -> list[Prepared]:
+    """Return what earlier versions made of the same data and settings, so that a run that one of them began can go on.
+
+    They counted all microbatches the same, and no text began with BOS.
+    """
+    found = [prepare(manifest, folder, data, settings, rules, begins=begins) for begins in (True, False)]
+    return [(msgspec.structs.replace(run, label_weights=msgspec.UNSET), batches) for run, batches in found]
 
 
 def check_early(data: Path, settings: Run) -> None:
@@ -74,7 +96,9 @@ def check_compression(manifest: Manifest, rule: str) -> None:
         raise UsageError(f"--compress {rule}: the swarm {manifest.name} does not allow it; choose auto")
 
 
-def _for_text(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+def _for_text(
+    manifest: Manifest, folder: Path, data: Path, settings: Run, rules: DataRules, *, begins: bool
+) -> Prepared:
     config = load_config(folder / CONFIG_FILE)
     # Models without a table of positions take more.
     usual = getattr(config, "max_position_embeddings", None) or SEQUENCE
@@ -84,10 +108,22 @@ def _for_text(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Pr
         raise UsageError(f"--sequence {sequence} is more than the model's {positions} positions: lower it")
     run = _with(settings, sequence, settings.microbatch or min(MICROBATCH, settings.batch))
     check_run(run)  # before reading the data, which may take long
+    kind = sample_kind(data)
     if not has_tokenizer(file.name for file in manifest.files):
+        if kind != TEXT:
+            raise UsageError(
+                f"{data} holds samples, which need a tokenizer, and this model has bytes as tokens: give text"
+            )
         return run, token_batches(data, config.vocab_size)
-    tokenizer = Tokenizer(folder)
-    return run, token_batches(data, config.vocab_size, tokenizer.encode_document, tokenizer.separator)
+    own = Tokenizer(folder)
+    tokenizer = TrainingTokenizer(own)
+    if kind == TEXT:
+        begin = tokenizer.begin if begins else None
+        return run, token_batches(data, config.vocab_size, own.encode_document, own.separator, begin)
+    pack = rules.packs and can_pack(config, sequence)
+    samples = read_arrays(data, sequence) if kind == ARRAYS else read_samples(data, tokenizer, rules.loss)
+    batches = SampleBatches(make_rows(samples, sequence, pack=pack), config.vocab_size)
+    return msgspec.structs.replace(run, label_weights=True), batches
 
 
 def _for_graph(_manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:

@@ -149,8 +149,7 @@ def check_run(run: Run) -> None:
         or (run.averaging.codec not in SPARSE_CODECS and not run.averaging.rank),
         "averaging by line without factors": not (run.averaging.by_line and run.averaging.rank),
         "a rank of which factors alternate": run.averaging.rank > 0 or not run.averaging.alternating,
-        "label weights of a module, or none": run.label_weights is msgspec.UNSET
-        or (run.weighs_labels and not run.sequence),
+        "label weights, or none": run.label_weights in (msgspec.UNSET, True),
         f"a compression out of {', '.join(COMPRESSIONS)}": run.compression.rule in COMPRESSIONS,
         f"a top-k ratio from 1 to {MAX_RATIO:g}": 1 <= run.compression.ratio <= MAX_RATIO,
     }

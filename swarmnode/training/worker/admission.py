@@ -21,7 +21,10 @@ def refusal_of(body: Forward | Labels, sender: PeerId, here: PeerId, run: Run, k
         return ErrorCode.MALFORMED
     if sender != body.sender or not is_sealed(key, body):
         return ErrorCode.REFUSED
-    return None if is_of_its_size(body.values, run) else ErrorCode.MALFORMED
+    weighed = isinstance(body, Labels) and run.weighs_labels and bool(run.sequence)
+    if weighed and (len(body.values) < 2 or body.values[-1].shape != (1,)):
+        return ErrorCode.MALFORMED
+    return None if is_of_its_size(body.values[:-1] if weighed else body.values, run) else ErrorCode.MALFORMED
 
 
 def is_of_its_size(values: Sequence[TensorInfo], run: Run) -> bool:

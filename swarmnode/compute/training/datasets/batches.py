@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.training.segment import Values
+from swarmnode.data.rules import DataSummary
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Run
 
@@ -71,6 +72,12 @@ class Batches(ABC):
     @abstractmethod
     def samples(self, run: Run) -> int:
         """Return the number of different samples."""
+
+    def summary(self, run: Run) -> DataSummary:
+        """Return the numbers of samples and tokens, and how often the run's steps pass them."""
+        samples = self.samples(run)
+        tokens = samples * run.sequence
+        return DataSummary(samples, tokens, samples, 0, run.steps * run.batch / samples)
 
     @abstractmethod
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
