@@ -23,17 +23,42 @@ class Rows:
     """Rows of tokens, all of one length.
 
     `ids_NT` (uint32) are tokens, `labels_NT` (int32) the same or -100 where no label counts, and `positions_NT` (int32) the places
-    of the tokens in their samples: a sample begins where it is 0. `samples`, `tokens` and `cut` count what came: all samples, their
-    tokens, and the samples that were longer than a row.
+    of the tokens in their samples: a sample begins where it is 0. `held_N2` counts the samples and the tokens in each row, and
+    `cut` the samples that were longer than a row.
     """
 
     ids_NT: np.ndarray
     labels_NT: np.ndarray
     positions_NT: np.ndarray
-    samples: int
-    tokens: int
+    held_N2: np.ndarray
     cut: int
     is_packed: bool
+
+    def split(self, share: float) -> tuple[Rows, Rows]:
+        """Return the first rows, and the last ones, which are that `share` of all (at least one row each).
+
+        Raises UsageError if there are fewer than two rows.
+        """
+        count = len(self.ids_NT)
+        if count < 2:
+            raise UsageError("the data fill one row, so none can be held out; give more data or --eval-data")
+        cut = min(count - 1, max(1, round(count * (1 - share))))
+        return self._part(slice(0, cut)), self._part(slice(cut, count))
+
+    def _part(self, rows: slice) -> Rows:
+        return Rows(
+            self.ids_NT[rows], self.labels_NT[rows], self.positions_NT[rows], self.held_N2[rows], 0, self.is_packed
+        )
+
+    @property
+    def samples(self) -> int:
+        """Number of samples in the rows."""
+        return int(self.held_N2[:, 0].sum())
+
+    @property
+    def tokens(self) -> int:
+        """Number of the samples' tokens in the rows, without padding."""
+        return int(self.held_N2[:, 1].sum())
 
     @property
     def fingerprint(self) -> bytes:
@@ -81,7 +106,7 @@ def make_rows(samples: Iterable[TokenSample], length: int, *, pack: bool) -> Row
         why = "no sample has a label that counts within --sequence tokens" if came else "there is no sample in it"
         raise UsageError(f"the data is empty: {why}; give other data or a longer --sequence")
     places = _packed(store.lengths(), length) if pack else [[number] for number in range(len(store.ends) - 1)]
-    return _laid_out(store, places, length, came, cut, pack=pack)
+    return _laid_out(store, places, length, cut, pack=pack)
 
 
 def _packed(lengths: list[int], room: int) -> list[list[int]]:
@@ -102,10 +127,10 @@ def _packed(lengths: list[int], room: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
-def _laid_out(store: _Store, places: list[list[int]], length: int, came: int, cut: int, *, pack: bool) -> Rows:
+def _laid_out(store: _Store, places: list[list[int]], length: int, cut: int, *, pack: bool) -> Rows:
     shape = len(places), length
     ids_NT, labels_NT = np.full(shape, PADDING, np.uint32), np.full(shape, NO_LABEL, np.int32)
-    positions_NT = np.zeros(shape, np.int32)
+    positions_NT, held_N2 = np.zeros(shape, np.int32), np.zeros((len(places), 2), np.int64)
     ids_N, counts_N = np.frombuffer(store.ids, np.uint32), np.frombuffer(store.counts, np.uint8)
     for row, numbers in enumerate(places):
         begin = 0
@@ -118,5 +143,6 @@ def _laid_out(store: _Store, places: list[list[int]], length: int, came: int, cu
             labels_NT[row, held] = np.where(counted, ids_N[first:last].astype(np.int32), NO_LABEL)
             positions_NT[row, held] = np.arange(last - first)
             begin = held.stop
+        held_N2[row] = len(numbers), begin
         positions_NT[row, begin:] = np.arange(length - begin)  # padding is a document of its own
-    return Rows(ids_NT, labels_NT, positions_NT, came, len(ids_N), cut, pack)
+    return Rows(ids_NT, labels_NT, positions_NT, held_N2, cut, pack)

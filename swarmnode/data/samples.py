@@ -55,7 +55,9 @@ class TokenSample(NamedTuple):
     counts: list[bool]
 
 
-def read_samples(path: Path, tokenizer: SampleTokenizer, loss: LearntTokens = LearntTokens.ANSWERS) -> Iterator[TokenSample]:
+def read_samples(
+    path: Path, tokenizer: SampleTokenizer, loss: LearntTokens = LearntTokens.ANSWERS
+) -> Iterator[TokenSample]:
     """Yield the samples of a file of records, in order; a record of several answers may give several.
 
     Raises UsageError, naming the file and the line, for a record that gives no sample, or is of another kind than the first one.
@@ -102,7 +104,9 @@ def _named(kind: Iterable[str]) -> str:
     return " and ".join(sorted(kind))
 
 
-def _samples(record: DataRecord, kind: frozenset[str], tokenizer: SampleTokenizer, loss: LearntTokens) -> Iterator[TokenSample]:
+def _samples(
+    record: DataRecord, kind: frozenset[str], tokenizer: SampleTokenizer, loss: LearntTokens
+) -> Iterator[TokenSample]:
     fields = record.fields
     if "messages" in kind:
         tools = _tools(record)

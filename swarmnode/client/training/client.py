@@ -16,7 +16,7 @@ from swarmnode.checkpoints.states import state_board, survey
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.listener import Listener
 from swarmnode.client.training.preparation import as_older_versions, check_trains, prepare
-from swarmnode.codec.training_messages import Lease
+from swarmnode.codec.training_messages import NOT_EVALUATED, Lease
 from swarmnode.codec.training_messages import StepReport as SwarmReport
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
@@ -46,6 +46,7 @@ class TrainingClient(SwarmObserver):
         super().__init__(host)
         self._weights = Weights(host)
         self._receipts = ReceiptIssuer(host)
+        self.fed = 0  # microbatches that this trainer has fed
 
     @classmethod
     async def join(
@@ -123,7 +124,8 @@ class TrainingClient(SwarmObserver):
         await self._host.close()
 
     def _sign(self, run: Run, lease: Lease) -> None:
-        """Give a receipt to each peer that took part in a finished microbatch."""
+        """Count a finished microbatch, and give a receipt to each peer that took part in it."""
+        self.fed += 1
         units: Counter[PeerId] = Counter()
         for hop in lease.route:
             units[hop.peer] += hop.end - hop.start
@@ -155,6 +157,7 @@ def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
     def tell(report: SwarmReport) -> None:
         tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown if the coordinator was lost
         summary = StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm)
-        listener.step(replace(summary, expected_s=report.expected_s))
+        held_out_loss = None if report.held_out_loss == NOT_EVALUATED else report.held_out_loss
+        listener.step(replace(summary, expected_s=report.expected_s, held_out_loss=held_out_loss))
 
     return tell

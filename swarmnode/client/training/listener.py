@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Protocol
 
 from swarmnode.compute.training.local import StepSummary
@@ -36,6 +38,42 @@ class Listener(Protocol):
             why: A sentence that gives the reason.
             missing: The layers without a holder; may be empty.
         """
+
+
+class EarlyStopping:
+    """Listener that passes everything on to another listener, and calls `stop` after `patience` evaluations without a lower loss of
+    held-out data (0: never). `stopped` says why, and is empty before."""
+
+    def __init__(self, listener: Listener, patience: int) -> None:
+        self.stopped = ""
+        self.stop: Callable[[], None] = lambda: None
+        self._listener = listener
+        self._patience = patience
+        self._best: tuple[float, int] = (math.inf, 0)  # loss, and its step
+        self._worse = 0
+
+    def __repr__(self) -> str:
+        return f"<EarlyStopping after {self._worse} of {self._patience} evaluations>"
+
+    def begun(self, run: Run, data: DataSummary) -> None:
+        """Pass the settings on."""
+        self._listener.begun(run, data)
+
+    def step(self, report: StepSummary) -> None:
+        """Pass a step on, and stop if its held-out loss is one too many that is no lower."""
+        self._listener.step(report)
+        if report.held_out_loss is None:
+            return
+        self._best = min(self._best, (report.held_out_loss, report.step))
+        self._worse = 0 if self._best[1] == report.step else self._worse + 1
+        if self._patience and self._worse >= self._patience and not self.stopped:
+            loss, step = self._best
+            self.stopped = f"the held-out loss was lowest, {loss:.4f}, at step {step}"
+            self.stop()
+
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        """Pass the reason on."""
+        self._listener.waiting(why, missing)
 
 
 class TrainerMeter:

@@ -7,8 +7,8 @@ Rows of several documents carry a second value to every boundary, positions_BT: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from swarmnode.compute.serving.window import AttentionCache, sliding_layers
 from swarmnode.compute.training.randomness import CounterDropout, draws_dropout, reseed
 from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.errors import ProtocolError
+from swarmnode.swarm.records.recipe import Recipe
 
 NO_LABEL = -100
 PACKING_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "phi3", "gemma"})
@@ -81,6 +82,7 @@ class SpanSegment(Segment):
         self.device = span.device
         self.means = 1
         self._seed = 0
+        self._smoothing = self._z_loss = 0.0
         self._dropout = CounterDropout()
         self._drops = draws_dropout(span.model, span.config)
         self._cache = NothingKept(span.config)
@@ -96,6 +98,23 @@ class SpanSegment(Segment):
     def positions(self) -> int | None:
         """Most positions of the family's position table; None if positions have no limit."""
         return self.span.position_limit
+
+    def aim(self, recipe: Recipe) -> None:
+        self._smoothing, self._z_loss = recipe.label_smoothing, recipe.z_loss
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Turn dropout off in the `with` block, and the terms of the objective that are for training alone."""
+        drops, aims = self._drops, (self._smoothing, self._z_loss)
+        self._drops, self._smoothing, self._z_loss = False, 0.0, 0.0
+        if drops:
+            self.span.model.eval()
+        try:
+            yield
+        finally:
+            self._drops, (self._smoothing, self._z_loss) = drops, aims
+            if drops:
+                self.span.model.train()
 
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
         """Return the parameters by block, see `Segment`. A tied head's matrix has the embedding's name, wherever it is held."""
@@ -135,7 +154,7 @@ class SpanSegment(Segment):
             )
         if end < self.units:
             return (output, *values[1:])
-        loss = next_token_loss(output, labels[0])
+        loss = next_token_loss(output, labels[0], smoothing=self._smoothing, z_loss=self._z_loss)
         return (loss * shares[0] if shares else loss,)
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
@@ -215,8 +234,11 @@ class SpanSegment(Segment):
             raise ProtocolError(f"the microbatch has {count} positions, but the model only {self.positions}")
 
 
-def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor, *, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Return the mean cross-entropy of each next token that has a label, in float32; 0 if none has.
+
+    `smoothing` gives that share of each label to the whole vocabulary. `z_loss` times the mean squared log-sum-exp of the logits is
+    added (PaLM, arXiv 2204.02311).
 
     A label excludes the last position, which avoids a copy of the logits.
     """
@@ -225,7 +247,8 @@ def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
     if (next_N == NO_LABEL).all():  # asked on the host, where labels are: a card is not waited for
         return logits_NV.sum() * 0.0
     next_N = next_N.to(logits_NV.device, non_blocking=logits_NV.device.type == "cuda")
-    return functional.cross_entropy(logits_NV, next_N, ignore_index=NO_LABEL)
+    loss = functional.cross_entropy(logits_NV, next_N, ignore_index=NO_LABEL, label_smoothing=smoothing)
+    return loss + z_loss * logits_NV[next_N != NO_LABEL].logsumexp(1).square().mean() if z_loss else loss
 
 
 def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str = "cpu") -> SpanSegment:

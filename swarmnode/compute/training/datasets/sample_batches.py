@@ -24,7 +24,7 @@ class SampleBatches(Batches):
                 f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
                 "use the tokenizer that belongs to the model"
             )
-        self.content = rows
+        self.content, self._vocabulary = rows, vocabulary
         self.fingerprint = rows.fingerprint
         self._labels_N = (rows.labels_NT != NO_LABEL).sum(axis=1)
 
@@ -41,6 +41,11 @@ class SampleBatches(Batches):
         epochs = run.steps * run.batch / self.samples(run)
         return DataSummary(content.samples, content.tokens, self.samples(run), content.cut, epochs)
 
+    def split(self, share: float, run: Run) -> tuple[SampleBatches, SampleBatches]:
+        """Return the first rows, and the last ones, which are that `share` of all. Raises UsageError if there are too few."""
+        trained, held_out = self.content.split(share)
+        return SampleBatches(trained, self._vocabulary), SampleBatches(held_out, self._vocabulary)
+
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
         """Return the rows with these `numbers` as one microbatch, its labels without a share."""
         content = self.content
@@ -49,13 +54,23 @@ class SampleBatches(Batches):
             tuple(_tensor(values_NT, numbers) for values_NT in given), (_tensor(content.labels_NT, numbers),)
         )
 
+    def in_order(self, number: int, run: Run) -> Microbatch:
+        """Return microbatch `number` of the rows in their own order, with its share of the labels of all held-out microbatches."""
+        count = run.evaluations_at(0)
+        rows = [range(one * run.microbatch, (one + 1) * run.microbatch) for one in range(count)]
+        counts_M = [self._labels_N[[*numbers]].sum() for numbers in rows]
+        return self._weighed(self.rows([*rows[number]], run), counts_M[number] / np.mean(counts_M))
+
     def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
         """Return microbatch `number` of step `step`. The last label is its share: its labels over the mean of the step's
         microbatches."""
         made = super().microbatch(step, number, run)
         counts_M = [self._labels_N[self._numbers(step, one, run)].sum() for one in range(run.microbatches)]
-        share = torch.tensor([counts_M[number] / np.mean(counts_M)], dtype=torch.float32)
-        return made._replace(labels=(*made.labels, share))
+        return self._weighed(made, counts_M[number] / np.mean(counts_M))
+
+    @staticmethod
+    def _weighed(made: Microbatch, share: float) -> Microbatch:
+        return made._replace(labels=(*made.labels, torch.tensor([share], dtype=torch.float32)))
 
 
 def _tensor(values_NT: np.ndarray, numbers: list[int]) -> Tensor:

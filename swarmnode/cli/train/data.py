@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.errors import UsageError
-from swarmnode.terminal.option import option
+from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
     from swarmnode.data.rules import DataRules
@@ -19,11 +19,9 @@ LOSSES = ("answers", "all")
 class DataOptions:
     """Options of the data that a training reads."""
 
-    data: Path = option(
-        ...,
+    data: Path | None = path_option(
         "Text or a folder of it; .jsonl (also .gz, .bz2, .xz, .zst), .parquet or a folder of datasets with messages, "
         "prompt and completion, or text; .npz of token ids, or of a module's inputs.",
-        typed=Path,
         metavar="PATH",
     )
     epochs: float = option(0.0, "Passes over the data, instead of --steps.", show_default=False)
@@ -32,6 +30,18 @@ class DataOptions:
     )
     pack: bool = option(True, "Put several conversations into one row; none of them sees another.", "--pack/--no-pack")
 
+    eval_data: Path | None = path_option("Held-out data to evaluate on, of the same kind.", metavar="PATH")
+    eval_share: float = option(0.0, "Share of the data to hold out for evaluation, instead of --eval-data.")
+    eval_every: int = option(0, "Steps between two evaluations; the last step evaluates, too.", min=0)
+    eval_patience: int = option(0, "Stop after this many evaluations without a lower loss; 0: never.", min=0)
+
+    @property
+    def path(self) -> Path:
+        """Path of the data. Raises UsageError if it is not given."""
+        if self.data is None:
+            raise UsageError("what shall it learn? Give --data with a file or folder")
+        return self.data
+
     def rules(self, steps: int) -> DataRules:
         """Return the rules of the data. Raises UsageError unless either `steps` or epochs are given."""
         from swarmnode.data.rules import DataRules, check_rules
@@ -39,6 +49,10 @@ class DataOptions:
 
         if bool(steps) == bool(self.epochs):
             raise UsageError("how long shall it train? Give either --steps or --epochs")
-        rules = DataRules(LearntTokens(self.loss), self.pack, self.epochs)
+        if self.eval_patience and not self.eval_every:
+            raise UsageError("--eval-patience needs --eval-every")
+        rules = DataRules(
+            LearntTokens(self.loss), self.pack, self.epochs, self.eval_data, self.eval_share, self.eval_every
+        )
         check_rules(rules)
         return rules
