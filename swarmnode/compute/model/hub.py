@@ -72,7 +72,7 @@ class HubCheckpoint(Checkpoint):
             hint = f"; download one of its GGUF files, as {gguf}, and give its path" if gguf else ""
             hint += f" (`fit` also takes {repository}/{gguf})" if gguf else ""
             raise CheckpointError(f"{repository}: has no {CONFIG_FILE}, so it is not a model of transformers{hint}")
-        self.entries = self._remote_entries()
+        self._take(self._remote_entries())
 
     def __repr__(self) -> str:
         return f"HubCheckpoint({self.repository}, {len(self.entries)} tensors)"

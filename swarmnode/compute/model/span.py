@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
-from swarmnode.compute.model.assemble import assemble
+from swarmnode.compute.model.assemble import Packed, assemble
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.packed import PackedLinear, Packings, packed_bytes
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
+from swarmnode.compute.model.packing.quantised_weights import plain_slices, read_quantised
 from swarmnode.compute.model.quantize import Quantization
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
@@ -241,7 +242,12 @@ def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dty
     own: torch.dtype = checkpoint.dtype
     wanted = own if isinstance(dtype, str) else dtype
     entries = {name: checkpoint.entries[name] for name in checkpoint.tensors_of(start, end)}
-    packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_packed}
+    packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_gguf}
     slices = checkpoint.open_slices(entries.keys() - packed.keys())
-    weights = read_weights(packed, wanted, exact=products == EXACT, looked_up=f"{family.input_embedding}.weight")
-    return assemble(family, slices, start, end, dtype=wanted, packed=weights)
+    held: Packed = read_weights(packed, wanted, exact=products == EXACT, looked_up=f"{family.input_embedding}.weight")
+    quantised = checkpoint.quantised
+    if quantised is not None and products != PLAIN:
+        slices, held = read_quantised(quantised, slices, family, wanted, exact=products == EXACT)
+    elif quantised is not None:
+        slices = plain_slices(quantised, slices, quantised.packed & slices.keys())
+    return assemble(family, slices, start, end, dtype=wanted, packed=held)

@@ -34,16 +34,30 @@ class TensorEntry:
     begin: int
     end: int
     heads: int = 0  # of a packed rotary projection whose rows llama.cpp has interleaved; 0: the rows are in order
+    values: int | None = (
+        None  # of a parameter that a quantised tensor stands for (0: its scales); None: is not quantised
+    )
+    memory: int | None = None  # bytes that it takes while it stays packed; None: as many as in the file
 
     @property
-    def is_packed(self) -> bool:
+    def is_gguf(self) -> bool:
         """Whether the tensor is in a format of GGUF."""
         return self.file.name.endswith(GGUF_SUFFIX)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the tensor stays packed in memory: it is in a format of GGUF, or quantised."""
+        return self.is_gguf or self.values is not None
+
+    @property
     def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+        """Number of elements, of a quantised tensor those of the parameter that it stands for."""
+        return math.prod(self.shape) if self.values is None else self.values
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that it takes in memory while it stays packed."""
+        return self.nbytes if self.memory is None else self.memory
 
     @property
     def nbytes(self) -> int:
