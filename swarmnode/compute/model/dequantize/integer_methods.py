@@ -23,7 +23,9 @@ def unpack(words_WC: Tensor, bits: int) -> Tensor:
     They are int16 if a byte holds whole values, which takes a tenth of the time, else int64.
     """
     if 8 % bits == 0:
-        bytes_WBC = words_WC.contiguous().view(torch.uint8).view(*words_WC.shape, WORD_BITS // 8).transpose(1, 2)
+        bytes_WBC = (
+            words_WC.contiguous().flatten().view(torch.uint8).view(*words_WC.shape, WORD_BITS // 8).transpose(1, 2)
+        )
         parts = [bytes_WBC >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
         return torch.stack(parts, 2).reshape(-1, words_WC.shape[1]).short()
     words = words_WC.long() & 0xFFFFFFFF
