@@ -10,6 +10,7 @@ from swarmnode.errors import UsageError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "nf4")
 PRODUCTS = AUTO, EXACT, FAST, PLAIN = ("auto", "exact", "fast", "plain")
+KV_FORMS = PLAIN, INT8_KV = ("plain", "int8")
 CAPTURES = ("auto", "off")
 COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "topk", "adatopk", "slowest")
 DEVICES = re.compile(r"auto|all|cpu|mps|cuda|(cuda|cpu):\d{1,3}(,\1:\d{1,3})*")
@@ -56,7 +57,8 @@ class StageConfig:
     device: str = "auto"  # or several: "cuda:0,cuda:1"
     dtype: str = "auto"
     quantize: str = "none"
-    products: str = "auto"  # of packed weights on CPUs; auto: exact if the dtype is float32 by choice, else fast
+    products: str = "auto"  # of packed weights; auto: exact if the dtype is float32 by choice, else fast
+    kv: str = "plain"  # form of the KV cache; int8: per head and position
     memory_bytes: int | None = None  # of each card; of the machine if CPUs compute
     threads: int | None = None
     cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights
@@ -88,6 +90,7 @@ class StageConfig:
             ("--dtype", self.dtype, DTYPES),
             ("--quantize", self.quantize, QUANTIZATIONS),
             ("--products", self.products, PRODUCTS),
+            ("--kv", self.kv, KV_FORMS),
             ("--compress", self.compress, COMPRESSIONS),
             ("--capture", self.capture, CAPTURES),
         ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.packing.ggml import library
+from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
 from swarmnode.founding.swarm_creation import from_folders
@@ -95,6 +97,45 @@ async def test_several_sessions_and_a_kill(packed: Packed, tmp_path: Path) -> No
                     await swarm.member(stream.result.route[place].peer).kill()
             assert stream.result.ids == packed.plain.alone(PROMPT, NEW)
             assert stream.result.reroutes >= 1
+
+
+def fast_alone(packed: Packed, prompt: list[int]) -> list[int]:
+    """Return what one process without company generates with fast products, one token a pass."""
+    checkpoint = Checkpoint(packed.folder)
+    span = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products="fast")
+    runner = StageRunner(span, RunnerConfig(cache_bytes=1 << 24))
+    runner.open(0, rows=1, max_length=len(prompt) + NEW)
+    ids, x = [], torch.tensor([prompt])
+    for _ in range(NEW):
+        x = runner.run([StepInput(0, x)])[0].output.argmax(dim=-1)
+        ids.append(int(x))
+    return ids
+
+
+@in_virtual_time
+async def test_fast_products_say_the_same_in_company_at_other_cuts_and_after_a_kill_and_a_hang(
+    packed: Packed, tmp_path: Path
+) -> None:
+    spans = {"a1": "0:2", "b1": "2:4", "a2": "0:2", "b2": "2:4", "a3": "0:3", "b3": "3:4"}
+    prompts = [[*PROMPT, *range(at, 2 * at)] for at in range(8)]
+    alone = [fast_alone(packed, prompt) for prompt in prompts]
+    async with swarm_of(packed, tmp_path, spans, products="fast") as (swarm, client):
+        results = await asyncio.gather(*(client.generate(prompt, max_new_tokens=NEW) for prompt in prompts))
+        assert [result.ids for result in results] == alone
+        with ExitStack() as hung:
+            for place, prompt in enumerate(prompts[-2:]):
+                stream = await client.stream(prompt, max_new_tokens=NEW)
+                count = 0
+                async for _ in stream:
+                    count += 1
+                    if count == NEW // 2:
+                        struck = swarm.member(stream.result.route[place].peer)
+                        if place == 0:
+                            await struck.kill()
+                        else:
+                            hung.enter_context(struck.hanging())
+                assert stream.result.ids == alone[place - 2]
+                assert stream.result.reroutes >= 1
 
 
 @in_virtual_time

@@ -84,7 +84,7 @@ def host(
     guests: GuestOptions,
     doors: HostDoorOptions,
     adapters: dict[str, Path] = ADAPTERS,
-    node: Annotated[NodeOptions, "memory_bytes device quantize nat_port_map lan"],
+    node: Annotated[NodeOptions, "memory_bytes device quantize kv nat_port_map lan"],
     page: PageOptions,
     owner: NewOwnerOptions,
     home: Path = HOME,

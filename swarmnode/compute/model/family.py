@@ -15,9 +15,11 @@ from typing import Any
 
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import ModelTrace, trace_model
+from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
 SPLITTABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+KV_SCALE_BYTES = 2  # of a head's keys or values at one position in 8 bits
 KEYS = ("quantization_config", "compression_config")
 
 
@@ -86,6 +88,14 @@ class Family(ModelTrace):
         if not 1 <= unit <= self.layer_count:
             return 0
         return sum(heads * dim for heads, dim in self.cache_shapes[unit - 1])
+
+    def cache_bytes_per_token(self, unit: int, itemsize: int, kv: str = PLAIN) -> int:
+        """Return the bytes that the KV cache of one unit keeps per token and row, in elements of `itemsize` bytes or, if `kv` is
+        "int8", of one byte with a scale per head; 0 for the embedding and the head."""
+        elements = self.cache_elements_per_token(unit)
+        if kv == PLAIN or not elements:
+            return elements * itemsize
+        return elements + KV_SCALE_BYTES * sum(heads for heads, _ in self.cache_shapes[unit - 1])
 
     def units_of_tensor(self, name: str) -> tuple[int, ...]:
         """Return the units that need the checkpoint's tensor `name`; none if the model has no such tensor.

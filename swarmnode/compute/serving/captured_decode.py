@@ -46,6 +46,7 @@ class StaticColumns(AttentionCache):
         super().__init__(cohort.windows)
         self.column = torch.tensor(cohort.end, device=cohort.device)
         self._buffers = cohort.buffers
+        self._store = cohort.store
         self._first_kept = first_kept(cohort)
         self._columns = {layer: cohort.columns_in(layer) for layer in cohort.buffers}
 
@@ -68,11 +69,8 @@ class StaticColumns(AttentionCache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values (rows, heads, 1, dim) and return all columns of the layer. Called by attention."""
-        keys, values = self._buffers[layer_idx]
         place_1 = (self.column - self._first_kept.get(layer_idx, 0)).view(1)
-        keys.index_copy_(2, place_1, key_states)
-        values.index_copy_(2, place_1, value_states)
-        return keys, values
+        return self._store.write_at(self._buffers[layer_idx], key_states, value_states, place_1)
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:  # type: ignore[override]
         """Return the number of columns in use, on the device, as transformers' own static cache does."""

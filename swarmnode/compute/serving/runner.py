@@ -22,6 +22,7 @@ from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
 from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
 from swarmnode.compute.throttle import Throttle
+from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
 
@@ -34,13 +35,15 @@ WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
 class RunnerConfig:
     """Bounds of a runner: memory for KV caches, and positions (rows x T) that one pass may take from a prompt.
 
-    `windows` replaces the windows of sliding layers. `capture` replays decode steps as CUDA graphs, on CUDA devices.
+    `windows` replaces the windows of sliding layers. `capture` replays decode steps as CUDA graphs, on CUDA devices. `kv` is the
+    form of the caches: "plain" or "int8".
     """
 
     cache_bytes: int
     prefill_positions: int = 2048
     windows: Windows | None = None
     capture: bool = True
+    kv: str = PLAIN
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class StageRunner:
         self.span = span
         self.config = config
         self._throttle = throttle or Throttle()
-        self.pool = CachePool(span, config.cache_bytes, ledger, windows=config.windows)
+        self.pool = CachePool(span, config.cache_bytes, ledger, windows=config.windows, kv=config.kv)
         self._longest_pass = min(
             (window.room for window in self.pool.windows.values()), default=config.prefill_positions
         )

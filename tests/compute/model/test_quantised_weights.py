@@ -13,9 +13,9 @@ from torch import Tensor
 
 from swarmnode.compute.capacity.memory import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing.blocks import WHOLE_NUMBERS, mxfp4_rows
 from swarmnode.compute.model.packing.ggml import FORMATS, dequantise, library
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by
+from swarmnode.compute.model.packing.quantised_folders.blocks import WHOLE_NUMBERS, mxfp4_rows
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.model.tensor_check import check_tensors
 from swarmnode.compute.serving.loading import load_span

@@ -12,8 +12,8 @@ from swarmnode.compute.model.dequantize.float_methods import Mxfp4
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, TransposedWeight
-from swarmnode.compute.model.packing.quantised import QuantisedTensors
-from swarmnode.compute.model.packing.quantised_matrix import packed_experts, packed_matrix
+from swarmnode.compute.model.packing.quantised_folders.quantised_matrix import packed_experts, packed_matrix
+from swarmnode.compute.model.packing.quantised_folders.quantised_tensors import QuantisedTensors
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
 

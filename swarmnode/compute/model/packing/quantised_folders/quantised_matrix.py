@@ -10,9 +10,9 @@ from torch import Tensor
 
 from swarmnode.compute.model.dequantize.float_methods import Mxfp4
 from swarmnode.compute.model.dequantize.packed_matrix import Grid, Method, PackedMatrix
-from swarmnode.compute.model.packing.blocks import BLOCK, WHOLE_NUMBERS, WholeNumbers, mxfp4_rows
 from swarmnode.compute.model.packing.ggml import FORMATS, TILE_ELEMENTS, GgmlMatrix, aligned
-from swarmnode.compute.model.packing.packed_weight import Matrix
+from swarmnode.compute.model.packing.packed_weight import MatrixProducts
+from swarmnode.compute.model.packing.quantised_folders.blocks import BLOCK, WHOLE_NUMBERS, WholeNumbers, mxfp4_rows
 
 LARGEST_GROWTH = 1.5  # of the bytes in memory over those in the file: a larger format is not worth its faster products
 
@@ -49,7 +49,7 @@ class TiledMatrix:
 class OrderedMatrix:
     """Matrix whose inputs are in another order than those of `matrix`: input i of that one is input order_I[i] here."""
 
-    def __init__(self, matrix: Matrix, order_I: Tensor) -> None:
+    def __init__(self, matrix: MatrixProducts, order_I: Tensor) -> None:
         self.name, self.outputs, self.inputs = matrix.name, matrix.outputs, matrix.inputs
         self._matrix, self._order_I = matrix, order_I.int()
         self.nbytes = matrix.nbytes + self._order_I.nbytes
@@ -68,7 +68,7 @@ class OrderedMatrix:
 class ScaledMatrix:
     """Matrix whose row o is that of `matrix` times scales_O[o]."""
 
-    def __init__(self, matrix: Matrix, scales_O: Tensor) -> None:
+    def __init__(self, matrix: MatrixProducts, scales_O: Tensor) -> None:
         self.name, self.outputs, self.inputs = matrix.name, matrix.outputs, matrix.inputs
         self._matrix, self._scales_O = matrix, scales_O
         self.nbytes = matrix.nbytes + scales_O.nbytes
@@ -82,7 +82,7 @@ class ScaledMatrix:
         return self._matrix.rows(numbers_N) * self._scales_O[numbers_N, None]
 
 
-def packed_matrix(method: Method, matrix: PackedMatrix, *, exact: bool) -> Matrix:
+def packed_matrix(method: Method, matrix: PackedMatrix, *, exact: bool) -> MatrixProducts:
     """Return the matrix (O, I) for products; its tensors are copied or rewritten. Raises CheckpointError if they do not fit."""
     outputs, inputs = method.shape(matrix)
     if inputs % BLOCK == 0:
@@ -94,7 +94,7 @@ def packed_matrix(method: Method, matrix: PackedMatrix, *, exact: bool) -> Matri
     return TiledMatrix(method, matrix)
 
 
-def packed_experts(method: Mxfp4, matrix: PackedMatrix, *, exact: bool) -> Iterator[Matrix]:
+def packed_experts(method: Mxfp4, matrix: PackedMatrix, *, exact: bool) -> Iterator[MatrixProducts]:
     """Yield the matrices (O, I) of a layer's experts in MXFP4. Raises CheckpointError if the tensors do not fit together."""
     _, outputs, inputs = method.shape(matrix)
     form = FORMATS["MXFP4"]
@@ -129,7 +129,7 @@ class _Blocks:
         return None
 
 
-def _written(form: WholeNumbers, method: Method, matrix: PackedMatrix, *, exact: bool) -> Matrix | None:
+def _written(form: WholeNumbers, method: Method, matrix: PackedMatrix, *, exact: bool) -> MatrixProducts | None:
     """Return the matrix in a format of GGUF; None if that would change a value."""
     outputs, inputs = method.shape(matrix)
     kind = FORMATS[form.name]
@@ -149,7 +149,7 @@ def _written(form: WholeNumbers, method: Method, matrix: PackedMatrix, *, exact:
             return None
         integers_OI = grid.integers_OI if blocks.order_I is None else grid.integers_OI[:, blocks.order_I]
         rows_OB[first:last] = form.rows(integers_OI, halves_OG[:, blocks.group_B])
-    found: Matrix = GgmlMatrix(rows_OB, kind, inputs, exact=exact)
+    found: MatrixProducts = GgmlMatrix(rows_OB, kind, inputs, exact=exact)
     if not (scales_O == 1).all():
         found = ScaledMatrix(found, scales_O)
     return found if blocks is None or blocks.order_I is None else OrderedMatrix(found, blocks.order_I)
