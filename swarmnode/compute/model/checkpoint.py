@@ -21,6 +21,7 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.packing.quantised_folders.quantised_tensors import QuantisedTensors
 from swarmnode.compute.model.packing.tensor_entry import (
     MAX_TOLD_CHARS,
+    FileSlice,
     TensorEntry,
     packed_entries,
     packed_slices,
@@ -166,6 +167,15 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file}: cannot be read: {error}; check its permissions") from error
         return slices
+
+    def read_slices(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the named tensors as slices like `open_slices`. Those that are quantised are not mapped, but read when asked for.
+
+        Raises CheckpointError if a file cannot be read.
+        """
+        names = set(names)
+        quantised = {name for name in names if self.entries[name].values is not None}
+        return {**self.open_slices(names - quantised), **{name: FileSlice(self.entries[name]) for name in quantised}}
 
 
 @lean()

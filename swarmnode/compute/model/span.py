@@ -266,7 +266,7 @@ def load_model(
     wanted = own if isinstance(dtype, str) else dtype
     entries = {name: checkpoint.entries[name] for name in checkpoint.tensors_of(start, end)}
     packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_gguf}
-    slices = checkpoint.open_slices(entries.keys() - packed.keys())
+    slices = checkpoint.read_slices(entries.keys() - packed.keys())
     device = torch.device(packed_on)
     embedding = f"{family.input_embedding}.weight"
     held: Packed = read_weights(packed, wanted, exact=products == EXACT, looked_up=embedding, device=device)

@@ -47,11 +47,6 @@ class PackedMatrix:
             shapes = {suffix.lstrip("._"): tuple(tensor.shape) for suffix, tensor in self.beside.items()}
             raise CheckpointError(f"{self.name} {tuple(self.packed.shape)}: {what} (beside it: {shapes})")
 
-    def owned(self) -> PackedMatrix:
-        """Return a copy in memory of its own: a mapped file that someone cuts short would end the process."""
-        beside = {suffix: tensor.clone() for suffix, tensor in self.beside.items()}
-        return replace(self, packed=self.packed.clone(), beside=beside)
-
     def cut(self, axes: Mapping[str, int], first: int, last: int, outputs: int) -> PackedMatrix:
         """Return rows [first, last) of `outputs`. `axes` has the dimension of the outputs for the packed tensor ("") and the
         companions that have one; a size of 1 there belongs to all rows."""

@@ -23,7 +23,7 @@ class TiledMatrix:
     def __init__(self, method: Method, matrix: PackedMatrix) -> None:
         self.name = type(method).__name__
         self.outputs, self.inputs = method.shape(matrix)
-        self._method, self._matrix = method, matrix.owned()
+        self._method, self._matrix = method, matrix
         self.nbytes = self._matrix.nbytes
         self._cuts = list(_cuts(method, matrix, self.outputs, self.inputs))
 
