@@ -32,6 +32,7 @@ from swarmnode.swarm.records.manifest import (
     OPEN,
     PACKED_FORMAT,
     PRIVATE,
+    QUANTISED_FORMAT,
     SERVE,
     SERVING_CODECS,
     TRAIN,
@@ -195,6 +196,8 @@ def _format(source: ModelSource, adapters: AdapterSource | None) -> int:
     """Return the lowest number of a manifest's format that has what this swarm needs."""
     if any(file.name == PACKED_NAME for file in source.files):
         return PACKED_FORMAT
+    if source.quantised:
+        return QUANTISED_FORMAT
     return FORMAT if adapters is None else ADAPTERS_FORMAT
 
 
