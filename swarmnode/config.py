@@ -33,6 +33,7 @@ class ServerConfig:
     max_compiling: int = 16  # grammars waiting to be compiled
     compile_s: float = 20.0  # how long a session waits for its grammar, and the first session for the tokenizer
     adapter_s: float = 1.5  # how long a session waits for its adapter: shorter than its client waits for READY
+    max_drafts: int = 16  # guessed positions of one session in flight; 0: none
     longest_chunk_tokens: int = (
         1024  # prompt tokens in one pass, on devices where further positions cost next to nothing
     )
@@ -57,7 +58,7 @@ class StageConfig:
     device: str = "auto"  # or several: "cuda:0,cuda:1"
     dtype: str = "auto"
     quantize: str = "none"
-    products: str = "auto"  # of packed weights on CPUs; auto: exact if the dtype is float32 by choice, else fast
+    products: str = "auto"  # of packed weights; auto: exact if the dtype is float32 by choice, else fast
     kv: str = "plain"  # form of the KV cache; int8: per head and position
     memory_bytes: int | None = None  # of each card; of the machine if CPUs compute
     threads: int | None = None
@@ -67,7 +68,7 @@ class StageConfig:
         "auto"  # codec of tensors between stages in training: auto, a codec, or a top-k rule; a run may override it
     )
     throttle_units_per_s: float | None = None  # compute no faster than this, to have unequal peers on one machine
-    capture: str = "auto"  # decode steps as CUDA graphs if the device and the model family can
+    capture: str = "auto"  # decode steps are replayed if the device and the model family can
     min_holders: int = 2  # back up the states of units that fewer nodes train on other peers' disks; below 2: none
     share: float = 1.0  # largest share of the time that serving may keep the device busy
     audit_share: float = 0.03  # share of the training compute spent on recomputing replicas' microbatches

@@ -37,7 +37,8 @@ def open_model(
     """Open a checkpoint from a local folder, a GGUF file or a hub id, which for a GGUF file is organisation/model:QUANT.
 
     Quantised weights are dequantised into the folder `out` (all files of a quantised hub model are downloaded), and the
-    checkpoint there is returned. With `packs`, those of a GGUF file stay where they are, and `out` gets an index of them.
+    checkpoint there is returned. With `packs`, those of a GGUF file stay where they are, and `out` gets an index of them; a
+    quantised checkpoint that generates text is returned as it is, and `out` is not made.
 
     Raises UsageError if `model` is neither a folder, a GGUF file nor a hub id, or if `out` is not free; CheckpointError if
     it is damaged or its quantisation is not supported; LocalError if the disk is too small.
@@ -67,8 +68,10 @@ def open_model(
         if settings is None:
             return checkpoint
         source = QuantisedCheckpoint(checkpoint, settings)
-        if isinstance(checkpoint, HubCheckpoint):
-            checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
+        tensors = checkpoint.open_slices(checkpoint.tensor_names)  # of the hub: every shard, with a progress bar
+        if packs and checkpoint.quantised is not None and _task_of(checkpoint) == GENERATE:
+            checkpoint.quantised.check(tensors, progress)
+            return checkpoint
     if path.exists() and out.exists() and path.samefile(out):
         raise UsageError(f"{model} is the folder for its plain weights: choose another name for the swarm")
     check_free(out, force=force)
@@ -110,7 +113,8 @@ class ModelSource:
     """A model to found a swarm on: the folder with the weights, the files of it that count, and the model's description.
 
     `vocabulary` is the size of a language model's vocabulary, None if unknown. `remarks` are for the founder. `original` is
-    the path or hub id of the checkpoint that the folder was made from, quantised or an encoder's; else empty.
+    the path or hub id of the checkpoint that the folder was made from, quantised or an encoder's; else empty. `quantised`: the
+    folder is a quantised checkpoint, whose weights stay packed.
     """
 
     folder: Path
@@ -120,6 +124,7 @@ class ModelSource:
     vocabulary: int | None = None
     remarks: tuple[str, ...] = ()
     original: str = ""
+    quantised: bool = False
 
     @classmethod
     def of_graph(
@@ -152,6 +157,7 @@ def from_model(
     """
     from swarmnode.founding.encoder_source import write_encoder
 
+    packs = packs and task in (None, GENERATE)
     checkpoint = open_model(model, out, packs=packs, force=force, progress=progress)
     task = task or _task_of(checkpoint)
     if task != GENERATE:
@@ -223,7 +229,7 @@ def from_checkpoint(
 ) -> ModelSource:
     """Open a checkpoint that generates text from a local folder, a GGUF file, or a hub id, which is downloaded.
 
-    Quantised weights are written dequantised into the folder `out`; with `packs`, those of a GGUF file are used as they are.
+    Quantised weights are written dequantised into the folder `out`; with `packs` they are used as they are.
     `byte_level` leaves out the tokenizer.
 
     Raises CheckpointError if the checkpoint is damaged or its family cannot be split, UsageError if there is none,
@@ -268,6 +274,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
             positions=positions or 0,
         ),
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
+        quantised=checkpoint.quantised is not None,
         original=_place_of(model) if made else "",
         remarks=(
             *(_remarks(checkpoint, model, out) if made else []),

@@ -23,6 +23,7 @@ from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.swarm.records.invite import sign_swarm
 from swarmnode.swarm.records.manifest import (
     ADAPTERS_FORMAT,
+    ANY_PACKED,
     CAUSAL_LM,
     CREDIT,
     FORMAT,
@@ -32,6 +33,7 @@ from swarmnode.swarm.records.manifest import (
     OPEN,
     PACKED_FORMAT,
     PRIVATE,
+    QUANTISED_FORMAT,
     SERVE,
     SERVING_CODECS,
     TRAIN,
@@ -160,7 +162,7 @@ def create_swarm(
     if mode == TRAIN:
         check_vocabulary(model_source.vocabulary, [file.name for file in model_source.files])
     number = _format(model_source, adapters)
-    if products and number != PACKED_FORMAT:
+    if products and number not in ANY_PACKED:
         raise UsageError(
             f"--products {products} is for packed weights (a GGUF file), and {model_source.folder.name} has none"
         )
@@ -195,6 +197,8 @@ def _format(source: ModelSource, adapters: AdapterSource | None) -> int:
     """Return the lowest number of a manifest's format that has what this swarm needs."""
     if any(file.name == PACKED_NAME for file in source.files):
         return PACKED_FORMAT
+    if source.quantised:
+        return QUANTISED_FORMAT
     return FORMAT if adapters is None else ADAPTERS_FORMAT
 
 

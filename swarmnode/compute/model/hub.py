@@ -107,7 +107,7 @@ class HubCheckpoint(Checkpoint):
             has_gguf = any(file.endswith(GGUF_SUFFIX) for file in self._hub.files)
             hint = f"; for its GGUF files give hf.co/{repository}, or {repository}:QUANT" if has_gguf else ""
             raise CheckpointError(f"{repository}: has no {CONFIG_FILE}, so it is not a model of transformers{hint}")
-        self.entries = self._remote_entries()
+        self._take(self._remote_entries())
 
     def __repr__(self) -> str:
         return f"HubCheckpoint({self.repository}, {len(self.entries)} tensors)"
@@ -126,6 +126,10 @@ class HubCheckpoint(Checkpoint):
                         f"{self.repository}: {name} in {shard} is not what the hub's header promised; try again"
                     )
         return super().open_slices(names)
+
+    def read_slices(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the same as `open_slices`: the places of its entries are those of the hub's headers, not of local files."""
+        return self.open_slices(names)
 
     def small_file(self, name: str) -> Path | None:
         """Fetch a small file and return its path; None if the hub does not have it."""
