@@ -194,7 +194,7 @@ def test_rounding_twice_is_asked_for(tmp_path: Path) -> None:
         (("llama", "there"), 2, ["there exists", "--force"]),
         (("tiny.gguf", "out.gguf", "--format", "q4km"), 2, ["did you mean q4_k_m?"]),
         (("tiny.gguf", "out.gguf", "--format", "zip"), 2, ["choose one of q4_0, "]),
-        (("cut.gguf", "out.gguf"), 1, ["cut.gguf: not a GGUF file, or cut short"]),
+        (("cut.gguf", "out.gguf"), 1, ["cut.gguf: cut short: fetch the file again"]),
         (("nan.gguf", "out.gguf"), 1, ["blk.1.ffn_up.weight", "no finite numbers"]),
         (("nan", "out"), 1, ["model.layers.0.mlp.up_proj.weight", "no finite numbers"]),
         (("tiny.gguf", "no/such/out.gguf"), 1, ["cannot write", "No such file"]),
