@@ -16,7 +16,7 @@ from swarmnode.compute.model.dequantize.gguf import fault_of_gguf, parts_of, rea
 from swarmnode.compute.model.packing.ggml import DTYPES, FORMATS, Format, dequantise
 from swarmnode.compute.model.packing.gguf_writer import GgufWriter, NewTensor, key_of_number
 from swarmnode.compute.model.packing.quantise import check_format, quantised_tiles
-from swarmnode.compute.model.packing.recipes import END, TABLE, FormatChoice, Matrix, FormatMix, choose
+from swarmnode.compute.model.packing.recipes import END, TABLE, FormatChoice, FormatMix, Matrix, choose
 from swarmnode.compute.model.trace import FOREIGN_ERRORS
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.swarm.storage.content import Progress
