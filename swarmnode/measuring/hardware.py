@@ -187,7 +187,23 @@ class Hardware:
             "cpu_cores": usable_cores(),
             "disk_free_bytes": shutil.disk_usage(home).free,
             "capacity_units": self.capacity_units,
+            "room": self.room,
         }
+
+    @property
+    def room(self) -> dict[str, Any]:
+        """Number of layers (`units`) that fit into the memory, `of` how many, and whether they stay `packed`."""
+        return {
+            "units": self.capacity_units,
+            "of": len(self.sizes.weight_bytes),
+            "packed": self.products != PLAIN,
+        }
+
+    @property
+    def holds(self) -> str:
+        """Text like "its 12 GB hold 31 of 50 layers, packed"."""
+        packed = "" if self.products == PLAIN else ", packed"
+        return f"its {format_bytes(self.memory_bytes)} hold {self.room['units']} of {self.room['of']} layers{packed}"
 
     @cached_property
     def capacity_units(self) -> int:
@@ -375,11 +391,12 @@ def _products(config: StageConfig) -> str:
 def _stays_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig, dtype: torch.dtype) -> bool:
     """Return whether packed weights stay packed here: if all devices are CPUs or all are cards, and have fast products for them.
 
-    A card whose owner chose the products does without these.
+    A card whose owner chose the products does without these. A quantised checkpoint of safetensors stays packed on CPUs only.
     """
     wanted = checkpoint.is_packed and config.quantize == "none" and config.products != PLAIN
     kinds = {device.kind for device in devices}
-    if not wanted or kinds not in ({"cpu"}, {"cuda"}) or (kinds == {"cpu"} and dtype is not torch.float32):
+    possible = [{"cpu"}] if checkpoint.quantised is not None else [{"cpu"}, {"cuda"}]
+    if not wanted or kinds not in possible or (kinds == {"cpu"} and dtype is not torch.float32):
         return False
     has_products = all(map(has_packed_products, devices))
     package = PACKAGE if kinds == {"cpu"} else TRITON
