@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """Options of what is written down of each step."""
+    """Options of the records of each step."""
 
     log: Path | None = path_option("Write a JSON line per step to this file.")
     tensorboard: Path | None = path_option("Write losses for TensorBoard into this folder.", metavar="DIR")
