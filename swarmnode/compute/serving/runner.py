@@ -22,6 +22,7 @@ from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
 from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
 from swarmnode.compute.throttle import Throttle
+from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
 
@@ -34,13 +35,16 @@ WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
 class RunnerConfig:
     """Bounds of a runner: memory for KV caches, and positions (rows x T) that one pass may take from a prompt.
 
-    `windows` replaces the windows of sliding layers. `capture` replays decode steps as CUDA graphs, on CUDA devices.
+    `windows` replaces the windows of sliding layers. `capture` replays decode steps: as CUDA graphs, or as flat
+    programs on the CPU. `kv` is the
+    form of the caches: "plain" or "int8".
     """
 
     cache_bytes: int
     prefill_positions: int = 2048
     windows: Windows | None = None
     capture: bool = True
+    kv: str = PLAIN
 
 
 @dataclass(frozen=True)
@@ -101,14 +105,14 @@ class StageRunner:
         self.span = span
         self.config = config
         self._throttle = throttle or Throttle()
-        self.pool = CachePool(span, config.cache_bytes, ledger, windows=config.windows)
+        self.pool = CachePool(span, config.cache_bytes, ledger, windows=config.windows, kv=config.kv)
         self._longest_pass = min(
             (window.room for window in self.pool.windows.values()), default=config.prefill_positions
         )
         self._switch = switching_position(span.config)
         self._longest_shared = min(LONGEST_SHARED, self._longest_pass)
         self._sessions: dict[Hashable, _Opened] = {}
-        is_captured = config.capture and span.device.type == "cuda"
+        is_captured = config.capture and span.device.type in ("cuda", "cpu")
         self.captured = CapturedDecode(span, ledger) if is_captured else None
 
     def __repr__(self) -> str:
@@ -170,6 +174,8 @@ class StageRunner:
         """Free all sessions, and the span unless `keep_span`. Nothing can run here afterwards."""
         self._sessions.clear()
         self.pool.close_all()
+        if self.captured is not None:
+            self.captured.close()
         self.span.adapters.clear()
         if not keep_span:
             self.span.close()
@@ -304,10 +310,11 @@ class StageRunner:
     ) -> Iterator[StepOutput]:
         """Run one pass. Steps are filled up at their end, so the wanted outputs of a shorter one are not in the last columns."""
         longest = max(work.count for work in works.values())
-        keep_last = max(longest - work.count + work.head_positions if work.want else 0 for work in works.values())
+        is_hidden = opened.end < self.span.family.units
+        with_head = [work for work in works.values() if work.want and not is_hidden]
+        keep_last = max((longest - work.count + work.head_positions for work in with_head), default=0)
         inputs = {member: work.x for member, work in works.items()}
         output = self._forward(opened, cohort, inputs, keep_last=keep_last)
-        is_hidden = opened.end < self.span.family.units
         for member, work in works.items():
             y = output[member.row_slice]
             end = max(0, y.shape[1] - (longest - work.count))
@@ -403,14 +410,3 @@ def _gather(cohort: Cohort, inputs: Mapping[CachedSession, Tensor], longest: int
             x = torch.cat([x, x[:, -1:].repeat_interleave(longest - x.shape[1], dim=1)], dim=1)
         rows.append(x)
     return torch.cat(rows)
-
-
-def finiteness(tensor: Tensor) -> Tensor:
-    """Return whether no element is NaN or infinite: a bool tensor on the tensor's device, without waiting for it.
-
-    A NaN among the elements is both their minimum and their maximum.
-    """
-    if not tensor.numel():
-        return torch.ones((), dtype=torch.bool)
-    low, high = torch.aminmax(tensor)
-    return low.isfinite() & high.isfinite()
