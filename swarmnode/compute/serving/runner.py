@@ -19,6 +19,7 @@ from swarmnode.compute.model.family import switching_position
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
+from swarmnode.compute.serving.captured_works import CapturedWorks
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
 from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
 from swarmnode.compute.throttle import Throttle
@@ -110,6 +111,7 @@ class StageRunner:
         self._sessions: dict[Hashable, _Opened] = {}
         is_captured = config.capture and span.device.type == "cuda"
         self.captured = CapturedDecode(span, ledger) if is_captured else None
+        self.captured_works = CapturedWorks(ledger) if is_captured else None
 
     def __repr__(self) -> str:
         return f"StageRunner({self.span!r}, {len(self._sessions)} sessions, {self.pool!r})"
@@ -170,6 +172,8 @@ class StageRunner:
         """Free all sessions, and the span unless `keep_span`. Nothing can run here afterwards."""
         self._sessions.clear()
         self.pool.close_all()
+        if self.captured_works is not None:
+            self.captured_works.clear()
         self.span.adapters.clear()
         if not keep_span:
             self.span.close()
