@@ -36,6 +36,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.sketch import deviations, sketch
+from swarmnode.config import INT8_KV, PLAIN
 from swarmnode.plan.audits.judgement import Calibration, judge_states, judge_tokens
 from swarmnode.plan.audits.selection import AuditBudget, cost_of
 
@@ -43,7 +44,8 @@ LAYERS, WIDTH, VOCABULARY = 8, 64, 512
 HOPS = ((0, 4), (4, 8), (8, LAYERS + 2))
 SESSIONS, POSITIONS, PROMPT, CHUNK = 48, 128, 32, 128
 SEGMENT = 64
-FORMATS = ("float32", "bfloat16", "float16", "bfloat16-int8", "bfloat16-nf4")
+PLAIN_WEIGHTS = ("float32", "bfloat16", "float16", "float32+kv8", "bfloat16+kv8", "float16+kv8")
+FORMATS = (*PLAIN_WEIGHTS, "bfloat16-int8", "bfloat16-nf4")
 CODECS = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8, Codec.INT4)
 STEP_S, PROMPT_POSITION_S = 1.0, 4 / 64  # of a card: a pass of 64 positions costs four decode steps
 MEAN_TRUST = 2 / 3  # trust at which a peer is audited at the mean share
@@ -62,11 +64,12 @@ class Replica:
     number_format: str
 
     def runners(self) -> list[StageRunner]:
-        dtype, _, quantize = self.number_format.partition("-")
+        numbers, _, quantize = self.number_format.partition("-")
+        dtype, _, kv = numbers.partition("+")
         spans = (
             load_span(self.checkpoint, *hop, dtype=getattr(torch, dtype), quantize=quantize or "none") for hop in HOPS
         )
-        return [StageRunner(span, RunnerConfig(cache_bytes=1 << 30)) for span in spans]
+        return [StageRunner(span, RunnerConfig(cache_bytes=1 << 30, kv=INT8_KV if kv else PLAIN)) for span in spans]
 
 
 @dataclass(frozen=True)
@@ -217,7 +220,7 @@ def table(checkpoint: Checkpoint, seed: int) -> dict[str, Any]:
     """Measure deviations behind the second hop for each format and codec: median, 99.99th percentile and the share of other
     tokens."""
     rows = {}
-    for number_format in ("float32", "bfloat16", "float16"):
+    for number_format in PLAIN_WEIGHTS:
         for codec in CODECS:
             served, again = pair(Replica(checkpoint, number_format), codec, seed)
             found = torch.tensor(apart(served.hidden[1].flatten(0, 1), again.hidden[1].flatten(0, 1), random.Random(1)))

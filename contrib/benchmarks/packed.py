@@ -42,7 +42,6 @@ import psutil
 import torch
 import uvloop
 from real_sizes import READY_TIMEOUT_S, halves, joined, together
-from swarmnode.compute.model.ggml import FORMATS, GgmlMatrix, dequantise
 from torch import Tensor, nn
 from weights import Cpu
 
@@ -50,6 +49,7 @@ from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
 from swarmnode.compute.model.linear import speed_up_linears
+from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix, dequantise
 from swarmnode.compute.serving.loading import check_family, load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.localswarm import LocalSwarm
@@ -490,16 +490,9 @@ def _beside_plain(ways: dict[str, Callable[[Tensor], Tensor]], rows: int, rounds
 @torch.inference_mode()
 def quality(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measure how well each kind predicts the documentation: in passes of few positions, and of a window's."""
-    from tokenizers import Tokenizer
-
     torch.set_num_threads(1)
     packed = packed_folder(file, folder)
-    tokenizer = Tokenizer.from_file(str(packed / "tokenizer.json"))
-    first = tokenizer.encode("").ids
-    text = "\n\n".join(page.read_text() for page in sorted(Path(__file__).parents[2].glob("docs/*.md")))
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    size = WINDOW - len(first)
-    windows = [first + ids[begin : begin + size] for begin in range(0, min(len(ids), options.tokens), size)]
+    windows = windows_of(packed, options.tokens)
     checkpoint = Checkpoint(packed)
     chosen = {kind: KINDS[kind] for kind in dict.fromkeys(("plain float32", *options.kinds))}
     runners: dict[str, StageRunner] = {}
@@ -507,12 +500,24 @@ def quality(file: Path, folder: Path, options: argparse.Namespace) -> dict[str, 
         span = load_span(checkpoint, 0, checkpoint.units, dtype=getattr(torch, dtype), products=products)
         runners[kind] = StageRunner(span, RunnerConfig(cache_bytes=CACHE_BYTES))
     return {
-        f"passes of {step}": _predicted(runners, windows, step) | {"tokens": sum(len(each) - 1 for each in windows)}
+        f"passes of {step}": predicted(runners, windows, step) | {"tokens": sum(len(each) - 1 for each in windows)}
         for step in (FEW, WINDOW)
     }
 
 
-def _predicted(runners: dict[str, StageRunner], windows: list[list[int]], step: int) -> dict[str, Any]:
+def windows_of(packed: Path, tokens: int) -> list[list[int]]:
+    """Return the documentation's first `tokens` tokens in windows of `WINDOW`, with the tokenizer of a packed folder."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(packed / "tokenizer.json"))
+    first = tokenizer.encode("").ids
+    text = "\n\n".join(page.read_text() for page in sorted(Path(__file__).parents[2].glob("docs/*.md")))
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    size = WINDOW - len(first)
+    return [first + ids[begin : begin + size] for begin in range(0, min(len(ids), tokens), size)]
+
+
+def predicted(runners: dict[str, StageRunner], windows: list[list[int]], step: int) -> dict[str, Any]:
     """Return the perplexity of each kind beside that of the first, and the share of positions with its most probable token."""
     losses: dict[str, list[Tensor]] = {kind: [] for kind in runners}
     tops: dict[str, list[Tensor]] = {kind: [] for kind in runners}

@@ -37,7 +37,7 @@ GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
         "update": CommandPlace("lend.config"),
     },
     "Host a swarm": {
-        **places("host", "host create bootstrap"),
+        **places("host", "host create quantize bootstrap"),
         **{name: CommandPlace("host.members") for name in ("invite", "revoke", "members")},
     },
     "Train": places("train", "train export"),

@@ -35,13 +35,14 @@ from swarmnode.compute.model.packing.card_matrix import TRITON, kernels
 from swarmnode.compute.model.packing.ggml import PACKAGE, library
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle
-from swarmnode.config import AUTO, EXACT, FAST, PLAIN, StageConfig
+from swarmnode.config import AUTO, EXACT, FAST, INT8_KV, PLAIN, StageConfig
 from swarmnode.counting import format_bytes, layers
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
+from swarmnode.plan.audits.judgement import KV8
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.swarm.records.sections import Machine, Section
@@ -118,6 +119,8 @@ class Hardware:
             raise UsageError(
                 "a module computes in the dtypes that it was exported with: leave --quantize and --dtype alone"
             )
+        if (trains or is_graph) and config.kv != PLAIN:
+            raise UsageError(f"{'training' if trains else 'a module'} keeps no KV cache: leave --kv alone")
         devices = probe_devices(config.device)
         if is_graph and not trains and len(devices) > 1:
             raise UsageError(f"--device {config.device}: a module is served on one device of a node")
@@ -127,7 +130,7 @@ class Hardware:
             torch.float32 if fixed else _common_dtype(devices, _own_dtype(devices, checkpoint, config), config.dtype)
         )
         products = _products(config) if _stays_packed(devices, checkpoint, config, dtype) else PLAIN
-        sizes = _sizes(checkpoint, dtype, config.quantize, trains=trains, keeps_packed=products != PLAIN)
+        sizes = _sizes(checkpoint, dtype, config, trains=trains, keeps_packed=products != PLAIN)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
         hardware = cls(
             lent,
@@ -155,10 +158,12 @@ class Hardware:
 
     @property
     def number_format(self) -> str:
-        """Announced name of dtype and quantisation: replicas with the same one compute the same except for the last bits."""
+        """Announced name of dtype, KV cache and quantisation: replicas with the same one compute the same except for the last
+        bits."""
+        kept = f"+{KV8}" if self.config.kv == INT8_KV else ""
         if self.products == FAST and all(lent.device.kind == "cpu" for lent in self.lent):
-            return PACKED  # on cards the products are those of dequantised weights
-        name = str(self.dtype).removeprefix("torch.")
+            return PACKED + kept  # on cards the products are those of dequantised weights
+        name = str(self.dtype).removeprefix("torch.") + kept
         return name if self.quantize == "none" else f"{name}-{self.quantize}"
 
     @property
@@ -182,7 +187,23 @@ class Hardware:
             "cpu_cores": usable_cores(),
             "disk_free_bytes": shutil.disk_usage(home).free,
             "capacity_units": self.capacity_units,
+            "room": self.room,
         }
+
+    @property
+    def room(self) -> dict[str, Any]:
+        """Number of layers (`units`) that fit into the memory, `of` how many, and whether they stay `packed`."""
+        return {
+            "units": self.capacity_units,
+            "of": len(self.sizes.weight_bytes),
+            "packed": self.products != PLAIN,
+        }
+
+    @property
+    def holds(self) -> str:
+        """Text like "its 12 GB hold 31 of 50 layers, packed"."""
+        packed = "" if self.products == PLAIN else ", packed"
+        return f"its {format_bytes(self.memory_bytes)} hold {self.room['units']} of {self.room['of']} layers{packed}"
 
     @cached_property
     def capacity_units(self) -> int:
@@ -250,7 +271,8 @@ class Hardware:
             model=swarm_id.hex(),
             device=lent.device.name,
             memory_bytes=lent.device.total_bytes,
-            number_format=f"{self.dtype} {self.quantize if self.products == PLAIN else self.products}",
+            number_format=f"{self.dtype} {self.quantize if self.products == PLAIN else self.products}"
+            + (f" kv {self.config.kv}" if self.config.kv != PLAIN else ""),
             threads=torch.get_num_threads(),
             units=units,
             throttle=self.config.throttle_units_per_s or 0.0,
@@ -265,7 +287,10 @@ class Hardware:
         """Return this hardware computing in float32; None if it does so already, or the owner chose the dtype."""
         if self.dtype is torch.float32 or self.config.dtype != "auto":
             return None
-        sizes = unit_sizes(checkpoint, dtype=torch.float32, quantize=self.quantize, keeps_packed=self.products != PLAIN)
+        keeps_packed = self.products != PLAIN
+        sizes = unit_sizes(
+            checkpoint, dtype=torch.float32, quantize=self.quantize, keeps_packed=keeps_packed, kv=self.config.kv
+        )
         return replace(self, dtype=torch.float32, sizes=sizes)
 
     @property
@@ -329,13 +354,15 @@ def threads_of_devices(config: StageConfig) -> list[int | None]:
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
 
 
-def _sizes(checkpoint: Checkpoint, dtype: torch.dtype, quantize: str, *, trains: bool, keeps_packed: bool) -> UnitSizes:
+def _sizes(
+    checkpoint: Checkpoint, dtype: torch.dtype, config: StageConfig, *, trains: bool, keeps_packed: bool
+) -> UnitSizes:
     """Return the sizes of the units, for serving or training."""
     if trains:
         return training_sizes(checkpoint)
     if isinstance(checkpoint, GraphCheckpoint):
         return graph_sizes(checkpoint)
-    return unit_sizes(checkpoint, dtype=dtype, quantize=quantize, keeps_packed=keeps_packed)
+    return unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize, keeps_packed=keeps_packed, kv=config.kv)
 
 
 def _width(checkpoint: Checkpoint) -> int:
@@ -364,11 +391,12 @@ def _products(config: StageConfig) -> str:
 def _stays_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig, dtype: torch.dtype) -> bool:
     """Return whether packed weights stay packed here: if all devices are CPUs or all are cards, and have fast products for them.
 
-    A card whose owner chose the products does without these.
+    A card whose owner chose the products does without these. A quantised checkpoint of safetensors stays packed on CPUs only.
     """
     wanted = checkpoint.is_packed and config.quantize == "none" and config.products != PLAIN
     kinds = {device.kind for device in devices}
-    if not wanted or kinds not in ({"cpu"}, {"cuda"}) or (kinds == {"cpu"} and dtype is not torch.float32):
+    possible = [{"cpu"}] if checkpoint.quantised is not None else [{"cpu"}, {"cuda"}]
+    if not wanted or kinds not in possible or (kinds == {"cpu"} and dtype is not torch.float32):
         return False
     has_products = all(map(has_packed_products, devices))
     package = PACKAGE if kinds == {"cpu"} else TRITON

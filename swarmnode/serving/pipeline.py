@@ -92,7 +92,7 @@ class Pipeline:
         held = [self.memory.cache_bytes(session) for session in kept if session in self.memory]
         return min(
             (worker.runner.pool.budget.free_bytes + sum(cache_bytes[device] for cache_bytes in held))
-            // max(1, worker.runner.span.cache_bytes_per_token)
+            // max(1, worker.runner.pool.bytes_per_token)
             for device, worker in enumerate(self.workers)
         )
 

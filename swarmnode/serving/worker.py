@@ -16,7 +16,7 @@ import asyncio
 import logging
 import operator
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
+from swarmnode.codec.tensors import PLAIN_CODECS, Codec, TensorInfo, payload_bytes
 from swarmnode.compress.codecs import to_buffer
 from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds
 from swarmnode.compute.device_fault import is_device_fault
@@ -39,9 +39,10 @@ from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError
 from swarmnode.measuring.meters import DECODE, FORWARD, PREFILL, SERVE, StageMeter
 from swarmnode.net.deadlines import Deadline, Expectation
+from swarmnode.plan.serving.draft_budget import RowLoad
 from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
-from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, take
+from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, drop_from, take
 
 if TYPE_CHECKING:
     from swarmnode.compute.serving.runner import StageRunner
@@ -170,8 +171,10 @@ class Worker:
     def __post_init__(self) -> None:
         self.clock = self.executor.clock
         self.scheduler = PassScheduler(longest_step=LONGEST_SHARED, longest_chunk=self.longest_chunk_tokens)
+        self.row_load = RowLoad()
         self._stopwatch = Stopwatch(self.runner.span.device, clock=self.executor.clock)
         self._waiting: dict[int, deque[Job]] = {}
+        self._draws: dict[int, deque[tuple[Job, Callable[[], JobResult], Pass]]] = {}  # in their order, by session
         self._drawing = ThreadPoolExecutor(DRAWING_THREADS, thread_name_prefix="swarmnode-drawing")
         self.positions = 0
         self.on_pass: OnPass = lambda _phase, _sessions, _positions, _units, _seconds: None
@@ -256,22 +259,42 @@ class Worker:
     async def close(self) -> None:
         """Leave the executor after the pass that is running. Draws that have not begun come to nothing."""
         await self.executor.remove(self)
+        for draws in self._draws.values():
+            while len(draws) > 1:  # the first one is under way
+                draws.pop()
         self._drawing.shutdown(wait=False, cancel_futures=True)
 
     def _draw(self, job: Job, finish: Callable[[], JobResult], run: Pass) -> None:
-        """Let another thread draw the tokens by `finish`, and deliver the result on the event loop."""
+        """Let another thread draw the tokens by `finish` after the session's earlier draws, and deliver the result on the
+        event loop."""
+        draws = self._draws.setdefault(job.session, deque())
+        draws.append((job, finish, run))
+        if len(draws) == 1:
+            self._draw_next(job.session)
+
+    def _draw_next(self, session: int) -> None:
+        draws = self._draws[session]
+        job, finish, run = draws[0]
 
         def drawn(result: asyncio.Future[JobResult]) -> None:
             failed = result.cancelled() or result.exception() is not None
             _deliver([job], [JobResult(error=ErrorCode.INTERNAL) if failed else result.result()], run)
+            draws.popleft()
+            if draws:
+                self._draw_next(session)
+            else:
+                del self._draws[session]
 
         asyncio.get_running_loop().run_in_executor(self._drawing, finish).add_done_callback(drawn)
 
     # -- below: the compute thread
 
     def put(self, item: Job) -> None:
-        """Add a job of a session to those that wait for a pass."""
-        self._waiting.setdefault(item.session, deque()).append(item)
+        """Add a job of a session to those that wait for a pass. Waiting guesses that it takes back are dropped."""
+        jobs = self._waiting.setdefault(item.session, deque())
+        if item.back_to is not None and (dropped := drop_from(jobs, item.back_to)):
+            self.scheduler.take_back(item.session, dropped)
+        jobs.append(item)
         self.scheduler.add(item.session, item.count, stages_after=item.stages_after)
 
     def take(self) -> WorkItem | None:
@@ -308,7 +331,9 @@ class Worker:
         for job in batch:
             if job.draws_by_grammar:
                 self.executor.post(self._draw, job, finishes[id(job)], run)
-        self.scheduler.ran(len(batch) * max(job.count for job in batch), run.ended_s - run.began_s)
+        positions = len(batch) * max(job.count for job in batch)
+        self.scheduler.ran(positions, run.ended_s - run.began_s)
+        self.row_load.note(run.ended_s, positions * self.scheduler.cost.position_s)
         unsound = {id(job) for job, result in zip(at_once, results, strict=True) if result.bad_input}
         for job in batch:
             if id(job) not in unsound:
@@ -390,8 +415,7 @@ class Worker:
             raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
         wanted = job.wanted
         want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
-        truncate_to = None if job.truncate is None else job.truncate.to
-        return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start, truncate_to=truncate_to)
+        return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start, truncate_to=job.cut_to)
 
     def _encode(self, job: Job, y: Tensor, outputs: DeviceOutputs) -> Finish:
         """Launch the encoding of `y`: hidden_BTH, or at the last hop logits_BKV (hidden_BTH if the client holds the
@@ -399,6 +423,8 @@ class Worker:
         then, wanted = job.then, job.wanted
         if isinstance(then, ForwardHidden):
             pieces = list(then.codecs.pieces(job.start, job.end))
+            if job.guessed:
+                pieces = [part for piece in pieces for part in _divisible(*piece)]
             states = [y if len(pieces) == 1 else y[:, start - job.start : end - job.start] for start, end, _ in pieces]
             infos, finish = _put(states, [codec for _, _, codec in pieces], outputs)
             for info, piece in zip(infos, states, strict=True):
@@ -416,8 +442,16 @@ class Worker:
         return lambda fetched: finish(fetched) if sound(fetched) else JobResult(error=ErrorCode.NOT_FINITE)
 
     def _sample(self, job: Job, then: Sample, logits_BKV: Tensor, outputs: DeviceOutputs) -> Finish:
-        draw = then.sampler.launch(logits_BKV, job.end - job.wanted + 1, outputs)  # logits at p draw the token at p + 1
+        first = job.end - job.wanted + 1  # logits at p draw the token at p + 1
+        draw = then.sampler.launch(logits_BKV, first, outputs, dict(job.guesses))
         return lambda fetched: JobResult(tokens=draw(fetched))
+
+
+def _divisible(start: int, end: int, codec: Codec) -> Iterator[tuple[int, int, Codec]]:
+    """Yield the positions in pieces that can be cut behind each position, as guesses may be; encoded as each alone."""
+    step = end - start if codec in PLAIN_CODECS else 1
+    for begin in range(start, end, step):
+        yield begin, begin + step, codec
 
 
 def _put(tensors: Sequence[Tensor], codecs: Sequence[Codec], outputs: DeviceOutputs) -> tuple[list[TensorInfo], Finish]:

@@ -77,14 +77,16 @@ class PageOptions:
 def host(
     *,
     model: str = argument(
-        ..., "Checkpoint (a folder, GGUF file or hub id), or a .swarm file of yours.", metavar="MODEL"
+        ...,
+        "Checkpoint (a folder, GGUF file, hub id, or organisation/model:Q4_K_M), or a .swarm file of yours.",
+        metavar="MODEL",
     ),
     name: str = option("", "Name of the swarm; default: the model's."),
     membership: MembershipOptions,
     guests: GuestOptions,
     doors: HostDoorOptions,
     adapters: dict[str, Path] = ADAPTERS,
-    node: Annotated[NodeOptions, "memory_bytes device quantize nat_port_map lan"],
+    node: Annotated[NodeOptions, "memory_bytes device quantize kv nat_port_map lan"],
     page: PageOptions,
     owner: NewOwnerOptions,
     home: Path = HOME,

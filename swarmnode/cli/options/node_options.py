@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.quantities import parse_bytes, parse_name, parse_rate, parse_share, parse_span
 from swarmnode.cli.options.rules import RuleOptions, read_rules
-from swarmnode.config import COMPRESSIONS, StageConfig
+from swarmnode.config import COMPRESSIONS, KV_FORMS, StageConfig
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import home_option
 from swarmnode.terminal.formatting import parse_duration
@@ -77,7 +77,14 @@ class NodeOptions:
         "ones compute in float32, and plain unpacks the weights in memory. auto: exact with --dtype float32, else fast.",
         metavar="auto|exact|fast|plain",
     )
-    capture: str = option("auto", "On a GPU, replay decoding steps as CUDA graphs if possible.", metavar="auto|off")
+    kv: str = option(
+        "plain",
+        "Keep the KV caches of sessions as computed, or in 8 bits: about twice as many sessions fit.",
+        metavar="|".join(KV_FORMS),
+    )
+    capture: str = option(
+        "auto", "Replay decoding steps if possible: as CUDA graphs, or on a CPU as flat programs.", metavar="auto|off"
+    )
     memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: the free memory.", "--memory")
     max_cache_bytes: int | None = size_option(
         "Disk space for weights and others' training states; default: most of the free space.",

@@ -34,7 +34,7 @@ def fit(
         typed=list[str],
         metavar="MODEL…",
     ),
-    node: Annotated[NodeOptions, "memory_bytes device"],
+    node: Annotated[NodeOptions, "memory_bytes device kv"],
     rtt: float = option(20.0, "Round-trip time between machines.", metavar="MS", min=0.0, max=60_000.0),
     as_json: bool = JSON,
 ) -> None:
@@ -52,7 +52,7 @@ def fit(
     rows = list[dict[str, Any]]()
     for model in models:
         with tempfile.TemporaryDirectory(prefix="swarmnode-fit-") as folder:
-            rows += _rows(model, probed, stage.memory_bytes, rtt / 1000, Path(folder))
+            rows += _rows(model, probed, stage.memory_bytes, rtt / 1000, Path(folder), stage.kv)
     if as_json:
         print_json(rows)
         return
@@ -79,7 +79,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float, folder: Path) -> Iterator[dict[str, Any]]:
+def _rows(
+    model: str, device: Device, limit_bytes: int | None, rtt_s: float, folder: Path, kv: str
+) -> Iterator[dict[str, Any]]:
     from swarmnode.client.model_config import context_limit
     from swarmnode.compute.capacity.memory import most_anywhere
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -91,7 +93,7 @@ def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float, fol
     source, task = outline(model, folder)
     is_text = isinstance(source, Checkpoint)
     rate = measure_read_rate(device)
-    for precision, sizes in _precisions(source, device):
+    for precision, sizes in _precisions(source, device, kv):
         room_bytes = limit_bytes or int(device.free_bytes * MEMORY_SHARE)
         fitting = most_anywhere(sizes, room_bytes, CACHE_TOKENS)
         fitted = plan.fit(sizes.weight_bytes, fitting, read_bytes_per_s=rate, rtt_s=rtt_s, led=not is_text)
@@ -109,7 +111,7 @@ def _rows(model: str, device: Device, limit_bytes: int | None, rtt_s: float, fol
         }
 
 
-def _precisions(source: Checkpoint | Graph, device: Device) -> Iterator[tuple[str, UnitSizes]]:
+def _precisions(source: Checkpoint | Graph, device: Device, kv: str) -> Iterator[tuple[str, UnitSizes]]:
     """Yield each possible precision of the weights with the sizes of the units; for a graph, only the exported one."""
     import torch
 
@@ -123,9 +125,9 @@ def _precisions(source: Checkpoint | Graph, device: Device) -> Iterator[tuple[st
         yield "as exported", UnitSizes(weight_bytes, (0,) * len(weight_bytes))
         return
     dtype = device.dtype_for(source.dtype)
-    if source.is_packed and has_packed_products(device):
+    if source.is_packed and has_packed_products(device) and (device.kind == "cpu" or source.quantised is None):
         packed_dtype = torch.float32 if device.kind == "cpu" else dtype
-        yield PACKED, unit_sizes(source, dtype=packed_dtype, keeps_packed=True)
+        yield PACKED, unit_sizes(source, dtype=packed_dtype, keeps_packed=True, kv=kv)
     for quantize in QUANTIZATIONS:
         name = str(dtype).removeprefix("torch.") if quantize == "none" else quantize
-        yield name, unit_sizes(source, dtype=dtype, quantize=quantize)
+        yield name, unit_sizes(source, dtype=dtype, quantize=quantize, kv=kv)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from swarmnode.config import PLAIN
 from swarmnode.counting import format_bytes
 
 if TYPE_CHECKING:
@@ -34,10 +35,15 @@ class UnitSizes:
 
 
 def unit_sizes(
-    checkpoint: Checkpoint, *, dtype: torch.dtype, quantize: str = "none", keeps_packed: bool = False
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype,
+    quantize: str = "none",
+    keeps_packed: bool = False,
+    kv: str = PLAIN,
 ) -> UnitSizes:
     """Return the sizes as loaded: tensors in `dtype`, the layers' matrices quantised if asked (but fused experts are not), packed
-    tensors as they are if `keeps_packed`.
+    tensors as they are if `keeps_packed`, and the KV cache in the form `kv`.
 
     A tied matrix counts in both ends.
     """
@@ -47,8 +53,8 @@ def unit_sizes(
         for unit in family.units_of_tensor(name):
             is_matrix = 1 <= unit <= family.layer_count and len(entry.shape) == 2 and ".experts." not in name
             width = QUANTIZED_BYTES[quantize] if is_matrix and quantize in QUANTIZED_BYTES else dtype.itemsize
-            weights[unit] += entry.nbytes if keeps_packed and entry.is_packed else entry.elements * width
-    cache = (family.cache_elements_per_token(unit) * dtype.itemsize for unit in range(family.units))
+            weights[unit] += entry.packed_bytes if keeps_packed and entry.is_packed else entry.elements * width
+    cache = (family.cache_bytes_per_token(unit, dtype.itemsize, kv) for unit in range(family.units))
     return UnitSizes(tuple(int(size) for size in weights), tuple(cache))
 
 

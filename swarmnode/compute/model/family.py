@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import ModelTrace, trace_model
+from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
 SPLITTABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+KV_SCALE_BYTES = 2  # of a head's keys or values at one position in 8 bits
 KEYS = ("quantization_config", "compression_config")
 
 
@@ -52,6 +55,14 @@ def settings_of(config: Any) -> Mapping[str, Any] | None:
     return settings
 
 
+def plain_config(config: Any) -> Any:
+    """Return a copy of a transformers config without its quantisation settings."""
+    plain = deepcopy(config)
+    for key in KEYS:
+        plain.__dict__.pop(key, None)
+    return plain
+
+
 @dataclass(frozen=True)
 class Family(ModelTrace):
     """Structure of one model (its class and config), and its division into units: the embedding, each layer, and the head."""
@@ -77,6 +88,14 @@ class Family(ModelTrace):
         if not 1 <= unit <= self.layer_count:
             return 0
         return sum(heads * dim for heads, dim in self.cache_shapes[unit - 1])
+
+    def cache_bytes_per_token(self, unit: int, itemsize: int, kv: str = PLAIN) -> int:
+        """Return the bytes that the KV cache of one unit keeps per token and row, in elements of `itemsize` bytes or, if `kv` is
+        "int8", of one byte with a scale per head; 0 for the embedding and the head."""
+        elements = self.cache_elements_per_token(unit)
+        if kv == PLAIN or not elements:
+            return elements * itemsize
+        return elements + KV_SCALE_BYTES * sum(heads for heads, _ in self.cache_shapes[unit - 1])
 
     def units_of_tensor(self, name: str) -> tuple[int, ...]:
         """Return the units that need the checkpoint's tensor `name`; none if the model has no such tensor.
@@ -161,7 +180,7 @@ def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
     if settings is not None:
         method = settings.get("quant_method", "unknown")
         raise CheckpointError(
-            f"the checkpoint is quantised ({method}): `create` and `host` write its plain weights into NAME-weights"
+            f"the config is of a quantised checkpoint ({method}): give the folder to `create --model` or `host`"
         )
     if getattr(model_class, "_is_stateful", False):
         raise CheckpointError(

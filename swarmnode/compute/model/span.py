@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
-from swarmnode.compute.model.assemble import assemble
+from swarmnode.compute.model.assemble import Packed, assemble
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.packed import PackedLinear, Packings, packed_bytes
+from swarmnode.compute.model.packing.attention import attend_by_position
 from swarmnode.compute.model.packing.card_matrix import working_bytes
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
+from swarmnode.compute.model.packing.quantised_folders.quantised_weights import plain_slices, read_quantised
 from swarmnode.compute.model.quantize import Quantization
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
-from swarmnode.config import EXACT, PLAIN
+from swarmnode.config import EXACT, FAST, PLAIN
 from swarmnode.errors import LocalError
 
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
@@ -133,9 +135,13 @@ class ModelSpan:
 
     @property
     def cache_bytes_per_token(self) -> int:
-        """Bytes of the KV cache of one token of one row, over all layers of the span."""
-        elements = sum(self.family.cache_elements_per_token(unit) for unit in range(self.start, self.end))
-        return elements * self.dtype.itemsize
+        """Bytes of the plain KV cache of one token of one row, over all layers of the span."""
+        return self.kv_bytes_per_token(PLAIN)
+
+    def kv_bytes_per_token(self, kv: str) -> int:
+        """Return the bytes of the KV cache of one token of one row in the form `kv`, over all layers of the span."""
+        units = range(self.start, self.end)
+        return sum(self.family.cache_bytes_per_token(unit, self.dtype.itemsize, kv) for unit in units)
 
     def pass_bytes(self, positions: int, rows: int) -> int:
         """Return the approximate bytes of one pass besides caches: a layer's values for `positions`, and logits of `rows`.
@@ -259,13 +265,17 @@ def load_model(
     own: torch.dtype = checkpoint.dtype
     wanted = own if isinstance(dtype, str) else dtype
     entries = {name: checkpoint.entries[name] for name in checkpoint.tensors_of(start, end)}
-    packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_packed}
-    slices = checkpoint.open_slices(entries.keys() - packed.keys())
-    weights = read_weights(
-        packed,
-        wanted,
-        exact=products == EXACT,
-        looked_up=f"{family.input_embedding}.weight",
-        device=torch.device(packed_on),
-    )
-    return assemble(family, slices, start, end, dtype=wanted, packed=weights)
+    packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_gguf}
+    slices = checkpoint.read_slices(entries.keys() - packed.keys())
+    device = torch.device(packed_on)
+    embedding = f"{family.input_embedding}.weight"
+    held: Packed = read_weights(packed, wanted, exact=products == EXACT, looked_up=embedding, device=device)
+    quantised = checkpoint.quantised
+    if quantised is not None and products != PLAIN:
+        slices, held = read_quantised(quantised, slices, family, wanted, exact=products == EXACT)
+    elif quantised is not None:
+        slices = plain_slices(quantised, slices, quantised.packed & slices.keys())
+    model = assemble(family, slices, start, end, dtype=wanted, packed=held)
+    if products == FAST and held and device.type == "cpu":
+        attend_by_position(model)
+    return model

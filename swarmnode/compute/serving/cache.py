@@ -1,7 +1,9 @@
 """KV caches of all sessions of a span, and the budget of bytes for them.
 
 A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory. For layers
-with a sliding window (`window.py`) it reserves at most the size of their buffers, and for regrouping the largest layer twice.
+with a sliding window (`window.py`) it reserves at most the size of their buffers. It also reserves the largest layer once more,
+plain: for regrouping, and for reading a layer that is kept in 8 bits (`kv_store.py`).
+
 Buffers grow with the session. A cohort may hold padding beyond its members' reservations while there is room. Without room it is
 dissolved into its sessions, which always fit.
 """
@@ -18,7 +20,9 @@ import torch
 
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import CachedSession, Cohort, copy_beginning, regroup
+from swarmnode.compute.serving.kv_store import STORES
 from swarmnode.compute.serving.window import LONGEST_SHARED, MAX_LAG, Window, Windows, sliding_layers
+from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, Full, MemoryLedger
 
@@ -103,9 +107,17 @@ class CachePool:
     """KV caches of the sessions in one node's layers. Used from the compute thread only."""
 
     def __init__(
-        self, span: ModelSpan, limit_bytes: int, ledger: MemoryLedger | None = None, *, windows: Windows | None = None
+        self,
+        span: ModelSpan,
+        limit_bytes: int,
+        ledger: MemoryLedger | None = None,
+        *,
+        windows: Windows | None = None,
+        kv: str = PLAIN,
     ) -> None:
         self.span = span
+        self.kv = kv
+        self.store = STORES[kv]
         self.windows = windows_of(span) if windows is None else windows
         self.sessions: dict[Hashable, CachedSession] = {}
         self._row_bytes = lru_cache(ROW_SIZES)(self._count_row_bytes)
@@ -121,6 +133,11 @@ class CachePool:
     def cohorts(self) -> list[Cohort]:
         """Groups of sessions that are computed together, each once."""
         return _cohorts_of(self.sessions.values())
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that the caches keep of one token of one row, over all layers of the span."""
+        return self.span.kv_bytes_per_token(self.kv)
 
     @property
     def reserved_bytes(self) -> int:
@@ -160,13 +177,14 @@ class CachePool:
         cohort, session.cohort = session.cohort, None
         rest = [] if cohort is None else [member for member in cohort.members if member is not session]
         if cohort is not None and rest:
-            regroup([(rest, min(cohort.capacity, capacity_for(rest, 1)))], self.span.device, self.windows)
+            regroup([(rest, min(cohort.capacity, capacity_for(rest, 1)))], self.span.device, self.windows, self.store)
         self.budget.claim(Claim.RESERVED, self.reserved_bytes)
         self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
 
     def close_all(self) -> None:
         """Free the KV caches of all sessions and release their memory."""
         for cohort in self.cohorts:
+            cohort.give_up()
             cohort.buffers.clear()
         self.sessions.clear()
         self.budget.close()
@@ -266,7 +284,9 @@ class CachePool:
     def _dissolve(self) -> None:
         for cohort in self.cohorts:
             if len(cohort.members) > 1:
-                regroup([([member], member.length) for member in cohort.members], self.span.device, self.windows)
+                regroup(
+                    [([member], member.length) for member in cohort.members], self.span.device, self.windows, self.store
+                )
 
     def _fits(self, members: Sequence[CachedSession], capacity: int) -> bool:
         """Claim memory for one cohort of `members` with `capacity` positions, and for the rest of the cohorts that they come
@@ -291,25 +311,28 @@ class CachePool:
         """Make a new cohort of this group. The members that it leaves behind stay together in cohorts of their own."""
         rests = self._left_behind(group)
         sized = [(group, capacity), *((rest, capacity_for(rest, 1)) for rest in rests)]
-        return regroup(sized, self.span.device, self.windows)[0]
+        return regroup(sized, self.span.device, self.windows, self.store)[0]
 
     def _bytes(self, members: Sequence[CachedSession], columns: int) -> int:
         return self.bytes_of(members[0].layers, sum(member.rows for member in members), columns)
 
     def bytes_of(self, layers: range, rows: int, columns: int) -> int:
-        """Return the bytes of buffers of `columns` columns over these layers, with the largest layer twice, for regrouping."""
+        """Return the bytes of buffers of `columns` columns over these layers, and of the largest layer once more, plain."""
         return rows * self._row_bytes(layers, columns)
 
     def _count_row_bytes(self, layers: range, columns: int) -> int:
         """Return the bytes of one row. Cached, since it is needed for every open or kept session whenever one comes or goes."""
-        by_layer = [self._layer_bytes(layer, columns) for layer in layers]
-        return sum(by_layer) + max(by_layer, default=0)
+        kept = plain = [self._layer_bytes(layer, columns, self.kv) for layer in layers]
+        if self.kv != PLAIN:
+            plain = [self._layer_bytes(layer, columns, PLAIN) for layer in layers]
+        return sum(kept) + max(plain, default=0)
 
-    def _layer_bytes(self, layer: int, columns: int) -> int:
-        """Return the cache bytes of one row of `columns` positions in a layer; a layer with a window keeps at most the window."""
+    def _layer_bytes(self, layer: int, columns: int, kv: str) -> int:
+        """Return the bytes of one row of `columns` positions in a layer, in the form `kv`; a layer with a window keeps at most the
+        window."""
         window = self.windows.get(layer)
         held = columns if window is None else min(columns, window.columns)
-        return held * self.span.family.cache_elements_per_token(layer + 1) * self.span.dtype.itemsize
+        return held * self.span.family.cache_bytes_per_token(layer + 1, self.span.dtype.itemsize, kv)
 
 
 def windows_of(span: ModelSpan) -> dict[int, Window]:

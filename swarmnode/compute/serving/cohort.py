@@ -1,9 +1,9 @@
 """KV caches of several sessions side by side, written one column at a time.
 
-A cohort keeps, per layer, keys and values as [rows, heads, capacity, dim]. All rows end at the same column, so a decode step
-of the whole cohort writes one column in place and copies nothing; shorter rows have masked columns on their left. To the
-family this is left-padded batched generation, a contract that every family keeps: with sliding windows, alibi or anything
-else that depends on the distance from the newest position.
+A cohort keeps, per layer, keys and values as [rows, heads, capacity, dim], plain or in 8 bits (`kv_store.py`). All rows end at
+the same column, so a decode step of the whole cohort writes one column in place and copies nothing; shorter rows have masked
+columns on their left. To the family this is left-padded batched generation, a contract that every family keeps: with sliding
+windows, alibi or anything else that depends on the distance from the newest position.
 
 Steps of sessions do not always arrive together, nor are they equally long. A pass is as long as its longest step. Shorter steps
 are filled up at their end with stand-in inputs, and absent members get only these. Columns written by stand-ins do not count. The
@@ -16,13 +16,16 @@ cache gives that column to the family's masks. Columns are counted alike for all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from swarmnode.compute.serving.kv_store import Buffers, KvStore, PlainStore
 from swarmnode.compute.serving.window import AttentionCache, Window, Windows
+
+PLAIN_STORE = PlainStore()
 
 
 class CachedSession:
@@ -62,11 +65,19 @@ class Cohort(AttentionCache):
     members that the next pass is for.
     """
 
-    def __init__(self, members: Sequence[CachedSession], capacity: int, device: torch.device, windows: Windows) -> None:
+    def __init__(
+        self,
+        members: Sequence[CachedSession],
+        capacity: int,
+        device: torch.device,
+        windows: Windows,
+        store: KvStore = PLAIN_STORE,
+    ) -> None:
         super().__init__(windows)
+        self.store = store
         self.members = list(members)
         self.present = set(members)
-        self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.buffers: dict[int, Buffers] = {}
         self.capacity = capacity
         self.device = device
         self.rows = sum(member.rows for member in members)
@@ -77,11 +88,18 @@ class Cohort(AttentionCache):
             window: max(0, self.end - window.kept) if capacity > window.columns else 0 for window in windows.values()
         }
         self.first_columns: list[int] = []
+        self.when_given_up: list[Callable[[], None]] = []
         self._mask_RC: Tensor | None = None
         self._first_R1: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"Cohort({len(self.members)} sessions, {self.rows} rows, columns {self.end} of {self.capacity})"
+
+    def give_up(self) -> None:
+        """Tell all that know the buffers (`when_given_up`) that they are about to be freed."""
+        for told in self.when_given_up:
+            told()
+        self.when_given_up.clear()
 
     def columns_of(self, member: CachedSession) -> slice:
         """Return the columns of the cache that hold the positions of a member of the cohort."""
@@ -215,20 +233,11 @@ class Cohort(AttentionCache):
         """Write keys and values (rows, heads, T, dim) and return all of the layer up to them. Called by attention."""
         count = key_states.shape[2]
         if layer_idx not in self.buffers:
-            self.buffers[layer_idx] = (
-                self._allocate(key_states, layer_idx),
-                self._allocate(value_states, layer_idx),
-            )
-        keys, values = self.buffers[layer_idx]
+            columns = self.columns_in(layer_idx)
+            self.buffers[layer_idx] = self.store.allocate(key_states, value_states, self.rows, columns)
         self.dirty_end = max(self.dirty_end, self.end + count)
         held = self.end - self.first_kept(layer_idx)
-        keys.narrow(2, held, count).copy_(key_states)
-        values.narrow(2, held, count).copy_(value_states)
-        return keys.narrow(2, 0, held + count), values.narrow(2, 0, held + count)
-
-    def _allocate(self, states: Tensor, layer: int) -> Tensor:
-        _, heads, _, dim = states.shape
-        return states.new_empty(self.rows, heads, self.columns_in(layer), dim)
+        return self.store.write(self.buffers[layer_idx], key_states, value_states, held)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns in use, for the family's masks and positions."""
@@ -252,15 +261,20 @@ class Cohort(AttentionCache):
 
 
 def regroup(
-    groups: Sequence[tuple[Sequence[CachedSession], int]], device: torch.device, windows: Windows
+    groups: Sequence[tuple[Sequence[CachedSession], int]],
+    device: torch.device,
+    windows: Windows,
+    store: KvStore = PLAIN_STORE,
 ) -> list[Cohort]:
     """Copy sessions into new cohorts, given as (members, capacity). Other members of their old cohorts lose their positions.
 
     Goes layer by layer and frees the old layer before the next, so that at most one layer exists twice. If that fails, all members
     of the old cohorts are marked `lost`.
     """
-    cohorts = [Cohort(members, capacity, device, windows) for members, capacity in groups]
+    cohorts = [Cohort(members, capacity, device, windows, store) for members, capacity in groups]
     olds = {id(old): old for cohort in cohorts for old in _cohorts_of(cohort.members)}
+    for old in olds.values():
+        old.give_up()
     try:
         for layer in sorted({layer for old in olds.values() for layer in old.buffers}):
             for cohort in cohorts:
@@ -292,7 +306,7 @@ def copy_beginning(source: CachedSession, session: CachedSession, length: int, c
     session.length, session.floor = length, source.floor
     session.cohort, session.first_row, session.lag = cohort, source.first_row, source.lag + source.length - length
     try:
-        copy = Cohort([session], capacity, cohort.device, cohort.windows)
+        copy = Cohort([session], capacity, cohort.device, cohort.windows, cohort.store)
         for layer in cohort.buffers:
             _copy_layer(copy, layer)
     except BaseException:  # no memory
@@ -331,4 +345,4 @@ def _copy_layer(cohort: Cohort, layer: int) -> None:
             rows[:, :, :begin] = 0
             row += member.rows
         targets.append(target)
-    cohort.buffers[layer] = (targets[0], targets[1])
+    cohort.buffers[layer] = tuple(targets)

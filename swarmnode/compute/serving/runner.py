@@ -23,6 +23,7 @@ from swarmnode.compute.serving.captured_works import CapturedWorks
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
 from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
 from swarmnode.compute.throttle import Throttle
+from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
 
@@ -35,13 +36,16 @@ WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
 class RunnerConfig:
     """Bounds of a runner: memory for KV caches, and positions (rows x T) that one pass may take from a prompt.
 
-    `windows` replaces the windows of sliding layers. `capture` replays decode steps as CUDA graphs, on CUDA devices.
+    `windows` replaces the windows of sliding layers. `capture` replays decode steps: as CUDA graphs, or as flat
+    programs on the CPU. `kv` is the
+    form of the caches: "plain" or "int8".
     """
 
     cache_bytes: int
     prefill_positions: int = 2048
     windows: Windows | None = None
     capture: bool = True
+    kv: str = PLAIN
 
 
 @dataclass(frozen=True)
@@ -102,16 +106,16 @@ class StageRunner:
         self.span = span
         self.config = config
         self._throttle = throttle or Throttle()
-        self.pool = CachePool(span, config.cache_bytes, ledger, windows=config.windows)
+        self.pool = CachePool(span, config.cache_bytes, ledger, windows=config.windows, kv=config.kv)
         self._longest_pass = min(
             (window.room for window in self.pool.windows.values()), default=config.prefill_positions
         )
         self._switch = switching_position(span.config)
         self._longest_shared = min(LONGEST_SHARED, self._longest_pass)
         self._sessions: dict[Hashable, _Opened] = {}
-        is_captured = config.capture and span.device.type == "cuda"
+        is_captured = config.capture and span.device.type in ("cuda", "cpu")
         self.captured = CapturedDecode(span, ledger) if is_captured else None
-        self.captured_works = CapturedWorks(ledger) if is_captured else None
+        self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
 
     def __repr__(self) -> str:
         return f"StageRunner({self.span!r}, {len(self._sessions)} sessions, {self.pool!r})"
@@ -172,6 +176,8 @@ class StageRunner:
         """Free all sessions, and the span unless `keep_span`. Nothing can run here afterwards."""
         self._sessions.clear()
         self.pool.close_all()
+        if self.captured is not None:
+            self.captured.close()
         if self.captured_works is not None:
             self.captured_works.clear()
         self.span.adapters.clear()

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -218,13 +220,17 @@ def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class Drawn(NamedTuple):
     """Tokens drawn at a position, one for each row. `final` says that nothing follows.
 
-    `logprobs` is in its wire format; empty if not wanted.
+    `logprobs` is in its wire format; empty if not wanted. `guessed` says that the input before was a guess, which was right;
+    `wasted` counts the wrong guesses since the token before. `forced` are the tokens that must follow by the grammar.
     """
 
     position: int
     ids: tuple[int, ...]
     final: bool
     logprobs: bytes = b""
+    guessed: bool = False
+    wasted: int = 0
+    forced: tuple[int, ...] = ()
 
 
 Draw = Callable[[Sequence[Tensor]], tuple[Drawn, ...]]
@@ -234,15 +240,21 @@ Draw = Callable[[Sequence[Tensor]], tuple[Drawn, ...]]
 class Sampler:
     """Sampler of one session of at most `max_length` positions, whose text follows the `grammar`.
 
-    If parameters count tokens, `tell` must give it the tokens that are not drawn here.
+    If parameters count tokens, `tell` must give it the tokens that are not drawn here. With each token it names at most `foresees`
+    tokens that must follow.
     """
 
-    def __init__(self, parameters: Sampling, max_length: int, grammar: GrammarMatcher | None = None) -> None:
+    def __init__(
+        self, parameters: Sampling, max_length: int, grammar: GrammarMatcher | None = None, *, foresees: int = 0
+    ) -> None:
         self._parameters = parameters
         self._grammar = grammar
+        self._foresees = foresees
         counts = parameters.counts_tokens
         self._history = TokenHistory(parameters.prompt_length, max_length) if counts else None
         self._needs_all = counts or parameters.logprobs is not None or bool(parameters.logit_bias)
+        self._latest: tuple[int, int] | None = None  # position and id of the token drawn last, unless it was final
+        self._wasted = 0  # wrong guesses since then
 
     def __repr__(self) -> str:
         return f"<Sampler by {self._parameters!r}>"
@@ -272,31 +284,69 @@ class Sampler:
             return False
         return self._grammar.ends(self._history.drawn(position + 1).tolist())
 
-    def launch(self, logits_BKV: Tensor, first: int, outputs: DeviceOutputs) -> Draw:
-        """Add the needed outputs, and return a function that draws the tokens at K positions from `first` on."""
+    def launch(
+        self, logits_BKV: Tensor, first: int, outputs: DeviceOutputs, guesses: Mapping[int, int] = MappingProxyType({})
+    ) -> Draw:
+        """Add the needed outputs, and return a function that draws the tokens at K positions from `first` on.
+
+        `guesses` are the inputs, by position, that are only guesses. Nothing is drawn after a wrong one.
+        """
         if self._needs_all:
             place = outputs.add(logits_BKV)
-            return lambda fetched: tuple(self._draw_in_order(fetched[place], first))
+            return lambda fetched: tuple(
+                self.drawn_after(
+                    guesses, first, partial(self._draw_adjusted, fetched[place], first), logits_BKV.shape[1]
+                )
+            )
         draws = [_launch(logits_BKV[:, k], self._parameters, first + k, outputs) for k in range(logits_BKV.shape[1])]
         return lambda fetched: tuple(
-            self._drawn(position, draw(fetched).tolist()) for position, draw in enumerate(draws, first)
+            self.drawn_after(
+                guesses,
+                first,
+                lambda position: self._drawn(position, draws[position - first](fetched).tolist()),
+                len(draws),
+            )
         )
+
+    def drawn_after(
+        self, guesses: Mapping[int, int], first: int, draw: Callable[[int], Drawn], count: int
+    ) -> Iterator[Drawn]:
+        """Yield the tokens that `draw` returns for `count` positions from `first` on, in order, as far as the inputs before them
+        are of the text.
+
+        The input at a position of `guesses` is of the text only if the token drawn last, at this position, is the same.
+        """
+        for position in range(first, first + count):
+            guess = guesses.get(position - 1)
+            if guess is not None and self._latest != (position - 1, guess):
+                self._wasted += 1
+                continue
+            drawn = draw(position)._replace(guessed=guess is not None, wasted=self._wasted)
+            self._latest, self._wasted = None if drawn.final else (position, drawn.ids[0]), 0
+            yield drawn
 
     def _drawn(self, position: int, ids: Sequence[int], logprobs: bytes = b"") -> Drawn:
         return Drawn(position, tuple(ids), self.is_final(position, ids[0]), logprobs)
 
-    def _draw_in_order(self, logits_BKV: Tensor, first: int) -> Iterator[Drawn]:
-        """Draw the positions in order, as each may depend on the earlier ones. Only for sessions of one row."""
-        for position, logits_V in enumerate(logits_BKV[0].float(), first):
-            adjusted_V = logits_V.clone()
-            adjust(adjusted_V, self._parameters, self._history, position)
-            if self._grammar is not None and self._history is not None:
-                allowed_V = self._grammar.allowed(self._history.drawn(position).tolist())
-                adjusted_V.masked_fill_(~allowed_V, -torch.inf)
-            token = int(sample(adjusted_V[None], self._parameters, position))
-            if self._history is not None:
-                self._history.set(position, [token])
-            yield self._drawn(position, [token], self._logprobs(logits_V, token))
+    def _draw_adjusted(self, logits_BKV: Tensor, first: int, position: int) -> Drawn:
+        """Draw the token at `position` after all earlier ones, on which it may depend. Only for sessions of one row."""
+        logits_V = logits_BKV[0, position - first].float()
+        adjusted_V = logits_V.clone()
+        adjust(adjusted_V, self._parameters, self._history, position)
+        if self._grammar is not None and self._history is not None:
+            allowed_V = self._grammar.allowed(self._history.drawn(position).tolist())
+            adjusted_V.masked_fill_(~allowed_V, -torch.inf)
+        token = int(sample(adjusted_V[None], self._parameters, position))
+        if self._history is not None:
+            self._history.set(position, [token])
+        drawn = self._drawn(position, [token], self._logprobs(logits_V, token))
+        return drawn if drawn.final else drawn._replace(forced=self._forced(position + 1))
+
+    def _forced(self, position: int) -> tuple[int, ...]:
+        """Return the tokens that must stand at `position` and behind it."""
+        if not self._foresees or self._grammar is None or self._history is None:
+            return ()
+        return tuple(self._grammar.forced(self._history.drawn(position).tolist())[: self._foresees])
 
     def _logprobs(self, logits_V: Tensor, token: int) -> bytes:
         count = self._parameters.logprobs

@@ -6,17 +6,19 @@ The small files are only a help: a missing or damaged one is no error.
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 
 from swarmnode.codec.body import DECODE_ERRORS
+from swarmnode.counting import format_bytes
 from swarmnode.errors import LocalError, UsageError, with_advice
-from swarmnode.files import read_bounded, replace_durably, sync_tree, write_private
+from swarmnode.files import existing, read_bounded, replace_durably, sync_tree, write_private
 from swarmnode.swarm.storage.content import is_allowed_name
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,40 @@ def new_folder(out: Path, *, force: bool = False) -> Iterator[Path]:
         raise LocalError(f"cannot write {out}: {with_advice(error, 'name another place')}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def new_file(out: Path, *, force: bool = False) -> Iterator[IO[bytes]]:
+    """Yield a file to write into. It becomes `out` at the end, or is removed if an error is raised.
+
+    Raises UsageError if `out` exists, without `force`, or is no regular file; LocalError if this machine cannot write there.
+    """
+    if out.is_dir() or (out.exists() and not (out.is_file() and force)):
+        raise UsageError(
+            f"{out} exists; name a file that does not exist yet" + ("" if out.is_dir() else ", or give --force")
+        )
+    partial = out.parent / f".{out.name}.partial"
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        replace_durably(partial, out)
+    except OSError as error:
+        raise LocalError(f"cannot write {out}: {with_advice(error, 'name another place')}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def check_space(out: Path, needed_bytes: int) -> None:
+    """Raise LocalError if the disk has no room for `needed_bytes` at `out`."""
+    folder = existing(out.absolute().parent)
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise LocalError(
+            f"{out} takes {format_bytes(needed_bytes)}, and {folder} has {format_bytes(free_bytes)} left; free disk space, or "
+            "name another place"
+        )
 
 
 def read_kept(path: Path, content: type[T], *, max_bytes: int) -> T | None:

@@ -62,7 +62,9 @@ def test_who_comes_does_not_look_through_the_layers_of_all_who_are_kept(span, mo
     for number in range(64):
         fill(pool, open_session(pool, f"kept {number}"), 1 + number, 1.0)
     looked = []
-    monkeypatch.setattr(pool, "_layer_bytes", lambda layer, columns: looked.append(layer) or columns * PER_TOKEN // 3)
+    monkeypatch.setattr(
+        pool, "_layer_bytes", lambda layer, columns, kv: looked.append(layer) or columns * PER_TOKEN // 3
+    )
     fill(pool, open_session(pool, "new"), 1, 1.0)
     pool.close("kept 0")
     assert len(looked) <= 3 * len(LAYERS), "of its own sizes"

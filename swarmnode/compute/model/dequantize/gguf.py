@@ -92,7 +92,7 @@ class GgufCheckpoint:
         try:
             with quiet_loader():
                 self._parts = parts_of(file)
-                self._readers = [_reader(part) for part in self._parts]
+                self._readers = [read_gguf(part) for part in self._parts]
                 first = self._readers[0]
                 with _replaced(gguf, "GGUFReader", lambda *_: first):  # it takes seconds to read again
                     self._parsed: dict[str, Any] = read(str(file))
@@ -343,8 +343,11 @@ def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, own)
 
 
-def _reader(file: Path) -> Any:
-    """Return gguf's reader of a file. Its views are plain arrays: with memory-mapped ones a vocabulary takes ten seconds."""
+def read_gguf(file: Path) -> Any:
+    """Return gguf's reader of a file, which raises errors of any kind if the file is damaged.
+
+    Its views are plain arrays: with memory-mapped ones a vocabulary takes ten seconds.
+    """
     import gguf
 
     class Reader(gguf.GGUFReader):

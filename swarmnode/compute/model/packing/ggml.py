@@ -2,8 +2,9 @@
 
 The optional package xllamacpp contains a build of ggml. Only ggml's product and its dequantisation are called, through its C
 interface. ggml rounds each row of activations to 8 bits, in blocks of 32 or 256 of that row, and multiplies integers. So a row's
-result does not depend on the other rows of a pass, except for the order of its float sums. An exact product takes three such
-parts of the activations, each 256 times finer than the one before: together they have 24 bits, as float32 has.
+result does not depend on the other rows of a pass, except for the order of its float sums: some kernels add in another order if
+there are several rows, and then a fast product takes each row apart. An exact product takes three such parts of the activations,
+each 256 times finer than the one before: together they have 24 bits, as float32 has.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import importlib.util
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from ctypes import c_bool, c_int, c_int64, c_size_t, c_void_p
+from ctypes import c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -88,8 +89,9 @@ FEW_ROWS = 4  # with more rows an exact product is faster with dequantised weigh
 TILE_ELEMENTS = 1 << 19  # dequantised at once, so that they stay in the processor's cache
 KINDS_KEPT = 256  # prepared products of a thread; those used least recently are dropped
 CONTEXT_BYTES = 1 << 13  # of the description of one product
+TRIED_ROWS, TRIED_OUTPUTS = (2, 3, 4, 5, 8, 9, 33), 64  # ggml has different kernels for these numbers of rows
 # Places in ggml's struct of a tensor; `_Library.checked` compares them with what ggml's own functions say.
-BUFFER_AT, DATA_AT, EXTRA_AT, TENSOR_BYTES = 8, 248, 320, 336
+BUFFER_AT, SIZES_AT, STRIDES_AT, DATA_AT, EXTRA_AT, TENSOR_BYTES = 8, 16, 48, 248, 320, 336
 OBJECT_BYTES = 32
 
 
@@ -111,7 +113,9 @@ class _Library:
         self.init = self._function("ggml_init", pointer, _InitParams)
         self.free = self._function("ggml_free", None, pointer)
         self.new_tensor = self._function("ggml_new_tensor_2d", pointer, pointer, c_int, c_int64, c_int64)
+        self.new_tensor_4d = self._function("ggml_new_tensor_4d", pointer, pointer, c_int, *(4 * [c_int64]))
         self.multiply = self._function("ggml_mul_mat", pointer, pointer, pointer, pointer)
+        self.attend = self._function("ggml_flash_attn_ext", pointer, *(5 * [pointer]), *(3 * [c_float]))
         self.new_graph = self._function("ggml_new_graph_custom", pointer, pointer, size, c_bool)
         self.expand = self._function("ggml_build_forward_expand", None, pointer, pointer)
         self.new_backend = self._function("ggml_backend_cpu_init", pointer)
@@ -134,6 +138,7 @@ class _Library:
         }
         self.quantisers = {name: self._function(f"quantize_row_{_c_name(name)}", *row) for name in ACTIVATIONS}
         self.interleaved = self._interleaved_memory()
+        self.quantise_rows = self._row_quantiser()
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         function: Any = getattr(self._dll, name)
@@ -148,6 +153,14 @@ class _Library:
             return None
         return kind
 
+    def _row_quantiser(self) -> Callable[..., Any] | None:
+        """Return the C function that rounds rows of floats to a format; None if the library has none."""
+        try:
+            arguments = (c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)
+            return self._function("ggml_quantize_chunk", c_size_t, *arguments)
+        except AttributeError:
+            return None
+
     def _dequantiser(self, name: str) -> Callable[..., Any] | None:
         """Return the C function (block, floats, count) for a format; None if the library has none."""
         try:
@@ -161,12 +174,14 @@ class _Library:
             raise OSError("its tensors have another size")
         context = self.init(_InitParams(CONTEXT_BYTES, None, True))
         memory = aligned(ALIGNMENT)
-        tensor = self.new_tensor(context, 0, 4, 4)
+        tensor = self.new_tensor(context, 0, 4, 3)
         buffer = self.over_memory(memory.data_ptr(), memory.nbytes)
         self.place(buffer, tensor, memory.data_ptr())
         known = {BUFFER_AT: buffer, DATA_AT: memory.data_ptr(), EXTRA_AT: None}
         found = {place: c_void_p.from_address(tensor + place).value for place in known}
+        sizes, strides = numbers_at(tensor + SIZES_AT), numbers_at(tensor + STRIDES_AT)
         agrees = found == known and self.data_of(tensor) == memory.data_ptr()
+        agrees &= (list(sizes), list(strides)) == ([4, 3, 1, 1], [4, 16, 48, 48])
         self.free(context)
         self.free_buffer(buffer)
         if not agrees:
@@ -188,6 +203,16 @@ def library() -> _Library | None:
         except (AttributeError, OSError) as error:
             log.warning("the ggml of %s cannot be used (%s): packed products are slower", PACKAGE, error)
     return None
+
+
+def numbers_at(address: int) -> Any:
+    """Return the four sizes, or strides in bytes, that a tensor has at this address. Their change is the tensor's."""
+    return (c_int64 * 4).from_address(address)
+
+
+def address_at(place: int) -> c_void_p:
+    """Return the pointer at an address. A change of its value changes the tensor there."""
+    return c_void_p.from_address(place)
 
 
 def aligned(size: int) -> Tensor:
@@ -222,22 +247,35 @@ def check_finite(packed_B: Tensor, form: Format, name: str) -> None:
             raise CheckpointError(f"{name} holds values that are no finite numbers: its scales are damaged")
 
 
-class _Product:
-    """Prepared product of a matrix (O, I) with R rows of activations, in some formats: its tensors' places take any addresses."""
+class Prepared:
+    """Prepared computation of ggml: tensors whose places take any addresses, and a graph with one result."""
 
-    def __init__(self, ggml: _Library, form: Format, x_form: Format, outputs: int, inputs: int, rows: int) -> None:
+    def __init__(self, ggml: _Library) -> None:
         self._ggml = ggml
-        self._context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
-        weight = ggml.new_tensor(self._context, form.number, inputs, outputs)
-        x = ggml.new_tensor(self._context, x_form.number, inputs, rows)
-        y = ggml.multiply(self._context, weight, x)
-        self.graph = ggml.new_graph(self._context, 8, False)
+        self.context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
+        self.graph = ggml.new_graph(self.context, 16, False)
+
+    def __del__(self) -> None:
+        self._ggml.free(self.context)
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+class _Product(Prepared):
+    """Product of a matrix (O, I) with R rows of activations, in some formats. `apart` takes each row as a matrix of its own."""
+
+    def __init__(
+        self, ggml: _Library, form: Format, x_form: Format, outputs: int, inputs: int, rows: int, apart: bool
+    ) -> None:
+        super().__init__(ggml)
+        weight = ggml.new_tensor(self.context, form.number, inputs, outputs)
+        shape = (inputs, 1, rows, 1) if apart else (inputs, rows, 1, 1)
+        x = ggml.new_tensor_4d(self.context, x_form.number, *shape)
+        y = ggml.multiply(self.context, weight, x)
         ggml.expand(self.graph, y)
         self.weight, self.x, self.y = (c_void_p.from_address(tensor + DATA_AT) for tensor in (weight, x, y))
         self.buffer, self.extra = (c_void_p.from_address(weight + place) for place in (BUFFER_AT, EXTRA_AT))
-
-    def __del__(self) -> None:
-        self._ggml.free(self._context)
 
 
 class _Backend:
@@ -260,7 +298,8 @@ class _Thread(threading.local):
         self._ggml = ggml
         self._backend = _Backend(ggml)
         self._threads = 0
-        self._products: OrderedDict[tuple[str, str, int, int, int], _Product] = OrderedDict()
+        self.recorder: Any = None  # takes calls that torch does not see, while a pass is recorded
+        self._prepared: OrderedDict[Hashable, Any] = OrderedDict()
         self._last_split: tuple[Tensor, str, Tensor] | None = None
 
     def split(self, x_RI: Tensor, form: Format) -> Tensor:
@@ -272,24 +311,24 @@ class _Thread(threading.local):
         self._last_split = x_RI.clone(), form.name, parts
         return parts
 
-    def compute(self, product: _Product) -> int:
-        """Compute a product. Returns 0 if ggml could do it."""
-        return int(self._ggml.compute(self._backend.address, product.graph))
+    def compute(self, prepared: Prepared) -> None:
+        """Compute a prepared graph. Raises RuntimeError if ggml cannot."""
+        if (count := torch.get_num_threads()) != self._threads:
+            self._threads = count
+            self._ggml.set_threads(self._backend.address, count)
+        if self._ggml.compute(self._backend.address, prepared.graph) != 0:
+            raise RuntimeError("ggml could not compute a product")
 
-    def product(self, form: Format, x_form: Format, outputs: int, inputs: int, rows: int) -> _Product:
-        """Return the prepared product of this kind."""
-        if (threads := torch.get_num_threads()) != self._threads:
-            self._threads = threads
-            self._ggml.set_threads(self._backend.address, threads)
-        kind = form.name, x_form.name, outputs, inputs, rows
-        product = self._products.get(kind)
-        if product is None:
-            product = self._products[kind] = _Product(self._ggml, form, x_form, outputs, inputs, rows)
-            if len(self._products) > KINDS_KEPT:
-                self._products.popitem(last=False)
+    def prepared(self, make: Callable[..., P], *kind: Hashable) -> P:
+        """Return what `make` prepares for this kind, the same as before if it was used lately."""
+        found: P | None = self._prepared.get((make, kind))
+        if found is None:
+            found = self._prepared[make, kind] = make(self._ggml, *kind)
+            if len(self._prepared) > KINDS_KEPT:
+                self._prepared.popitem(last=False)
         else:
-            self._products.move_to_end(kind)
-        return product
+            self._prepared.move_to_end((make, kind))
+        return found
 
 
 def _split(ggml: _Library, x_RI: Tensor, form: Format) -> Tensor:
@@ -322,7 +361,8 @@ def _rounded_with_sums(part_RB: Tensor, lost_N1: Tensor | None) -> tuple[Tensor,
 
 
 @functools.cache
-def _threads() -> _Thread:
+def threads() -> _Thread:
+    """Return ggml's state, which differs in each thread."""
     return _Thread()
 
 
@@ -359,6 +399,9 @@ def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | No
     return None if extra is None else _Interleaving(ggml.new_buffer(ggml.interleaved, ALIGNMENT), extra)
 
 
+_agreeing: dict[tuple[str, int, bool], bool] = {}
+
+
 class GgmlMatrix:
     """Matrix (O, I) in a packed format whose products ggml computes. It keeps the bytes, or a copy of them in another order.
 
@@ -370,10 +413,11 @@ class GgmlMatrix:
         self, packed_OB: Tensor, form: Format, inputs: int, *, exact: bool = False, looked_up: bool = False
     ) -> None:
         self.form, self.outputs, self.inputs, self._exact = form, len(packed_OB), inputs, exact
-        self._order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
-        kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self._order is None
+        self.name, self.nbytes = form.name, packed_OB.nbytes
+        self.order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
+        kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self.order is None
         self._memory = packed_OB.view(-1) if kept else aligned(packed_OB.nbytes)
-        if self._order is not None:
+        if self.order is not None:
             self._interleave(packed_OB.contiguous())
         elif not kept:
             self._memory.copy_(packed_OB.reshape(-1))
@@ -387,7 +431,10 @@ class GgmlMatrix:
 
     def rows(self, numbers_N: Tensor) -> Tensor:
         """Return the rows (N, I) of these numbers as float32. Only for a matrix that is looked up."""
-        assert self._order is None
+        assert self.order is None
+        if (recorder := threads().recorder) is not None:
+            rows_NI: Tensor = recorder.calling(self.rows, numbers_N)
+            return rows_NI
         packed_NB = self._memory.view(self.outputs, -1)[numbers_N]
         return dequantise(packed_NB.view(-1), self.form, numbers_N.numel() * self.inputs).view(-1, self.inputs)
 
@@ -398,12 +445,16 @@ class GgmlMatrix:
             raise ValueError(f"activations of width {self.inputs} are needed, not {tuple(x_RI.shape)}")
         if len(x_RI) == 0:
             return torch.empty(0, self.outputs)
+        recorder = threads().recorder
+        if recorder is not None:
+            y_RO: Tensor = recorder.calling(self.multiply, x_RI) if self._exact else recorder.product(self, x_RI)
+            return y_RO
         if not self._exact:
-            return self._product(x_RI, FORMATS[F32], len(x_RI))
+            return self._product(x_RI, FORMATS[F32], len(x_RI), apart=self.takes_rows_apart(len(x_RI)))
         if not self.form.activations or len(x_RI) > FEW_ROWS:
             return self._dequantised_product(x_RI)
         x_form = ACTIVATIONS[self.form.activations]
-        parts_PRO = self._product(_threads().split(x_RI, x_form), x_form, PARTS * len(x_RI)).view(
+        parts_PRO = self._product(threads().split(x_RI, x_form), x_form, PARTS * len(x_RI)).view(
             PARTS, *x_RI.shape[:1], -1
         )
         y_RO = parts_PRO[-1]
@@ -411,16 +462,40 @@ class GgmlMatrix:
             y_RO = part_RO.add(y_RO, alpha=1 / STEP)
         return y_RO
 
-    def _product(self, x: Tensor, x_form: Format, rows: int) -> Tensor:
-        """Return ggml's product (R, O) with rows of activations in `x_form`."""
-        y_RO = torch.empty(rows, self.outputs)
-        here = _threads()
-        product = here.product(self.form, x_form, self.outputs, self.inputs, rows)
-        product.weight.value, product.x.value, product.y.value = self._memory.data_ptr(), x.data_ptr(), y_RO.data_ptr()
-        if self._order is not None:
-            product.buffer.value, product.extra.value = self._order.buffer, self._order.extra
-        if here.compute(product) != 0:
-            raise RuntimeError("ggml could not compute a product")
+    @property
+    def address(self) -> int:
+        """Address of the packed bytes."""
+        return self._memory.data_ptr()
+
+    def takes_rows_apart(self, rows: int) -> bool:
+        """Return whether fast products take each of several rows apart, since ggml gives a row other bits beside others.
+
+        This is tried once for each kind of matrix.
+        """
+        if rows == 1:
+            return False
+        kind = self.form.name, self.inputs, self.order is not None
+        if kind not in _agreeing:
+            outputs = min(self.outputs, TRIED_OUTPUTS)
+            x_RI = torch.randn(max(TRIED_ROWS), self.inputs, generator=torch.Generator().manual_seed(0))
+            alone_RO = self._product(x_RI, FORMATS[F32], len(x_RI), apart=True, outputs=outputs)
+            _agreeing[kind] = all(
+                torch.equal(self._product(x_RI[:rows], FORMATS[F32], rows, outputs=outputs), alone_RO[:rows])
+                for rows in TRIED_ROWS
+            )
+        return not _agreeing[kind]
+
+    def _product(
+        self, x: Tensor, x_form: Format, rows: int, *, apart: bool = False, outputs: int | None = None
+    ) -> Tensor:
+        """Return ggml's product (R, O) with rows of activations in `x_form`, for the first `outputs`."""
+        y_RO = torch.empty(rows, outputs or self.outputs)
+        here = threads()
+        product = here.prepared(_Product, self.form, x_form, y_RO.shape[1], self.inputs, rows, apart)
+        product.weight.value, product.x.value, product.y.value = self.address, x.data_ptr(), y_RO.data_ptr()
+        if self.order is not None:
+            product.buffer.value, product.extra.value = self.order.buffer, self.order.extra
+        here.compute(product)
         return y_RO
 
     def _dequantised_product(self, x_RI: Tensor) -> Tensor:
