@@ -13,6 +13,8 @@ from torch import Tensor
 
 from swarmnode.compute.capacity.memory import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.dequantize.methods import method_of
+from swarmnode.compute.model.dequantize.packed_matrix import PackedMatrix
 from swarmnode.compute.model.packing.ggml import FORMATS, dequantise, library
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by
 from swarmnode.compute.model.packing.quantised_folders.blocks import WHOLE_NUMBERS, mxfp4_rows
@@ -204,3 +206,13 @@ def test_scales_that_float16_cannot_hold_stay_as_they_are(llama: Path, tmp_path:
     plain = load_span(checkpoint, 0, 4, dtype=torch.float32, check=False)
     ids_BT = torch.arange(20)[None]
     assert torch.allclose(logits(span, ids_BT), logits(plain, ids_BT), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_all_float8_numbers_are_read(dtype: torch.dtype) -> None:
+    packed = torch.arange(256, dtype=torch.uint8).view(dtype).view(4, 64)
+    packed = torch.where(packed.float().isfinite(), packed.view(torch.uint8), 0).view(dtype)
+    scales = torch.tensor([[1.0], [0.37], [256.0], [3e-5]])
+    matrix = PackedMatrix("weight", packed, {"_scale": scales}, {})
+    values = method_of({"quant_method": "fp8"}).dequantize(matrix)
+    assert torch.equal(values, packed.float() * scales)
