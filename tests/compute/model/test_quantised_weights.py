@@ -110,6 +110,25 @@ def test_rows_are_those_of_the_plain_matrix(llama: Path, tmp_path: Path) -> None
 
 
 @needs_ggml
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_keep_their_two_bytes(tmp_path: Path, tied: bool) -> None:
+    save_llama(tmp_path / "llama", layers=2, tie_word_embeddings=tied)
+    expected = quantise(tmp_path / "llama", tmp_path / "quantised", "w4a16")
+    file = tmp_path / "quantised" / "model.safetensors"
+    tensors = load_file(file)
+    ends = [name for name in tensors if name in ("model.embed_tokens.weight", "lm_head.weight")]
+    assert len(ends) == 2 - tied
+    for name in ends:
+        expected[name] = tensors[name] = tensors[name].bfloat16()
+    save_file(tensors, file)
+    checkpoint = Checkpoint(tmp_path / "quantised")
+    span = check_products(checkpoint, in_float32(expected, tmp_path / "plain", tmp_path / "llama"))
+    assert [part.name for part in matrices(span)].count("BF16") == len(ends)
+    counted = sum(unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True).weight_bytes)
+    assert span.weight_bytes < counted + 1024
+
+
+@needs_ggml
 @pytest.mark.parametrize("method", ["gptq", "fp8"])
 def test_experts_are_joined_as_the_model_has_them(tmp_path: Path, method: str) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM

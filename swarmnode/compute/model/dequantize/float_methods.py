@@ -81,7 +81,8 @@ class Fp8(Method):
         inputs, groups = values.shape[-1], scale.shape[-1]
         length = self._block_length(-1, inputs, groups)
         if length * groups == inputs:
-            return values.unflatten(-1, (groups, length)).mul_(scale[..., None]).flatten(-2)
+            values.unflatten(-1, (groups, length)).mul_(scale[..., None])
+            return values
         return values.mul_(scale.repeat_interleave(length, -1)[..., :inputs])
 
     def check_finite(self, matrix: PackedMatrix) -> None:
