@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from swarmnode.codec.body import DECODE_ERRORS, MAX_ADAPTER_CHARS, first_broken
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.swarm.records.least_products import LEAST
 from swarmnode.swarm.storage.content import (
     CHUNK_BYTES,
     HASH_BYTES,
@@ -137,6 +138,7 @@ class Manifest(msgspec.Struct, frozen=True):
     owner: bytes = b""  # public key of the founder; in a private swarm it signs members in
     priority: str | UnsetType = UNSET  # CREDIT: peers with credit go first; UNSET: not in the bytes
     adapters: tuple[AdapterInfo, ...] | UnsetType = UNSET  # for sessions; UNSET: not in the bytes, as before adapters
+    products: str | UnsetType = UNSET  # least ones of packed weights: EXACT or FAST; UNSET: any, not in the bytes
 
     def file(self, name: str) -> FileContent | None:
         """Return the file of that name; None if there is none."""
@@ -253,6 +255,8 @@ def _check(manifest: Manifest) -> None:
         "a membership that this version knows (open, private)": manifest.membership in (OPEN, PRIVATE),
         "an owner's key of 32 bytes, or none": len(manifest.owner) in (0, OWNER_BYTES),
         "a priority that this version knows (credit)": manifest.priority in (UNSET, CREDIT),
+        "a least kind of products that this version knows (exact, fast), of packed weights": manifest.products is UNSET
+        or (manifest.products in LEAST and manifest.format in ANY_PACKED),
         "packed weights of a language model that is served, their index in format 4 and no other": (
             PACKED_NAME in names
         )
