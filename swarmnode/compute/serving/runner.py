@@ -308,9 +308,16 @@ class StageRunner:
         return outcomes
 
     def _run_apart(self, failed: Sequence[StepInput], error: Exception) -> dict[Hashable, StepOutput | Exception]:
-        """Run each half of a failed pass's works. A work that was alone, or whose cache is lost, gets the error."""
+        """Run each half of a failed pass's works, or each adapter's. A work that was alone, or whose cache is lost, gets the
+        error."""
         if len(failed) == 1 or any(self._sessions[work.session_id].cached.lost for work in failed):
             return {work.session_id: error for work in failed}
+        if not self.span.adapters.are_shared and len({self._sessions[work.session_id].adapter for work in failed}) > 1:
+            self.pool.dissolve()  # a layer has just turned out not to tell the rows of different adapters apart
+            outcomes: dict[Hashable, StepOutput | Exception] = {}
+            for group in self._group(failed):
+                outcomes |= self._run_together(group)
+            return outcomes
         middle = len(failed) // 2
         return self._run_together(failed[:middle]) | self._run_together(failed[middle:])
 

@@ -123,7 +123,7 @@ def _first_fit(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
 
 
 def read_lora_config(file: Path) -> LoraConfig:
-    """Read `adapter_config.json`. Raises CheckpointError if it is damaged, or asks for anything but plain LoRA."""
+    """Read `adapter_config.json`. Raises CheckpointError if it is damaged, or asks for something that is not served."""
     fields = _read(file)
     kind = fields.get("peft_type")
     if kind != "LORA":
@@ -131,16 +131,16 @@ def read_lora_config(file: Path) -> LoraConfig:
     for name, value in fields.items():
         if name in VARIANTS and value:
             raise CheckpointError(
-                f"{file}: the adapter has {VARIANTS[name]}: only plain LoRA is served; train one without it"
+                f"{file}: the adapter has {VARIANTS[name]}: these are not served; train one without it"
             )
         if name not in NEUTRAL and name not in VARIANTS and _is_set(value):
             raise CheckpointError(
                 f"{file}: the adapter sets {name[:64]!r}, which this version of "
-                "swarmnode does not know; upgrade swarmnode, or train a plain LoRA adapter"
+                "swarmnode does not know; upgrade swarmnode, or train the adapter without it"
             )
     if fields.get("bias", "none") != "none":
         raise CheckpointError(
-            f"{file}: the adapter has biases of its own: only plain LoRA is served; train one without biases"
+            f"{file}: the adapter has biases of its own: these are not served; train one without biases"
         )
     start = fields.get("init_lora_weights", True)
     if not (isinstance(start, bool | None) or (isinstance(start, str) and start in PLAIN_STARTS)):
