@@ -154,7 +154,7 @@ def test_sessions_with_different_adapters_share_a_pass(llama: Saved) -> None:
 def test_a_layer_that_does_not_tell_its_rows_has_passes_of_one_adapter(
     llama: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As experts, which get positions of any rows. It shows in the first pass, whose texts are right all the same."""
+    """Experts get positions of any rows. It shows in the first pass, whose texts are right all the same."""
     route = Route(llama.folder, llama.adapters)
     adapters = dict(zip("abcd", ("", "one", "two", "one"), strict=True))
     lead(route, dict(adapters), steps=1)  # with copies for these rows
@@ -203,7 +203,7 @@ def lead(route: Route, adapters: dict[str, str], steps: int = 3) -> dict[str, to
 
 @pytest.mark.parametrize("limit", [None, 0])
 def test_all_kinds_of_adapters_in_one_pass(llama: Saved, tmp_path: Path, limit: int | None) -> None:
-    """Other ranks, DoRA, a replaced layer and no adapter beside one another; also without room for copies of the matrices."""
+    """A pass has other ranks, DoRA, a replaced layer and no adapter beside one another; also without room for copies of the matrices."""
     high = matrices(llama.model, lambda key: "_proj" in key, rank=7, seed=3, strength=STRENGTH)
     scaled = with_magnitudes(matrices(llama.model, lambda key: "down_proj" in key, seed=4, strength=STRENGTH))
     head = {"base_model.model.lm_head.weight": torch.randn(llama.model.lm_head.weight.shape)}
@@ -236,7 +236,7 @@ def test_all_kinds_of_adapters_in_one_pass(llama: Saved, tmp_path: Path, limit: 
 
 @pytest.mark.parametrize("around", [("two", "", "two"), ("broken", "broken", "broken"), ("two", "broken", "")])
 def test_other_adapters_in_a_pass_change_no_bit_of_a_text(llama: Saved, around: tuple[str, str, str]) -> None:
-    """Not even one whose numbers are NaN, which no node loads."""
+    """Numbers that are NaN stay in their rows, too; no node loads such an adapter."""
     route = Route(llama.folder, llama.adapters)
     for runner in route.runners:
         loras = llama.adapters["two"].load(runner.span.family, runner.span.model, runner.span.start, runner.span.end,

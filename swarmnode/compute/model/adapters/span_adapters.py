@@ -78,7 +78,10 @@ class SpanAdapters:
             self._rows = 0
             self._chosen = self._loaded[names[0]] if names and names[0] else NOTHING
             return None
-        shared = self._shared[names] = self._shared.pop(names, None) or share_pass(names, self._loaded, self._reserve)
+        if names not in self._shared:
+            self._shared[names] = share_pass(names, self._loaded, self._reserve)
+        self._shared.move_to_end(names)
+        shared = self._shared[names]
         if len(self._shared) > KEPT:
             self._shared.popitem(last=False)
         self._chosen, self._rows, self._positions = shared.layers, len(names), positions

@@ -1,4 +1,4 @@
-"""What an adapter does to one layer, however the layer holds its matrix."""
+"""An adapter changes a layer in the same way, however the layer holds its matrix."""
 
 from __future__ import annotations
 
