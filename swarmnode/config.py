@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnode.errors import UsageError
 
@@ -33,6 +33,7 @@ class ServerConfig:
     max_compiling: int = 16  # grammars waiting to be compiled
     compile_s: float = 20.0  # how long a session waits for its grammar, and the first session for the tokenizer
     adapter_s: float = 1.5  # how long a session waits for its adapter: shorter than its client waits for READY
+    max_drafts: int = 16  # guessed positions of one session in flight; 0: none
     longest_chunk_tokens: int = (
         1024  # prompt tokens in one pass, on devices where further positions cost next to nothing
     )
@@ -57,7 +58,7 @@ class StageConfig:
     device: str = "auto"  # or several: "cuda:0,cuda:1"
     dtype: str = "auto"
     quantize: str = "none"
-    products: str = "auto"  # of packed weights on CPUs; auto: exact if the dtype is float32 by choice, else fast
+    products: str = "auto"  # of packed weights; auto: exact if the dtype is float32 by choice, else fast
     kv: str = "plain"  # form of the KV cache; int8: per head and position
     memory_bytes: int | None = None  # of each card; of the machine if CPUs compute
     threads: int | None = None
@@ -72,6 +73,23 @@ class StageConfig:
     share: float = 1.0  # largest share of the time that serving may keep the device busy
     audit_share: float = 0.03  # share of the training compute spent on recomputing replicas' microbatches
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def meeting(self, least: str) -> StageConfig:
+        """Return these settings for a swarm whose manifest asks for products of at least the kind `least`; empty: of any kind.
+
+        Automatic options follow it. Raises UsageError if another one contradicts it.
+        """
+        if least and self.quantize != "none":
+            raise UsageError(
+                f"--quantize {self.quantize}: this swarm asks for weights that are not rounded again: leave it out"
+            )
+        if least != EXACT:
+            return self
+        chosen = (("--products", self.products, (AUTO, EXACT, PLAIN)), ("--dtype", self.dtype, (AUTO, "float32")))
+        for option, text, allowed in (*chosen, ("--kv", self.kv, (PLAIN,))):
+            if text not in allowed:
+                raise UsageError(f"{option} {text}: this swarm asks for exact products: leave it out")
+        return replace(self, dtype="float32")
 
     def check(self) -> StageConfig:
         """Return these settings unchanged. Raises UsageError if the value of an option is not valid."""

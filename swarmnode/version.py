@@ -9,7 +9,11 @@ from pathlib import Path
 
 __version__ = "0.1.0"
 DISTRIBUTION = "swarmnode-p2p"  # `swarmnode` on PyPI is another project
-OPTIONAL = {"mcp": "mcp>=2,<3", "xllamacpp": "xllamacpp>=2026.10,<2027"}  # as the extras in pyproject.toml
+OPTIONAL = {
+    "mcp": "mcp>=2,<3",
+    "xllamacpp": "xllamacpp>=2026.10,<2027",
+    "triton": "triton>=3",
+}  # as the extras in pyproject.toml
 IN_DOCKER = Path("/.dockerenv")
 UV_TOOL, PIPX = "uv-receipt.toml", "pipx_metadata.json"  # files that the tools leave in an environment of theirs
 

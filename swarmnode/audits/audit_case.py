@@ -349,9 +349,8 @@ class AuditCase:
     async def _fetch(self, peer: PeerId, session: bytes) -> HopAccount:
         referee = self._referee
         try:
-            account = await fetch_account(
-                self._replays.statements, peer, session, self._seed, self._end, referee.host.swarm.id
-            )
+            asked = (session, self._seed, self._end, referee.host.swarm.id)
+            account = await fetch_account(self._replays.statements, peer, *asked, length=len(self.ids) - 1)
         except PeerRefused:
             referee.standing.forfeit(peer)  # a peer that is present and refuses may have had to drop the session
             raise

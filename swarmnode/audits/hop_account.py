@@ -36,16 +36,17 @@ class HopAccount:
 
 
 async def fetch_account(
-    board: Switchboard, peer: PeerId, session: bytes, seed: bytes, end: int, swarm: bytes
+    board: Switchboard, peer: PeerId, session: bytes, seed: bytes, end: int, swarm: bytes, *, length: int = 0
 ) -> HopAccount:
-    """Fetch the account of `peer` for positions [0, `end`) of `session`, with sketches by `seed`.
+    """Fetch the account of `peer` for positions [0, `end`) of `session`, with sketches by `seed`. The text has `length` positions
+    (0: all that the session has).
 
     Raises ProtocolError if the account is invalid or its parts disagree; PeerLost, PeerRefused or NetworkDown if there
     is no answer.
     """
     parts: list[HopAccount] = []
     for first in range(0, end, MAX_SKETCHED):
-        question = GetStatement(session, seed, first, min(MAX_SKETCHED, end - first))
+        question = GetStatement(session, seed, first, min(MAX_SKETCHED, end - first), length)
         parts.append(await _ask(board, peer, question, swarm))
     return _joined(parts)
 

@@ -28,12 +28,16 @@ _ENTRY = struct.Struct("<II")
 
 
 class GetStatement(Body, frozen=True):
-    """Question to a hop of a session for sketches of positions [first, first + count), by projections that follow from `seed`."""
+    """Question to a hop of a session for sketches of positions [first, first + count), by projections that follow from `seed`.
+
+    The statement is about the first `length` positions of the session (0: all). Later ones may hold guesses behind the text's end.
+    """
 
     session: SessionId
     seed: Seed
     first: Position
     count: Annotated[int, Meta(ge=1, le=MAX_SKETCHED)]
+    length: Position = 0
 
     def check(self) -> None:
         if self.first + self.count > MAX_POSITIONS:

@@ -31,6 +31,9 @@ MAX_RETRY_S = 3600.0
 MAX_SEED = (1 << 63) - 1
 MAX_CHUNKS = 1 << 16
 MAX_LINK_CODECS = 1024
+MAX_DRAFTS = 32  # guessed positions of one session in flight; below what sliding windows can go back
+MAX_PROPOSER_CHARS = 64
+EPOCH_TURNS = 1 << 24  # turns of one epoch: the first hop guesses wrong at most once at each position
 MAX_CODE = 0xFFFF
 MAX_RATE_BPS = 1e15
 MAX_RUN_BYTES = 4096
@@ -53,6 +56,7 @@ RunBytes = Annotated[bytes, Meta(max_length=MAX_RUN_BYTES)]
 SessionId = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
 Step = Annotated[int, Meta(ge=0, le=MAX_STEP)]
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+Turn = Annotated[int, Meta(ge=0, lt=(MAX_SEQ + 1) * EPOCH_TURNS)]
 Unit = Annotated[int, Meta(ge=0, le=MAX_UNITS)]
 
 

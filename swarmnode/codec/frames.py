@@ -62,6 +62,7 @@ class FrameKind(IntEnum):
     MANIFEST = 33
     GET_CHUNKS = 34
     CHUNK = 35
+    DRAFTS = 36
     PROBE = 40
     FORWARD = 48
     BACKWARD = 49

@@ -22,9 +22,11 @@ from swarmnode.codec.body import (
     MAX_ADAPTER_CHARS,
     MAX_CHUNKS,
     MAX_CODE,
+    MAX_DRAFTS,
     MAX_LINK_CODECS,
     MAX_POSITIONS,
     MAX_PROOF_BYTES,
+    MAX_PROPOSER_CHARS,
     MAX_RATE_BPS,
     MAX_REVOCATIONS_BYTES,
     MAX_ROUTE_HOPS,
@@ -42,6 +44,7 @@ from swarmnode.codec.body import (
     Row,
     SessionId,
     TokenId,
+    Turn,
     Unit,
 )
 from swarmnode.codec.credit_messages import CREDIT_BODIES
@@ -173,6 +176,8 @@ class Open(Body, frozen=True):
     adapts: bool = False
     adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = ""  # name of an adapter of the swarm, or empty
     branch: Branch | None = None  # another session with the same beginning, for hops that do not know this one
+    drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0  # most guesses in flight; 0: the first hop guesses none
+    proposer: Annotated[str, Meta(max_length=MAX_PROPOSER_CHARS)] = ""  # source of the guesses: lookup, auto or a model
 
     def check(self) -> None:
         check_route("OPEN", self.route, self.index)
@@ -187,6 +192,7 @@ class Open(Body, frozen=True):
             "known outputs inside the session": self.known <= self.max_length,
             "a branch in RING mode, shorter than the session": self.branch is None
             or (self.mode == Mode.RING and self.branch.length < self.max_length),
+            "guesses in RING mode": self.drafts == 0 or self.mode == Mode.RING,
         }
         check_rules("OPEN", rules)
         if self.sampling is not None:
@@ -223,11 +229,16 @@ class Input(Body, frozen=True):
     hidden_BTH.
 
     `reorder`, if not empty, is applied before the input: for each row of the cache, the row that it continues (beam search).
+
+    The last `guessed` of all positions up to the end of this input hold guessed tokens. An input of a higher `turn` than the ones
+    before takes back the guesses from its first position on.
     """
 
     tensor: TensorInfo
     want: Code = 0
     reorder: Annotated[tuple[Row, ...], Meta(max_length=MAX_ROWS)] = ()
+    guessed: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
+    turn: Turn = 0
 
     def check(self) -> None:  # on the path of every token: keep it short
         info = self.tensor
@@ -250,6 +261,14 @@ class Truncate(Body, frozen=True):
     to: Position
 
 
+class Drafts(Body, frozen=True):
+    """Guessed tokens at the positions from `seq` on, from the first hop of a ring to the last one, before their INPUT of the same
+    `turn`. Middle hops do not get them."""
+
+    ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_DRAFTS)]
+    turn: Turn = 0
+
+
 class KeepCache(Body, frozen=True):
     """Note that no further input follows for now. The session's cache stays while there is room, for a text with the same
     beginning."""
@@ -262,11 +281,16 @@ class Output(Body, frozen=True):
 
     DRIVEN: the payload is described by `tensor` (logits_BTV or hidden_BTH), whose last position is seq - 1. `final` says that no
     output follows (a stop token, or max_new_tokens reached).
+
+    `guessed` says that the input before it was a guess, which was right; `wasted` counts the wrong guesses since the output before.
     """
 
     ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_ROWS)] = ()
     final: bool = False
     tensor: TensorInfo | None = None
+    guessed: bool = False
+    wasted: Position = 0
+    forced: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # tokens that must follow, by the grammar
 
     def check(self) -> None:
         if bool(self.ids) == (self.tensor is not None):
@@ -328,6 +352,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     FrameKind.MANIFEST: ManifestReply,
     FrameKind.GET_CHUNKS: GetChunks,
     FrameKind.CHUNK: Chunk,
+    FrameKind.DRAFTS: Drafts,
     **MEASURING_BODIES,
     **TRACE_BODIES,
     **AUDIT_BODIES,

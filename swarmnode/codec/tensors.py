@@ -41,6 +41,7 @@ class Codec(IntEnum):
     TOPK2 = 7  # values of two bits + indices of a byte; 6 stays free: test vectors have it for an unknown one
 
 
+PLAIN_CODECS = frozenset({Codec.NONE, Codec.FP16, Codec.BF16})  # each element has bytes of its own
 SPARSE_CODECS = frozenset({Codec.TOPK, Codec.TOPK2})  # with a `param`: the number of elements kept
 
 

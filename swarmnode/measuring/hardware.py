@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import math
 import shutil
@@ -30,6 +31,7 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.packing.card_matrix import TRITON, kernels
 from swarmnode.compute.model.packing.ggml import PACKAGE, library
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.throttle import Throttle
@@ -40,6 +42,7 @@ from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
+from swarmnode.plan.audits.judgement import KV8
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.swarm.records.sections import Machine, Section
@@ -53,7 +56,6 @@ log = logging.getLogger(__name__)
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
 PACKED = "packed"  # number format of products with rounded activations
-KV8 = "+kv8"  # part of the number format of nodes that keep their KV caches in 8 bits
 NAME_LENGTH = 48  # characters of a device's announced name
 
 
@@ -124,9 +126,10 @@ class Hardware:
             raise UsageError(f"--device {config.device}: a module is served on one device of a node")
         set_threads(threads_each(config.device, config.threads, len(devices)))
         fixed = trains or is_graph
-        dtype = torch.float32 if fixed else _common_dtype(devices, _own_dtype(devices, checkpoint), config.dtype)
-        packed = dtype is torch.float32 and _stays_packed(devices, checkpoint, config)
-        products = _products(config) if packed else PLAIN
+        dtype = (
+            torch.float32 if fixed else _common_dtype(devices, _own_dtype(devices, checkpoint, config), config.dtype)
+        )
+        products = _products(config) if _stays_packed(devices, checkpoint, config, dtype) else PLAIN
         sizes = _sizes(checkpoint, dtype, config, trains=trains, keeps_packed=products != PLAIN)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
         hardware = cls(
@@ -157,9 +160,9 @@ class Hardware:
     def number_format(self) -> str:
         """Announced name of dtype, KV cache and quantisation: replicas with the same one compute the same except for the last
         bits."""
-        kept = KV8 if self.config.kv == INT8_KV else ""
-        if self.products == FAST:
-            return PACKED + kept
+        kept = f"+{KV8}" if self.config.kv == INT8_KV else ""
+        if self.products == FAST and all(lent.device.kind == "cpu" for lent in self.lent):
+            return PACKED + kept  # on cards the products are those of dequantised weights
         name = str(self.dtype).removeprefix("torch.") + kept
         return name if self.quantize == "none" else f"{name}-{self.quantize}"
 
@@ -184,7 +187,23 @@ class Hardware:
             "cpu_cores": usable_cores(),
             "disk_free_bytes": shutil.disk_usage(home).free,
             "capacity_units": self.capacity_units,
+            "room": self.room,
         }
+
+    @property
+    def room(self) -> dict[str, Any]:
+        """Number of layers (`units`) that fit into the memory, `of` how many, and whether they stay `packed`."""
+        return {
+            "units": self.capacity_units,
+            "of": len(self.sizes.weight_bytes),
+            "packed": self.products != PLAIN,
+        }
+
+    @property
+    def holds(self) -> str:
+        """Text like "its 12 GB hold 31 of 50 layers, packed"."""
+        packed = "" if self.products == PLAIN else ", packed"
+        return f"its {format_bytes(self.memory_bytes)} hold {self.room['units']} of {self.room['of']} layers{packed}"
 
     @cached_property
     def capacity_units(self) -> int:
@@ -268,7 +287,10 @@ class Hardware:
         """Return this hardware computing in float32; None if it does so already, or the owner chose the dtype."""
         if self.dtype is torch.float32 or self.config.dtype != "auto":
             return None
-        sizes = unit_sizes(checkpoint, dtype=torch.float32, quantize=self.quantize, kv=self.config.kv)
+        keeps_packed = self.products != PLAIN
+        sizes = unit_sizes(
+            checkpoint, dtype=torch.float32, quantize=self.quantize, keeps_packed=keeps_packed, kv=self.config.kv
+        )
         return replace(self, dtype=torch.float32, sizes=sizes)
 
     @property
@@ -351,10 +373,11 @@ def _width(checkpoint: Checkpoint) -> int:
     return width
 
 
-def _own_dtype(devices: Sequence[Device], checkpoint: Checkpoint) -> torch.dtype:
-    """Return the checkpoint's dtype; float32 for packed weights on CPUs, whose products take and return float32."""
-    on_cpu = all(device.kind == "cpu" for device in devices)
-    own: torch.dtype = torch.float32 if checkpoint.is_packed and on_cpu else checkpoint.dtype
+def _own_dtype(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig) -> torch.dtype:
+    """Return the checkpoint's dtype; float32 for packed weights with exact products, and on CPUs, whose products take and return
+    float32."""
+    in_float32 = config.products == EXACT or all(device.kind == "cpu" for device in devices)
+    own: torch.dtype = torch.float32 if checkpoint.is_packed and in_float32 else checkpoint.dtype
     return own
 
 
@@ -365,14 +388,26 @@ def _products(config: StageConfig) -> str:
     return config.products
 
 
-def _stays_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig) -> bool:
-    """Return whether packed weights stay packed here: on CPUs, if a library for their products is installed."""
+def _stays_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig, dtype: torch.dtype) -> bool:
+    """Return whether packed weights stay packed here: if all devices are CPUs or all are cards, and have fast products for them.
+
+    A card whose owner chose the products does without these. A quantised checkpoint of safetensors stays packed on CPUs only.
+    """
     wanted = checkpoint.is_packed and config.quantize == "none" and config.products != PLAIN
-    if not wanted or any(device.kind != "cpu" for device in devices):
+    kinds = {device.kind for device in devices}
+    possible = [{"cpu"}] if checkpoint.quantised is not None else [{"cpu"}, {"cuda"}]
+    if not wanted or kinds not in possible or (kinds == {"cpu"} and dtype is not torch.float32):
         return False
-    if library() is None:
-        log.warning("the weights take several times the memory that they would packed: %s", missing_package(PACKAGE))
-    return library() is not None
+    has_products = all(map(has_packed_products, devices))
+    package = PACKAGE if kinds == {"cpu"} else TRITON
+    if not has_products and importlib.util.find_spec(package) is None:
+        log.warning("packed weights take several times their memory or time here: %s", missing_package(package))
+    return has_products or (kinds == {"cuda"} and config.products != AUTO)
+
+
+def has_packed_products(device: Device) -> bool:
+    """Return whether there are fast products of packed weights for this device."""
+    return library() is not None if device.kind == "cpu" else kernels(device.torch_device) is not None
 
 
 def _common_dtype(devices: Sequence[Device], own: torch.dtype, wanted: str) -> torch.dtype:

@@ -43,7 +43,8 @@ def audit_server(peer: LocalPeer, author: Author, find: Callable[[bytes], StageS
         if session is None:
             return Answer(Error(ErrorCode.NO_SESSION))
         opened, transcript = session.opened, session.transcript
-        received, sent, told = transcript.received, transcript.sent, transcript.told
+        received, sent = transcript.received.until(question.length), transcript.sent.until(question.length)
+        told = transcript.told
         is_last = opened.index + 1 == len(opened.route)
         if question.first + question.count > min(received.length, told.length if is_last else sent.length):
             return Answer(Error(ErrorCode.INVALID_REQUEST))

@@ -40,11 +40,20 @@ class Return:
     """Use of a job's output at the last hop in DRIVEN mode: the wanted outputs go to the client as they are."""
 
 
+class Guess(NamedTuple):
+    """Guessed token as the input at a position."""
+
+    position: int
+    id: int
+
+
 class Job(msgspec.Struct, frozen=True):
     """Encoded positions [start, start + count) of a session that are to pass through the stage.
 
     In `parts`, `skip` positions come before them, and others may follow. Afterwards they pass `stages_after` more
     stages. A msgspec struct for speed, as frames are.
+
+    The last `guessed` positions up to the end hold guesses of the `turn`. Only the last hop has their `guesses`.
     """
 
     session: int
@@ -60,11 +69,27 @@ class Job(msgspec.Struct, frozen=True):
     stages_after: int = 0
     truncate: Truncate | None = None  # comes before these positions
     handed_on: bool = False  # from another device of this node, which counted its positions
+    guessed: int = 0
+    turn: int = 0
+    back_to: int | None = None  # guesses from this position on are taken back before these positions
+    guesses: tuple[Guess, ...] = ()
 
     @property
     def phase(self) -> str:
-        """Label of its time in the metrics: one position is a decode step, several are part of a prompt."""
-        return DECODE if self.count == 1 else PREFILL
+        """Label of its time in the metrics: one position is a decode step, also with guesses after it; several are part
+        of a prompt."""
+        return DECODE if self.count == 1 or self.guessed else PREFILL
+
+    @property
+    def first_guessed(self) -> int:
+        """First of its positions that holds a guess; `end` if none does."""
+        return max(self.start, self.end - self.guessed)
+
+    @property
+    def cut_to(self) -> int | None:
+        """Number of positions that the cache is cut back to before these; None if it is not."""
+        back_to = [] if self.back_to is None else [self.back_to]
+        return min([*back_to, *([] if self.truncate is None else [self.truncate.to])], default=None)
 
     @property
     def end(self) -> int:
@@ -109,7 +134,8 @@ def entries_of(job: Job, tensors: Sequence[tuple[TensorInfo, Buffer]]) -> Iterat
     for info, payload in tensors:
         count, is_first = info.shape[1], start == job.start
         want = job.want if start + count == job.end else Want.NOTHING
-        body = Input(info, want=want, reorder=job.reorder if is_first else ())
+        guessed = max(0, job.guessed - (job.end - start - count))
+        body = Input(info, want=want, reorder=job.reorder if is_first else (), guessed=guessed, turn=job.turn)
         yield Entry(start, count, body, (payload,), job.truncate if is_first else None)
         start += count
 
@@ -122,10 +148,18 @@ def merge(first: Job, second: Job) -> Job | None:
     """
     held = sum(info.shape[1] for info, _ in first.parts)
     adjoining = first.end == second.start and first.skip + first.count == held
-    alone = second.want == Want.ALL or second.reorder or second.skip or second.truncate
+    alone = second.want == Want.ALL or second.reorder or second.skip or second.cut_to is not None
     if not adjoining or first.want != Want.NOTHING or alone:
         return None
-    return replace(first, count=first.count + second.count, parts=first.parts + second.parts, want=second.want)
+    return replace(
+        first,
+        count=first.count + second.count,
+        parts=first.parts + second.parts,
+        want=second.want,
+        guessed=second.guessed,
+        turn=second.turn,
+        guesses=first.guesses + second.guesses,
+    )
 
 
 def cut(job: Job, count: int) -> tuple[Job, Job | None]:
@@ -137,9 +171,30 @@ def cut(job: Job, count: int) -> tuple[Job, Job | None]:
     if job.count <= count or job.want == Want.ALL:
         return job, None
     rest = replace(
-        job, start=job.start + count, count=job.count - count, skip=job.skip + count, reorder=(), truncate=None
+        job,
+        start=job.start + count,
+        count=job.count - count,
+        skip=job.skip + count,
+        reorder=(),
+        truncate=None,
+        back_to=None,
+        guesses=tuple(guess for guess in job.guesses if guess.position >= job.start + count),
     )
-    return replace(job, count=count, want=Want.NOTHING), rest
+    guesses = job.guesses[: len(job.guesses) - len(rest.guesses)]
+    guessed = max(0, job.guessed - rest.count)
+    return replace(job, count=count, want=Want.NOTHING, guessed=guessed, guesses=guesses), rest
+
+
+def drop_from(jobs: deque[Job], position: int) -> int:
+    """Remove the positions from `position` on from the waiting jobs of a session. Returns their number."""
+    dropped = 0
+    while jobs and jobs[-1].end > position:
+        job = jobs.pop()
+        kept = max(0, position - job.start)
+        dropped += job.count - kept
+        if kept:
+            jobs.append(cut(job, kept)[0])
+    return dropped
 
 
 def take(jobs: deque[Job], count: int) -> Job:

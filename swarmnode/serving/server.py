@@ -28,6 +28,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.link_codecs import CodecRules
 from swarmnode.serving.pipeline import Pipeline, Replicas
@@ -59,6 +60,7 @@ class StageServer:
     grammars: Grammars
     adapters: StageAdapters
     codec_rules: CodecRules = field(default_factory=CodecRules)
+    drafting: Drafting = no_drafting
 
     def __post_init__(self) -> None:
         self.draining = False
@@ -86,6 +88,12 @@ class StageServer:
     def load(self) -> int:
         """Number of sessions in use: those held, without idle ones that are kept to begin another text."""
         return sum(not session.kept for session in self._sessions.values())
+
+    @property
+    def row_load(self) -> float:
+        """Share of the time that rows of all sessions take on the busiest device, between 0 and 1."""
+        workers = (worker for pipeline in self.pipelines for worker in pipeline.workers)
+        return max(worker.row_load.share(worker.clock()) for worker in workers)
 
     def readings(self) -> Readings:
         """Yield the metrics of devices, sessions and refusals."""

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.loading import load_span
@@ -24,6 +25,7 @@ from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span as Units
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.audit_server import Author, audit_server
+from swarmnode.serving.drafting.proposers import Proposers
 from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.link_codecs import codec_rules_of
 from swarmnode.serving.pipeline import Pipeline
@@ -115,6 +117,7 @@ class ServingStage(Stage):
                 grammars=Grammars(compiler, host.link_config.ledger, config),
                 adapters=StageAdapters(place.adapters, places, config, on_crash=host.supervisor.ends_conversation),
                 codec_rules=codec_rules_of(host, span.dtype),
+                drafting=Proposers(host.directory.peers, lambda: server),
             )
             undo.push_async_callback(server.close)
             await server.start()
@@ -139,7 +142,9 @@ class ServingStage(Stage):
     def sections(self) -> tuple[Section, ...]:
         """Return the sections that announce this stage: hardware, speeds and load."""
         speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self.replicas])
-        load = ServingLoad(sessions=self.server.load, cache_tokens_free=self.server.free_cache_tokens)
+        server = self.server
+        drafts = min(server.config.max_drafts, MAX_DRAFTS)
+        load = ServingLoad(sessions=server.load, cache_tokens_free=server.free_cache_tokens, drafts=drafts)
         return self.hardware.section, speeds, load
 
     def readings(self) -> Readings:

@@ -38,7 +38,7 @@ from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSess
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.serving.client.router import Route, Router
 from swarmnode.serving.grammars import Grammars
-from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample
+from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, drop_from
 from swarmnode.serving.pipeline import Pipeline
 from swarmnode.serving.server import StageServer
 from swarmnode.serving.worker import Running
@@ -92,9 +92,10 @@ class ToyWorker:
                 hidden_size=1,
                 vocab_size=MODULUS,
                 position_limit=None,
-                cache_bytes_per_token=end - start,
             ),
-            pool=SimpleNamespace(budget=CacheBudget(cache_bytes), keeps=lambda _held, _length: True),
+            pool=SimpleNamespace(
+                budget=CacheBudget(cache_bytes), keeps=lambda _held, _length: True, bytes_per_token=end - start
+            ),
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )
         self.scheduler = SimpleNamespace(cost=PassCost())
@@ -104,6 +105,7 @@ class ToyWorker:
         self.lengths: dict[int, int] = {}
         self.held: dict[int, list[list[int]]] = {}  # the sums before each position
         self.positions = 0
+        self.dropped = 0  # positions that were taken back before they were computed
         self.step_s = STEP_S
         self._jobs: deque[Job] = deque()
 
@@ -132,10 +134,16 @@ class ToyWorker:
         return len(self._jobs)
 
     def submit(self, job: Job) -> None:
+        if job.back_to is not None:
+            own = deque(one for one in self._jobs if one.session == job.session)
+            self.dropped += drop_from(own, job.back_to)
+            self._jobs = deque([*(one for one in self._jobs if one.session != job.session), *own])
         self._jobs.append(job)
         asyncio.get_running_loop().call_later(self.step_s, self._run, self.step_s)
 
     def _run(self, took_s: float) -> None:
+        if not self._jobs:
+            return
         job, ended_s = self._jobs.popleft(), asyncio.get_running_loop().time()
         if job.session in self.caches:
             job.done(job, self._result(job), Pass(ended_s - took_s, ended_s, 1))
@@ -143,9 +151,9 @@ class ToyWorker:
     def _result(self, job: Job) -> JobResult:
         first_unit, sums = self.caches[job.session]
         held = self.held[job.session]
-        if job.truncate is not None and job.truncate.to < len(held):
-            sums[:], self.lengths[job.session] = held[job.truncate.to], job.truncate.to
-            del held[job.truncate.to :]
+        if job.cut_to is not None and job.cut_to < len(held):
+            sums[:], self.lengths[job.session] = held[job.cut_to], job.cut_to
+            del held[job.cut_to :]
         assert job.start == self.lengths[job.session], "a gap or an overlap reached the worker"
         self.lengths[job.session] = job.end
         values = [value for info, payload in job.parts for value in unpack(info, payload)][job.skip :]
@@ -157,15 +165,14 @@ class ToyWorker:
         if isinstance(job.then, ForwardHidden):
             return JobResult(tensors=(pack(outputs),))
         if isinstance(job.then, Sample):
-            drawn = enumerate(outputs, job.start + 1)
-            is_final = job.then.sampler.is_final
-            return JobResult(
-                tokens=tuple(
-                    Drawn(position, (token,), is_final(position, token))
-                    for position, token in drawn
-                    if position >= job.then.first
-                )
-            )
+            sampler, begin = job.then.sampler, job.start + 1
+            first = max(begin, job.then.first)
+
+            def draw(position: int) -> Drawn:
+                token = outputs[position - begin]
+                return Drawn(position, (token,), sampler.is_final(position, token))
+
+            return JobResult(tokens=tuple(sampler.drawn_after(dict(job.guesses), first, draw, job.end + 1 - first)))
         return JobResult(tensors=(pack(outputs[-1:]),)) if job.want == Want.LAST else JobResult()
 
 
@@ -196,6 +203,7 @@ class ToyRouter(Router):
     def __init__(self, volunteers: list[Volunteer]) -> None:
         self._volunteers = volunteers
         self.suspected: list[PeerId] = []
+        self.most_drafts = 0
         self.observed_latency = ObservedLatency(clock=asyncio.get_running_loop().time)
 
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
@@ -212,6 +220,9 @@ class ToyRouter(Router):
 
     def suspect(self, peer: PeerId, reason: str) -> None:
         self.suspected.append(peer)
+
+    def drafts(self, route: Route) -> int:
+        return self.most_drafts
 
     async def changed(self) -> None:
         await asyncio.Event().wait()

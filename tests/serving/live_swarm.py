@@ -25,6 +25,7 @@ from swarmnode.plan.view import Span
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.directory_router import DirectoryRouter
 from swarmnode.serving.client.generation import GenerateOptions, Generation, RingStream
+from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import State
@@ -40,10 +41,13 @@ def unix_s() -> float:
 
 
 class LiveVolunteer(Volunteer):
-    """A volunteer with a directory. `stop` leaves in order."""
+    """A volunteer with a directory. `stop` leaves in order. It takes guesses if `drafting` makes some."""
 
-    def __init__(self, world: FakeWorld, span: tuple[int, int], config: ServerConfig) -> None:
+    def __init__(
+        self, world: FakeWorld, span: tuple[int, int], config: ServerConfig, drafting: Drafting = no_drafting
+    ) -> None:
         super().__init__(world, *span, CACHE_BYTES, config)
+        self.server.drafting = drafting
         self.directory = Directory(
             self.network, HELLO.swarm, verify=verify, sign=self.network.identity.sign, now=unix_s
         )
@@ -55,7 +59,10 @@ class LiveVolunteer(Volunteer):
         self.directory.announce(
             Place(state=State.READY, span=(self.start, self.end)),
             WorkSpeeds(decode_units_per_s=100.0),
-            ServingLoad(cache_tokens_free=CACHE_BYTES),
+            ServingLoad(
+                cache_tokens_free=CACHE_BYTES,
+                drafts=0 if self.server.drafting is no_drafting else self.server.config.max_drafts,
+            ),
         )
 
     async def stop(self) -> None:
@@ -116,7 +123,7 @@ class LiveClient:
 class LiveSwarm:
     """Volunteers by span and clients. A bootstrap peer, which never fails, is the door for all."""
 
-    def __init__(self, seed: int, latency_s: float, config: ServerConfig) -> None:
+    def __init__(self, seed: int, latency_s: float, config: ServerConfig, drafting: Drafting) -> None:
         self.world = FakeWorld(seed=seed, clock=unix_s)
         self.world.default_path = Path(latency_s=latency_s)
         self.random = random.Random(seed)
@@ -124,6 +131,7 @@ class LiveSwarm:
         self.volunteers: list[LiveVolunteer] = []
         self.clients: list[LiveClient] = []
         self._config = config
+        self._drafting = drafting
 
     @classmethod
     async def start(
@@ -135,8 +143,9 @@ class LiveSwarm:
         latency_s: float = 0.01,
         server: ServerConfig = ServerConfig(),
         client: ClientConfig = ClientConfig(),
+        drafting: Drafting = no_drafting,
     ) -> LiveSwarm:
-        swarm = cls(seed, latency_s, server)
+        swarm = cls(seed, latency_s, server, drafting)
         for span in spans:
             await swarm.add(span)
         swarm.clients = [LiveClient(swarm.world, client) for _ in range(clients)]
@@ -152,7 +161,7 @@ class LiveSwarm:
 
     async def add(self, span: tuple[int, int]) -> LiveVolunteer:
         """A new volunteer, ready."""
-        one = LiveVolunteer(self.world, span, self._config)
+        one = LiveVolunteer(self.world, span, self._config, self._drafting)
         await one.join(await self.address())
         self.volunteers.append(one)
         return one

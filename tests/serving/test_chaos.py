@@ -8,8 +8,10 @@ import itertools
 import pytest
 
 from swarmnode.serving.client.generation import Generation
+from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_swarm import expected
+from tests.serving.drafting import toy_drafting
 from tests.serving.live_swarm import LiveClient, LiveSwarm, LiveVolunteer
 
 SPANS = [(0, 1), (1, 3), (3, 4)] * 2
@@ -69,9 +71,11 @@ async def generate_for(client: LiveClient, number: int, seconds: float) -> list[
     raise AssertionError
 
 
-async def longest_wait_s(seed: int, seconds: float, *, verbose: bool = False) -> float:
+async def longest_wait_s(
+    seed: int, seconds: float, *, drafting: Drafting = no_drafting, verbose: bool = False
+) -> float:
     """The longest wait for a token, the first ones included, of all texts. `verbose` prints what was done to whom."""
-    swarm = await LiveSwarm.start(SPANS, clients=4, seed=seed)
+    swarm = await LiveSwarm.start(SPANS, clients=4, seed=seed, drafting=drafting)
     chaos = Chaos(swarm)
     raging = asyncio.ensure_future(chaos.run(seconds))
     everything = await asyncio.gather(*(generate_for(one, i, seconds) for i, one in enumerate(swarm.clients)))
@@ -87,3 +91,8 @@ async def longest_wait_s(seed: int, seconds: float, *, verbose: bool = False) ->
 @in_virtual_time
 async def test_nobody_waits_long_for_a_token_while_volunteers_come_and_go(seed: int) -> None:
     assert await longest_wait_s(seed, 50.0) <= LONGEST_WAIT_S
+
+
+@in_virtual_time
+async def test_nobody_waits_longer_with_guesses_in_flight() -> None:
+    assert await longest_wait_s(3, 10.0, drafting=toy_drafting(0.3)) <= LONGEST_WAIT_S

@@ -16,9 +16,11 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Error, Fault
 from swarmnode.errors import ErrorCode, SwarmnodeError
 from swarmnode.net.links.switchboard import Channel
+from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from swarmnode.serving.job import Job
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_swarm import expected
+from tests.serving.drafting import toy_drafting
 from tests.serving.live_swarm import LiveSwarm, LiveVolunteer
 
 SPANS = [(0, 1), (1, 3), (3, 4)] * 2
@@ -79,9 +81,9 @@ class Fuzz:
         return False  # of the rest nothing is handled: PING is all that it answers
 
 
-async def ends_well(seed: int) -> str:
+async def ends_well(seed: int, drafting: Drafting = no_drafting) -> str:
     """One fuzzed run; what became of it. Raises AssertionError where somebody waits for ever or an honest peer is blamed."""
-    swarm = await LiveSwarm.start(SPANS, clients=1, seed=seed)
+    swarm = await LiveSwarm.start(SPANS, clients=1, seed=seed, drafting=drafting)
     fuzz, client, ends = Fuzz(swarm, seed), swarm.clients[0], []
     for number in range(TEXTS):
         prompt = [number + 1, seed % 90 + 2, 7]
@@ -101,3 +103,9 @@ async def ends_well(seed: int) -> str:
 @in_virtual_time
 async def test_every_request_ends_whatever_one_peer_does(seed: int) -> None:
     await ends_well(seed)
+
+
+@pytest.mark.parametrize("seed", [1, 8, 14, 33, 120])
+@in_virtual_time
+async def test_every_request_ends_also_with_guesses_in_flight(seed: int) -> None:
+    await ends_well(seed, toy_drafting(0.15 * (seed % 5)))

@@ -73,8 +73,8 @@ class NodeOptions:
     quantize: str = option("none", "Quantise the weights while loading them.", metavar="none|int8|nf4")
     products: str = option(
         "auto",
-        "Products of a GGUF file's packed weights on a CPU: fast ones round activations to 8 bits, exact ones do not, and plain "
-        "unpacks the weights in memory. auto: exact with --dtype float32, else fast.",
+        "Products of a GGUF file's packed weights: fast ones round activations to 8 bits on a CPU and to --dtype on a GPU, exact "
+        "ones compute in float32, and plain unpacks the weights in memory. auto: exact with --dtype float32, else fast.",
         metavar="auto|exact|fast|plain",
     )
     kv: str = option(

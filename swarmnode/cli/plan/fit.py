@@ -118,16 +118,16 @@ def _precisions(source: Checkpoint | Graph, device: Device, kv: str) -> Iterator
     from swarmnode.compute.capacity.memory import UnitSizes, unit_sizes
     from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
     from swarmnode.compute.graph.graph import Graph
-    from swarmnode.compute.model.packing.ggml import library
-    from swarmnode.measuring.hardware import PACKED
+    from swarmnode.measuring.hardware import PACKED, has_packed_products
 
     if isinstance(source, Graph):
         weight_bytes = unit_weight_bytes(source)
         yield "as exported", UnitSizes(weight_bytes, (0,) * len(weight_bytes))
         return
     dtype = device.dtype_for(source.dtype)
-    if source.is_packed and device.kind == "cpu" and library() is not None:
-        yield PACKED, unit_sizes(source, dtype=torch.float32, keeps_packed=True, kv=kv)
+    if source.is_packed and has_packed_products(device) and (device.kind == "cpu" or source.quantised is None):
+        packed_dtype = torch.float32 if device.kind == "cpu" else dtype
+        yield PACKED, unit_sizes(source, dtype=packed_dtype, keeps_packed=True, kv=kv)
     for quantize in QUANTIZATIONS:
         name = str(dtype).removeprefix("torch.") if quantize == "none" else quantize
         yield name, unit_sizes(source, dtype=dtype, quantize=quantize, kv=kv)

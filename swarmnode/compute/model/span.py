@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
-from swarmnode.compute.model.assemble import assemble
+from swarmnode.compute.model.assemble import Packed, assemble
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.packed import PackedLinear, Packings, packed_bytes
 from swarmnode.compute.model.packing.attention import attend_by_position
+from swarmnode.compute.model.packing.card_matrix import working_bytes
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
+from swarmnode.compute.model.packing.quantised_folders.quantised_weights import plain_slices, read_quantised
 from swarmnode.compute.model.quantize import Quantization
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
@@ -117,6 +119,8 @@ class ModelSpan:
     def move_to(self, device: torch.device) -> None:
         """Move the weights to another device. Quantised weights cannot be moved."""
         self.model.to(device)
+        for weight in held_by(self.model):
+            weight.move_to(device)
         self._device = device
 
     @property
@@ -145,7 +149,13 @@ class ModelSpan:
         `positions` counts the positions of all rows.
         """
         values = positions * (WIDTHS * self.hidden_size + WIDEST * self._widest())
-        return 4 * (values + (LOGITS * rows * self.vocab_size if self.has_head else 0))  # float32, or as much
+        values += LOGITS * rows * self.vocab_size if self.has_head else 0
+        return 4 * values + self._tile_bytes()  # float32, or as much
+
+    def _tile_bytes(self) -> int:
+        """Return the bytes of the largest tile of packed weights that a card dequantises at once."""
+        tiles = (working_bytes(part) for weight in held_by(self.model) for part in weight.card_parts)
+        return max(tiles, default=0)
 
     def _widest(self) -> int:
         """Return the largest number of values that a layer makes of one position."""
@@ -233,10 +243,19 @@ class ModelSpan:
 
 
 @lean()
-def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dtype | str, products: str = PLAIN) -> Any:
+def load_model(
+    checkpoint: Checkpoint,
+    start: int,
+    end: int,
+    *,
+    dtype: torch.dtype | str,
+    products: str = PLAIN,
+    packed_on: torch.device | str = "cpu",
+) -> Any:
     """Build the family's class with units [start, end) on the CPU. Weights of unchanged dtype are mapped from the files.
 
-    Packed weights are dequantised if `products` is PLAIN; otherwise they stay packed, and multiply exactly or fast.
+    Packed weights are dequantised if `products` is PLAIN; otherwise they stay packed, on device `packed_on`, and multiply
+    exactly or fast.
 
     Raises LocalError if the model lacks these units, CheckpointError if the checkpoint does not fill them.
     """
@@ -246,10 +265,17 @@ def load_model(checkpoint: Checkpoint, start: int, end: int, *, dtype: torch.dty
     own: torch.dtype = checkpoint.dtype
     wanted = own if isinstance(dtype, str) else dtype
     entries = {name: checkpoint.entries[name] for name in checkpoint.tensors_of(start, end)}
-    packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_packed}
-    slices = checkpoint.open_slices(entries.keys() - packed.keys())
-    weights = read_weights(packed, wanted, exact=products == EXACT, looked_up=f"{family.input_embedding}.weight")
-    model = assemble(family, slices, start, end, dtype=wanted, packed=weights)
-    if products == FAST and weights:
+    packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_gguf}
+    slices = checkpoint.read_slices(entries.keys() - packed.keys())
+    device = torch.device(packed_on)
+    embedding = f"{family.input_embedding}.weight"
+    held: Packed = read_weights(packed, wanted, exact=products == EXACT, looked_up=embedding, device=device)
+    quantised = checkpoint.quantised
+    if quantised is not None and products != PLAIN:
+        slices, held = read_quantised(quantised, slices, family, wanted, exact=products == EXACT)
+    elif quantised is not None:
+        slices = plain_slices(quantised, slices, quantised.packed & slices.keys())
+    model = assemble(family, slices, start, end, dtype=wanted, packed=held)
+    if products == FAST and held and device.type == "cpu":
         attend_by_position(model)
     return model

@@ -19,6 +19,8 @@ from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import FamilyKey, family_key, tiny_model, tried
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
+from swarmnode.compute.model.packing.card_matrix import choose_products
+from swarmnode.compute.model.packing.packed_weight import held_by
 from swarmnode.compute.model.quantize import quantize_layers
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
@@ -68,13 +70,14 @@ def load_span(
     family = checkpoint.family
     if check:
         check_family(family)
-    model = load_model(checkpoint, start, end, dtype=dtype, products=products)
     device = torch.device(device)
+    model = load_model(checkpoint, start, end, dtype=dtype, products=products, packed_on=device)
     stack = model.get_submodule(family.stack_name)
     quantization = (
         quantize_layers(stack, quantize, device) if quantize != "none" and len(list(stack.children())) else None
     )
     model.to(device)
+    choose_products(part for weight in held_by(model) for part in weight.card_parts)
     return ModelSpan(family, model, start, end, quantization, speed_up_linears(model))
 
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.serving.grammar import GrammarMatcher  # imports llguidance
 
 HEAD = 1024  # of the vocabulary, put in order first
+ROWS_SEARCHED = 8  # at once: their logits are held in float64
 UNKNOWN = -1
 
 
@@ -114,20 +118,20 @@ class Candidates(NamedTuple):
     total_B: Tensor
 
 
-def candidates(logits_BV: Tensor, parameters: Sampling) -> Candidates:
-    """Return the candidates on the logits' device, without waiting for it.
+def candidates(logits_BV: Tensor, top_k: int, temperature: float) -> Candidates:
+    """Return the candidates of a draw with this `top_k` (0: all tokens) on the logits' device, without waiting for it.
 
     There is one candidate more than a draw uses, to show a tie at the edge.
     """
-    kept, count = _counts(logits_BV.shape[1], parameters)
+    kept, count = _counts(logits_BV.shape[1], top_k)
     values_BC, ids_BC = torch.topk(logits_BV.float(), min(count + 1, logits_BV.shape[1]))
     all_BV = values_BC[:, :count] if count == kept else logits_BV
-    return Candidates(values_BC, ids_BC, (all_BV.double() / parameters.temperature).logsumexp(1))
+    return Candidates(values_BC, ids_BC, (all_BV.double() / temperature).logsumexp(1))
 
 
 def sample_candidates(known: Candidates, vocabulary: int, parameters: Sampling, position: int) -> Tensor | None:
     """Draw ids_B as `sample` does, on the host; None if that needs all logits."""
-    kept, count = _counts(vocabulary, parameters)
+    kept, count = _counts(vocabulary, parameters.top_k)
     ids = []
     for row, (values_C, ids_C, total) in enumerate(zip(*known, strict=True)):
         if len(values_C) > count and values_C[count] == values_C[count - 1]:
@@ -142,10 +146,10 @@ def sample_candidates(known: Candidates, vocabulary: int, parameters: Sampling, 
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _counts(vocabulary: int, parameters: Sampling) -> tuple[int, int]:
+def _counts(vocabulary: int, top_k: int) -> tuple[int, int]:
     """Return how many of the most likely tokens may be drawn, and how many of them to search first."""
-    kept = min(parameters.top_k or vocabulary, vocabulary)
-    return kept, kept if parameters.top_k else min(kept, HEAD)
+    kept = min(top_k or vocabulary, vocabulary)
+    return kept, kept if top_k else min(kept, HEAD)
 
 
 def _draw(logits_V: Tensor, parameters: Sampling, number: float) -> int:
@@ -153,7 +157,7 @@ def _draw(logits_V: Tensor, parameters: Sampling, number: float) -> int:
 
     The largest few logits nearly always hold it, so the whole vocabulary is sorted only if they do not.
     """
-    kept, first = _counts(len(logits_V), parameters)
+    kept, first = _counts(len(logits_V), parameters.top_k)
     token = _draw_among(first, kept, logits_V, parameters, number)
     if token is None:
         token = _draw_among(kept, kept, logits_V, parameters, number)
@@ -216,13 +220,17 @@ def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
 class Drawn(NamedTuple):
     """Tokens drawn at a position, one for each row. `final` says that nothing follows.
 
-    `logprobs` is in its wire format; empty if not wanted.
+    `logprobs` is in its wire format; empty if not wanted. `guessed` says that the input before was a guess, which was right;
+    `wasted` counts the wrong guesses since the token before. `forced` are the tokens that must follow by the grammar.
     """
 
     position: int
     ids: tuple[int, ...]
     final: bool
     logprobs: bytes = b""
+    guessed: bool = False
+    wasted: int = 0
+    forced: tuple[int, ...] = ()
 
 
 Draw = Callable[[Sequence[Tensor]], tuple[Drawn, ...]]
@@ -232,15 +240,21 @@ Draw = Callable[[Sequence[Tensor]], tuple[Drawn, ...]]
 class Sampler:
     """Sampler of one session of at most `max_length` positions, whose text follows the `grammar`.
 
-    If parameters count tokens, `tell` must give it the tokens that are not drawn here.
+    If parameters count tokens, `tell` must give it the tokens that are not drawn here. With each token it names at most `foresees`
+    tokens that must follow.
     """
 
-    def __init__(self, parameters: Sampling, max_length: int, grammar: GrammarMatcher | None = None) -> None:
+    def __init__(
+        self, parameters: Sampling, max_length: int, grammar: GrammarMatcher | None = None, *, foresees: int = 0
+    ) -> None:
         self._parameters = parameters
         self._grammar = grammar
+        self._foresees = foresees
         counts = parameters.counts_tokens
         self._history = TokenHistory(parameters.prompt_length, max_length) if counts else None
         self._needs_all = counts or parameters.logprobs is not None or bool(parameters.logit_bias)
+        self._latest: tuple[int, int] | None = None  # position and id of the token drawn last, unless it was final
+        self._wasted = 0  # wrong guesses since then
 
     def __repr__(self) -> str:
         return f"<Sampler by {self._parameters!r}>"
@@ -270,31 +284,69 @@ class Sampler:
             return False
         return self._grammar.ends(self._history.drawn(position + 1).tolist())
 
-    def launch(self, logits_BKV: Tensor, first: int, outputs: DeviceOutputs) -> Draw:
-        """Add the needed outputs, and return a function that draws the tokens at K positions from `first` on."""
+    def launch(
+        self, logits_BKV: Tensor, first: int, outputs: DeviceOutputs, guesses: Mapping[int, int] = MappingProxyType({})
+    ) -> Draw:
+        """Add the needed outputs, and return a function that draws the tokens at K positions from `first` on.
+
+        `guesses` are the inputs, by position, that are only guesses. Nothing is drawn after a wrong one.
+        """
         if self._needs_all:
             place = outputs.add(logits_BKV)
-            return lambda fetched: tuple(self._draw_in_order(fetched[place], first))
+            return lambda fetched: tuple(
+                self.drawn_after(
+                    guesses, first, partial(self._draw_adjusted, fetched[place], first), logits_BKV.shape[1]
+                )
+            )
         draws = [_launch(logits_BKV[:, k], self._parameters, first + k, outputs) for k in range(logits_BKV.shape[1])]
         return lambda fetched: tuple(
-            self._drawn(position, draw(fetched).tolist()) for position, draw in enumerate(draws, first)
+            self.drawn_after(
+                guesses,
+                first,
+                lambda position: self._drawn(position, draws[position - first](fetched).tolist()),
+                len(draws),
+            )
         )
+
+    def drawn_after(
+        self, guesses: Mapping[int, int], first: int, draw: Callable[[int], Drawn], count: int
+    ) -> Iterator[Drawn]:
+        """Yield the tokens that `draw` returns for `count` positions from `first` on, in order, as far as the inputs before them
+        are of the text.
+
+        The input at a position of `guesses` is of the text only if the token drawn last, at this position, is the same.
+        """
+        for position in range(first, first + count):
+            guess = guesses.get(position - 1)
+            if guess is not None and self._latest != (position - 1, guess):
+                self._wasted += 1
+                continue
+            drawn = draw(position)._replace(guessed=guess is not None, wasted=self._wasted)
+            self._latest, self._wasted = None if drawn.final else (position, drawn.ids[0]), 0
+            yield drawn
 
     def _drawn(self, position: int, ids: Sequence[int], logprobs: bytes = b"") -> Drawn:
         return Drawn(position, tuple(ids), self.is_final(position, ids[0]), logprobs)
 
-    def _draw_in_order(self, logits_BKV: Tensor, first: int) -> Iterator[Drawn]:
-        """Draw the positions in order, as each may depend on the earlier ones. Only for sessions of one row."""
-        for position, logits_V in enumerate(logits_BKV[0].float(), first):
-            adjusted_V = logits_V.clone()
-            adjust(adjusted_V, self._parameters, self._history, position)
-            if self._grammar is not None and self._history is not None:
-                allowed_V = self._grammar.allowed(self._history.drawn(position).tolist())
-                adjusted_V.masked_fill_(~allowed_V, -torch.inf)
-            token = int(sample(adjusted_V[None], self._parameters, position))
-            if self._history is not None:
-                self._history.set(position, [token])
-            yield self._drawn(position, [token], self._logprobs(logits_V, token))
+    def _draw_adjusted(self, logits_BKV: Tensor, first: int, position: int) -> Drawn:
+        """Draw the token at `position` after all earlier ones, on which it may depend. Only for sessions of one row."""
+        logits_V = logits_BKV[0, position - first].float()
+        adjusted_V = logits_V.clone()
+        adjust(adjusted_V, self._parameters, self._history, position)
+        if self._grammar is not None and self._history is not None:
+            allowed_V = self._grammar.allowed(self._history.drawn(position).tolist())
+            adjusted_V.masked_fill_(~allowed_V, -torch.inf)
+        token = int(sample(adjusted_V[None], self._parameters, position))
+        if self._history is not None:
+            self._history.set(position, [token])
+        drawn = self._drawn(position, [token], self._logprobs(logits_V, token))
+        return drawn if drawn.final else drawn._replace(forced=self._forced(position + 1))
+
+    def _forced(self, position: int) -> tuple[int, ...]:
+        """Return the tokens that must stand at `position` and behind it."""
+        if not self._foresees or self._grammar is None or self._history is None:
+            return ()
+        return tuple(self._grammar.forced(self._history.drawn(position).tolist())[: self._foresees])
 
     def _logprobs(self, logits_V: Tensor, token: int) -> bytes:
         count = self._parameters.logprobs
@@ -306,6 +358,23 @@ class Sampler:
         return pack_logprobs(TokenLogprob(*one) for one in told)
 
 
+def _likeliest(logits: Sequence[Tensor]) -> Sequence[Tensor]:
+    return (torch.stack(list(logits)).argmax(dim=-1),)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Search for the candidates of sessions whose settings for it are the same."""
+
+    top_k: int
+    temperature: float
+
+    def __call__(self, logits: Sequence[Tensor]) -> Sequence[Tensor]:
+        some = torch.cat(list(logits)).split(ROWS_SEARCHED)
+        found = zip(*(candidates(logits_BV, self.top_k, self.temperature) for logits_BV in some), strict=True)
+        return [torch.cat(parts).view(len(logits), -1, *parts[0].shape[1:]) for parts in found]
+
+
 def _launch(
     logits_BV: Tensor, parameters: Sampling, position: int, outputs: DeviceOutputs
 ) -> Callable[[Sequence[Tensor]], Tensor]:
@@ -314,15 +383,15 @@ def _launch(
     A card sends only its largest logits; all of them are copied later if a draw needs more.
     """
     if parameters.temperature <= 0:
-        place = outputs.add(logits_BV.argmax(dim=-1))
-        return lambda fetched: fetched[place]
+        likeliest = outputs.add_each(logits_BV, _likeliest)
+        return lambda fetched: likeliest(fetched)[0]
     if logits_BV.device.type != "cuda":  # the host has them already, or the device may lack float64
         place = outputs.add(logits_BV)
         return lambda fetched: sample(fetched[place], parameters, position)
-    places = [outputs.add(part) for part in candidates(logits_BV, parameters)]
+    found = outputs.add_each(logits_BV, _Search(parameters.top_k, parameters.temperature))
 
     def draw(fetched: Sequence[Tensor]) -> Tensor:
-        known = Candidates(*(fetched[place] for place in places))
+        known = Candidates(*found(fetched))
         ids_B = sample_candidates(known, logits_BV.shape[1], parameters, position)
         return sample(logits_BV, parameters, position) if ids_B is None else ids_B
 

@@ -8,7 +8,7 @@ it holds, and the sender sends the rest again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Input, Open, Ready, Truncate
-from swarmnode.codec.tensors import Codec
+from swarmnode.codec.tensors import PLAIN_CODECS
 from swarmnode.errors import PeerError, PeerLost, refusal
 from swarmnode.ledger import Reservation
 from swarmnode.net.deadlines import Deadline
@@ -70,6 +70,8 @@ class Hop:
         self.end = 0  # positions journalled
         self.had = 0  # positions that the current peer held when it was bound; later ones were sent to it
         self.truncations = 0  # number of the last truncation
+        self._turn = 0  # of the last entry; an entry of a higher one takes guesses back
+        self._replayed = 0  # entries of the journal that were sent by the replay in progress
         self._channel: Channel | None = None
         self._ready: asyncio.Future[int] | None = None
         self._error: PeerError | None = None
@@ -121,13 +123,13 @@ class Hop:
             raise
 
     async def _replay(self, attempt: int, channel: Channel, have: int) -> None:
-        sent = 0
+        self._replayed = 0
         self._check_bound(attempt, channel)  # an error may have arrived together with READY
         # A peer that missed a truncation holds positions that are not in the journal any more.
         lacking = min([have, *(entry.start for entry in self.journal if entry.truncate is not None)])
-        while sent < len(self.journal):  # the journal may grow while the link drains
-            entry = self.journal[sent]
-            sent += 1
+        while self._replayed < len(self.journal):  # the journal may grow, or be cut, while the link drains
+            entry = self.journal[self._replayed]
+            self._replayed += 1
             if entry.end > lacking:
                 _send(channel, entry)
                 await channel.drain()
@@ -154,6 +156,9 @@ class Hop:
         already."""
         if entry.truncate is not None and entry.truncate.number > self.truncations:
             self._truncate(entry.truncate)
+        if entry.body.turn > self._turn:
+            self.take_back(entry.start)
+            self._turn = entry.body.turn
         if entry.end <= self.end:
             return False
         self.journal.append(entry)
@@ -181,18 +186,32 @@ class Hop:
         if truncate.number > self.truncations and truncate.to < self.end:
             self._truncate(truncate)
 
+    def take_back(self, to: int) -> None:
+        """Forget the positions from `to` on, which were guesses; the peer learns of it from the turn of the next entry."""
+        if to < self.end:
+            self._cut_journal(to)
+
+    def settle(self, to: int) -> None:
+        """Forget the positions from `to` on, and keep the earlier ones as what they are: no guesses. The peer is bound anew."""
+        self.take_back(to)
+        self.journal = [
+            replace(entry, body=replace(entry.body, guessed=0)) if entry.body.guessed else entry
+            for entry in self.journal
+        ]
+
     def truncation(self, to: int) -> Truncate:
         """Return the next truncation, for an entry that begins at position `to`."""
         return Truncate(self.truncations + 1, to)
 
     def _truncate(self, truncate: Truncate) -> None:
         """Forget the positions after the truncation; of an entry across it the front stays."""
-        self.truncations, self.end = truncate.number, truncate.to
-        self.journal = [
-            entry if entry.end <= truncate.to else _front(entry, truncate.to - entry.start)
-            for entry in self.journal
-            if entry.start < truncate.to
-        ]
+        self.truncations = truncate.number
+        self._cut_journal(truncate.to)
+
+    def _cut_journal(self, to: int) -> None:
+        self.end = to
+        self.journal = list(until(self.journal, to))
+        self._replayed = min(self._replayed, len(self.journal))
         self.journal_bytes = sum(entry.payload_bytes for entry in self.journal)
         self._count()
 
@@ -264,6 +283,13 @@ async def _answer(channel: Channel, ready: asyncio.Future[int]) -> int:
     return ready.result()
 
 
+def until(entries: Iterable[Entry], to: int) -> Iterator[Entry]:
+    """Yield the entries as far as they lie before position `to`; of an entry across it the front."""
+    for entry in entries:
+        if entry.start < to:
+            yield entry if entry.end <= to else _front(entry, to - entry.start)
+
+
 def _front(entry: Entry, count: int) -> Entry:
     """Return the entry with its first `count` positions. The payload stays whole if these are not its first bytes; then the entry
     sent after it cuts it."""
@@ -279,7 +305,7 @@ def _front(entry: Entry, count: int) -> Entry:
 def _is_divisible(entry: Entry) -> bool:
     """Return whether the entry can be cut between positions: its first positions are its first bytes."""
     info = entry.body.tensor
-    return info.shape[0] == 1 and info.codec in (Codec.NONE, Codec.BF16, Codec.FP16)
+    return info.shape[0] == 1 and info.codec in PLAIN_CODECS
 
 
 def _send(channel: Channel, entry: Entry, *, at_once: bool = False) -> None:

@@ -176,6 +176,13 @@ class PassScheduler:
         backlog.prompt = max(backlog.prompt, backlog.positions)
         backlog.stages_after = stages_after
 
+    def take_back(self, session: int, positions: int) -> None:
+        """Remove `positions` from the backlog of a session: guesses that turned out to be wrong before they were computed."""
+        backlog = self._backlogs[session]
+        backlog.positions -= positions
+        if backlog.positions <= 0:
+            del self._backlogs[session]
+
     def drop(self, session: int) -> None:
         """Forget a session that has ended, with its waiting positions."""
         self._backlogs.pop(session, None)

@@ -19,7 +19,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from msgspec.structs import replace
 
-from swarmnode.codec.body import MAX_LINK_CODECS, SESSION_ID_BYTES, Body, HopSpec
+from swarmnode.codec.body import MAX_DRAFTS, MAX_LINK_CODECS, SESSION_ID_BYTES, Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran, trace_id
 from swarmnode.codec.messages import (
@@ -175,8 +175,8 @@ class ClientSession:
 
     @property
     def settled(self) -> SessionSpec:
-        """Specification with the codecs that the hops actually used, for computing the session again."""
-        return dataclasses.replace(self.spec, adapts=False, codecs=self._codecs.told)
+        """Specification with the codecs that the hops actually used, and without guesses, for computing the session again."""
+        return dataclasses.replace(self.spec, adapts=False, codecs=self._codecs.told, proposer="")
 
     @property
     def length(self) -> int:
@@ -447,6 +447,8 @@ class ClientSession:
         self.epoch, self.known = self.epoch + 1, self._expected
         spec = self.spec
         branch, self._branch = self._branch, None
+        is_guessed = spec.proposer and spec.mode == Mode.RING
+        drafts = min(self.router.drafts(self.route), MAX_DRAFTS) if is_guessed else 0
         opened = Open(
             session=self.id,
             epoch=self.epoch,
@@ -464,13 +466,18 @@ class ClientSession:
             adapts=spec.adapts,
             adapter=spec.adapter,
             branch=branch,
+            drafts=drafts,
+            proposer=spec.proposer if drafts else "",
         )
         if self._last is not None:
             self._last.close()
             self._last = None
         ring, observed_latency = spec.mode == Mode.RING, self.router.observed_latency
         self._timing = Timing(self.route, -1, observed_latency, self.clock, ring=ring)
-        self._cadence = Cadence(self.route[0], observed_latency, self.clock) if ring and len(self.route) == 1 else None
+        is_timed = (
+            ring and len(self.route) == 1 and not drafts
+        )  # with guesses the rate of tokens is not the hop's speed
+        self._cadence = Cadence(self.route[0], observed_latency, self.clock) if is_timed else None
         try:
             await self._first.open(self.route[0].peer, opened, spec.text(self._drawn))
             index = len(self.route) - 1

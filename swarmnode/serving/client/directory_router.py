@@ -109,6 +109,11 @@ class DirectoryRouter(Router):
     def suspect(self, peer: PeerId, reason: str) -> None:
         self._host.directory.suspect(peer, reason)
 
+    def drafts(self, route: Route) -> int:
+        peers = {**self._host.directory.suspects(), **self._host.directory.peers()}
+        announced = [0 if (peer := peers.get(hop.peer)) is None else peer.drafts for hop in route]
+        return min(announced, default=0)
+
     async def changed(self) -> None:
         self._host.directory.hurry()
         await self._host.directory.changed(self._host.directory.revision)

@@ -48,6 +48,14 @@ class Router(Protocol):
             reason: Name of the error, for the log of decisions.
         """
 
+    def drafts(self, route: Route) -> int:
+        """Return how many guesses all hops of `route` take in flight for one session; 0 if a hop takes none.
+
+        Args:
+            route: A route that this router returned.
+        """
+        return 0
+
     @abstractmethod
     async def changed(self) -> None:
         """Wait until the picture of the swarm changes, however long that takes. The caller may cancel it."""

@@ -94,6 +94,7 @@ class SessionSpec:
         prompt: Token ids before the drawn tokens.
         width: Upper bound of token ids and of the width of outputs (logits or hidden states).
         adapter: Name of the swarm's adapter that changes the model; "" is the model alone.
+        proposer: Source of guesses in RING mode: "lookup", "auto" or the name of a draft model; "" is none.
     """
 
     mode: Mode
@@ -109,6 +110,7 @@ class SessionSpec:
     prompt: tuple[int, ...] = ()
     width: int = MAX_WIDTH
     adapter: str = ""
+    proposer: str = ""
 
     @property
     def size(self) -> SessionSize:

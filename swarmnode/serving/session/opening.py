@@ -133,7 +133,8 @@ def text_of(opened: Open) -> tuple[object, ...]:
 def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_size: int) -> ErrorCode | None:
     """Check an input from position `start` on in a session that has accepted `accepted` positions.
 
-    Returns None if it fits; MALFORMED if its shape or dtype is wrong or it leaves a gap; TOO_LARGE if it exceeds the
+    Returns None if it fits; MALFORMED if its shape or dtype is wrong, it leaves a gap, or it has guesses of the client or
+    too many; TOO_LARGE if it exceeds the
     reserved positions or requests too many outputs.
     """
     shape = body.tensor.shape
@@ -146,6 +147,8 @@ def check_input(opened: Open, body: Input, start: int, accepted: int, hidden_siz
         and start <= accepted
         and body.tensor.dtype in (ID_DTYPES if ids else FLOAT_DTYPES)
         and (not body.reorder or (len(body.reorder) == opened.rows > max(body.reorder)))
+        and (opened.index > 0 or (body.guessed, body.turn) == (0, 0))
+        and body.guessed <= opened.drafts
     )
     if not fits:
         return ErrorCode.MALFORMED

@@ -16,12 +16,13 @@ import logging
 from dataclasses import InitVar, dataclass
 from functools import partial
 
-import msgspec
+from msgspec.structs import replace
 
-from swarmnode.codec.body import Body
+from swarmnode.codec.body import EPOCH_TURNS, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran, trace_id
 from swarmnode.codec.messages import (
+    Drafts,
     End,
     Error,
     Fault,
@@ -43,14 +44,17 @@ from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.measuring.timing import Timing
 from swarmnode.measuring.trace import SessionTrace
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.links.hop import Hop
+from swarmnode.net.links.hop import Hop, until
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
+from swarmnode.serving.drafting.first_hop import DraftLead
+from swarmnode.serving.drafting.last_hop import GuessedJobs
+from swarmnode.serving.drafting.overtaken import TakenBack
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
 from swarmnode.serving.link_codecs import LinkCodecs
 from swarmnode.serving.session.opening import check_input, is_last, text_of, units_of
 from swarmnode.serving.session.session_host import SessionHost, SessionPipeline
-from swarmnode.serving.session.session_streams import InputCursor, OutputStream, Ring
+from swarmnode.serving.session.session_streams import InputCursor, OutputStream, Ring, ids_in, ids_input
 from swarmnode.serving.session.transcript import Transcript
 
 log = logging.getLogger(__name__)
@@ -75,6 +79,10 @@ class StageSession:
         self._upstream: Channel | None = None
         self._downstream = Hop(self.host.switchboard, self._from_downstream, self._downstream_failed)
         self._output_stream = OutputStream()
+        self._guessed_jobs = GuessedJobs(self._compute)  # at the last hop
+        self._taken_back = TakenBack()
+        self.lead: DraftLead | None = None  # at the first hop, if the client lets it guess
+        self._feeding = False  # whether tokens are about to be taken as inputs
         self.transcript = Transcript(self._downstream, self._output_stream, keeps=self.opened.rows == 1)
         self._extended: Open | None = None  # the OPEN that the rest of the route is bound to
         self._ring = Ring(self.host.switchboard, self._from_ring, self._in_force)
@@ -109,7 +117,9 @@ class StageSession:
 
     def _new_sampler(self, grammar: GrammarMatcher | None = None) -> Sampler | None:
         opened = self.opened
-        return Sampler(opened.sampling, opened.max_length, grammar) if is_last(opened) and opened.sampling else None
+        if not is_last(opened) or opened.sampling is None:
+            return None
+        return Sampler(opened.sampling, opened.max_length, grammar, foresees=opened.drafts)
 
     @property
     def _feeds_itself(self) -> bool:
@@ -123,13 +133,26 @@ class StageSession:
     def begin_as(self, source: StageSession, length: int) -> int:
         """Begin with the first `length` positions of `source`, which were computed here. Called before any input.
 
-        Returns the number of positions taken; fewer than `length` if an entry that was sent on can only be sent again
-        whole. The transcript ends, because a text computed in two sessions is not audited.
+        Returns the number of positions taken; fewer than `length` if the source only guessed the last ones, or if an
+        entry that was sent on can only be sent again whole. The transcript ends, because a text computed in two sessions
+        is not audited.
         """
+        length = min(length, source.cursor.sure)
         length = length if is_last(self.opened) else self._downstream.begin_as(source._downstream, length)
         self.computed, _ = length, self.cursor.advance(length)
         self.transcript.end()
+        if self.opened.index == 0:
+            self.lead = self._new_lead(begin=length)
+            if self.lead is not None and source.lead is not None:
+                self.lead.share(source.lead, length)
         return length
+
+    def _new_lead(self, *, begin: int) -> DraftLead | None:
+        """Return the guesses of this session, which knows the text from position `begin` on; None if it shall not guess."""
+        drafting = self.host.drafting(self.opened) if self._feeds_itself and self.opened.drafts else None
+        if drafting is None:
+            return None
+        return DraftLead(*drafting, most=self.opened.drafts, begin=begin, clock=self.pipeline.clock)
 
     # -- a new epoch
 
@@ -149,6 +172,8 @@ class StageSession:
             self._orphaned.cancel()
             self._orphaned = None
         self._upstream, self.cursor.known = channel, opened.known
+        if opened.drafts or former.drafts:
+            self._forget_guesses(former)
         if opened.truncate is not None:
             self._cut(opened.truncate)
         accepted = self.cursor.accepted
@@ -171,6 +196,25 @@ class StageSession:
         elif self._feeds_itself and (held := self._output_stream.held(accepted)) is not None:
             self._feed(accepted, held)  # it came while an older epoch was bound to another peer
 
+    def _forget_guesses(self, former: Open) -> None:
+        """Take back all guesses, as a new epoch begins: the hops of its route may hold different ones."""
+        self._take_back(self.opened.epoch * EPOCH_TURNS, self.cursor.sure)
+        self._downstream.settle(self.cursor.sure)
+        self._guessed_jobs.drop_from(self.cursor.sure)
+        if self.lead is None or (former.drafts, former.proposer) != (self.opened.drafts, self.opened.proposer):
+            self.lead = self._new_lead(begin=self.cursor.sure)
+        if self.lead is not None:
+            self.lead.cut(self.cursor.sure)
+            self.lead.pause()
+
+    def _take_back(self, turn: int, to: int) -> None:
+        """Begin a newer turn, in which the guesses from position `to` on do not count."""
+        back_to = self.cursor.begin_turn(turn, to)
+        if back_to is not None:
+            self._taken_back.note(turn, back_to)
+            self.transcript.take_back(back_to)
+            self.computed = min(self.computed, back_to)
+
     def _in_force(self, opened: Open) -> bool:
         """Return whether the session is alive and still at this OPEN: END may arrive at the same moment."""
         return opened is self.opened and not self._freed
@@ -180,7 +224,7 @@ class StageSession:
             return
         peer = opened.route[opened.index + 1].peer
         try:
-            forwarded = msgspec.structs.replace(opened, index=opened.index + 1)
+            forwarded = replace(opened, index=opened.index + 1)
             await self._downstream.open(peer, forwarded, text)
             self._extended = opened
         except (PeerError, NetworkDown) as error:
@@ -189,6 +233,8 @@ class StageSession:
 
     def _from_upstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Input):
+            if self.opened.drafts:
+                self._take_back(body.turn, frame.seq)
             code = self.host.codec_rules.wrong(body) or check_input(
                 self.opened, body, frame.seq, self.cursor.accepted, self.pipeline.hidden_size
             )
@@ -220,25 +266,45 @@ class StageSession:
             self._codecs.schedule.truncate(truncate.to)
             self.computed = min(self.computed, truncate.to)
             self._downstream.cut(truncate)
+            if self.opened.drafts:
+                self._taken_back.note(self.cursor.turn, truncate.to)
+            if self.lead is not None:
+                self.lead.cut(truncate.to)
 
     def _accept(self, start: int, body: Input, payload: Buffer) -> None:
         end = start + body.tensor.shape[1]
         skip = self.cursor.accepted - start
-        if skip >= body.tensor.shape[1]:
-            return
+        if skip >= body.tensor.shape[1] or (self.lead is not None and start >= self._first_drawn):
+            return  # tokens drawn in this epoch come round the ring
         want = Want(body.want) if end >= self.cursor.known else Want.NOTHING
-        self._submit(end, ((body.tensor, payload),), want=want, reorder=body.reorder if not skip else (), skip=skip)
+        if self.lead is not None:
+            self.lead.know(ids_in(body.tensor, payload)[skip:])
+        reorder = body.reorder if not skip else ()
+        self._submit(end, ((body.tensor, payload),), want, reorder, skip, guessed=body.guessed)
         self._feed_what_waits()
 
     def _submit(
-        self, end: int, parts: tuple[tuple[TensorInfo, Buffer], ...], want: Want, reorder: tuple[int, ...], skip: int
+        self,
+        end: int,
+        parts: tuple[tuple[TensorInfo, Buffer], ...],
+        want: Want,
+        reorder: tuple[int, ...],
+        skip: int,
+        *,
+        guessed: int = 0,
     ) -> None:
-        start, truncate = self.cursor.advance(end)
+        start, truncate = self.cursor.advance(end, guessed)
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.take(start - skip, parts)
         then, now_s = self._then(start, end), self.pipeline.clock()
         after = len(self.opened.route) - 1 - self.opened.index
-        job = Job(self.key, start, end - start, parts, then, self._done, now_s, want, reorder, skip, after, truncate)
+        guesses = False, guessed, self.cursor.turn, self.cursor.taken_back()
+        job = Job(
+            self.key, start, end - start, parts, then, self._done, now_s, want, reorder, skip, after, truncate, *guesses
+        )
+        (self._guessed_jobs.put if is_last(self.opened) else self._compute)(job)
+
+    def _compute(self, job: Job) -> None:
         self.pipeline.submit(job)
 
     def _then(self, start: int, end: int) -> ForwardHidden | Sample | Return:
@@ -259,20 +325,87 @@ class StageSession:
 
     def _feed(self, position: int, output: Output) -> None:
         """Take a token that the last hop drew as the next input, unless the text ends with it."""
+        if self.lead is not None:
+            self._judge(self.lead, position, output)
         if position < self.opened.max_length and not output.final:
             self.cursor.hold(position, output.ids[0])
-        self._feed_what_waits()
+        if self.lead is None:
+            self._feed_what_waits()
+        elif not self._feeding:  # after all tokens that came together
+            self._feeding = True
+            asyncio.get_running_loop().call_soon(self._feed_what_waits)
+
+    def _judge(self, lead: DraftLead, position: int, output: Output) -> None:
+        """Compare the guess in flight at `position`, if there is one, with the token that was drawn for it."""
+        lead.heard(position)
+        lead.foresee(position + 1, output.forced)
+        if output.final:
+            lead.pause()
+        elif position == self.cursor.sure < self.cursor.accepted:
+            if lead.judge(output.ids[0]):
+                self.cursor.confirm(position + 1)
+            else:
+                self._take_back(self.cursor.turn + 1, position)
 
     def _feed_what_waits(self) -> None:
+        self._feeding = False
+        if self._freed:
+            return
+        if self.lead is not None:
+            self._feed_ahead(self.lead)
+            return
         while (token := self.cursor.next_token()) is not None:
             self._submit(self.cursor.accepted + 1, (token,), Want.NOTHING, (), 0)
+
+    def _feed_ahead(self, lead: DraftLead) -> None:
+        """Submit the tokens that wait, and guesses behind them."""
+        known = self.cursor.next_ids()
+        lead.know(known)
+        guesses = lead.propose(self._last_input) if self._may_guess(len(known)) else []
+        start, end = self.cursor.accepted, self.cursor.accepted + len(known) + len(guesses)
+        if start == end:
+            return
+        if guesses:
+            self._send_drafts(end - len(guesses), Drafts(tuple(guesses), self.cursor.turn))
+        lead.sent(start, end)
+        self._submit(end, (ids_input([*known, *guesses]),), Want.NOTHING, (), 0, guessed=lead.in_flight)
+
+    def _may_guess(self, known: int) -> bool:
+        """Return whether guesses may follow `known` tokens that are about to be submitted: no token that the client has is
+        still on its way here."""
+        return self.cursor.sure + known >= self.opened.known and not self.cursor.waits
+
+    @property
+    def _first_drawn(self) -> int:
+        """First position whose token is drawn in this epoch."""
+        sampling = self.opened.sampling
+        return max(self.opened.known, 0 if sampling is None else sampling.prompt_length)
+
+    @property
+    def _last_input(self) -> int:
+        """Position after the last one whose input leads to a token."""
+        sampling = self.opened.sampling
+        assert sampling is not None  # in RING mode
+        return min(self.opened.max_length, sampling.prompt_length + sampling.max_new_tokens - 1)
+
+    def _send_drafts(self, start: int, drafts: Drafts) -> None:
+        """Tell the last hop the guesses from position `start` on, straight, so that no other hop sees them."""
+        ring = self._ring.channel
+        if is_last(self.opened):
+            self._guessed_jobs.hear(start, drafts)
+        elif ring is not None and ring.open:
+            ring.send(drafts, seq=start, at_once=True)
 
     def _done(self, job: Job, result: JobResult, run: Pass) -> None:
         """Send on the result of a job. A step computed alone leaves at once; all other work is left to a later turn of
         the loop."""
         if self._freed:
             return
-        self.computed, alone = job.end, run.jobs == 1
+        if job.turn < self.opened.epoch * EPOCH_TURNS:  # what counts of an earlier epoch are no guesses
+            job = replace(job, guessed=0)
+        limit = self._taken_back.limit(job.turn)
+        end = job.end if limit is None else min(job.end, limit)  # behind it are guesses that do not count any more
+        self.computed, alone = end, run.jobs == 1
         if result.error is not None:
             self._note_computed(job, run)  # while the session still exists
             # A bad input is the fault of the hop that sent it.
@@ -281,9 +414,9 @@ class StageSession:
             self._output_stream.close(Error(result.error))
             self.free()
         elif isinstance(job.then, ForwardHidden):
-            for entry in entries_of(job, result.tensors):
+            for entry in until(entries_of(job, result.tensors), end):
                 self._downstream.send(entry, at_once=alone)
-            if job.count == 1:
+            if job.count == 1 and not job.guessed:
                 self._timing.sent(job.end)
         elif result.tensors:
             ((info, payload),) = result.tensors
@@ -291,7 +424,8 @@ class StageSession:
             self._publish(job.end, Output(tensor=info), (payload,), at_once=alone)
         for drawn in result.tokens:
             logprobs = (drawn.logprobs,) if drawn.logprobs else ()
-            self._publish(drawn.position, Output(drawn.ids, drawn.final), logprobs, at_once=alone)
+            output = Output(drawn.ids, drawn.final, None, drawn.guessed, drawn.wasted, drawn.forced)
+            self._publish(drawn.position, output, logprobs, at_once=alone and drawn is result.tokens[-1])
         asyncio.get_running_loop().call_soon(self._left, job, run, self.pipeline.clock())
 
     def _left(self, job: Job, run: Pass, sent_s: float) -> None:
@@ -300,7 +434,7 @@ class StageSession:
         self.trace.note(job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs)
         if not self._freed:
             self._note_computed(job, run)
-            if job.count == 1:
+            if job.count == 1 and not job.guessed:
                 self._tell_ran(job.end)
 
     def _note_computed(self, job: Job, run: Pass) -> None:
@@ -337,6 +471,12 @@ class StageSession:
             self._output_stream.detach(channel)
         elif isinstance(body, Ran) and channel.peer == self.opened.route[0].peer:
             self._timing.heard(frame.seq, body, channel.rtt_s)
+        elif isinstance(body, Drafts):
+            if self.opened.drafts and is_last(self.opened) and channel.peer == self.opened.route[0].peer:
+                self._guessed_jobs.hear(frame.seq, body)
+            else:
+                self._output_stream.detach(channel)
+                channel.close(Error(ErrorCode.MALFORMED))
 
     # -- faults and the end
 

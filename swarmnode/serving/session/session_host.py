@@ -10,6 +10,7 @@ from swarmnode.measuring.meters import StageMeter
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.plan.serving.pass_cost import PassCost
+from swarmnode.serving.drafting.drafter import Drafting
 from swarmnode.serving.job import Job, Pass
 from swarmnode.serving.link_codecs import CodecRules
 
@@ -57,6 +58,8 @@ class SessionHost(Protocol):
         codec_rules: Codecs that the swarm allows, and bandwidths of the links.
         meter: Counter of the faults that sessions report to their clients.
         draining: Whether this node leaves: no session is kept for another text then.
+        drafting: Function that returns the proposer of guesses and their budget for the session of an OPEN; None if it
+            shall not guess.
     """
 
     switchboard: Switchboard
@@ -65,6 +68,10 @@ class SessionHost(Protocol):
     codec_rules: CodecRules
     meter: StageMeter
     draining: bool
+
+    @property
+    def drafting(self) -> Drafting:
+        """The source of guesses; see the attributes."""
 
     def freed(self, session: bytes) -> None:
         """Drop a session that is over, and its memory. Called once for each session.

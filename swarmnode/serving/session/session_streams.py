@@ -4,7 +4,7 @@ hop to the first."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.body import Body
@@ -16,6 +16,16 @@ from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.switchboard import Channel, Switchboard
 
 ONE_ID = TensorInfo(Codec.NONE, DType.INT64, (1, 1))
+
+
+def ids_input(ids: Sequence[int]) -> tuple[TensorInfo, bytes]:
+    """Return token ids of one row as an input: int64, little-endian."""
+    return TensorInfo(Codec.NONE, DType.INT64, (1, len(ids))), struct.pack(f"<{len(ids)}q", *ids)
+
+
+def ids_in(info: TensorInfo, payload: Buffer) -> list[int]:
+    """Return the token ids of an input of one row (int64 or int32)."""
+    return list(struct.unpack(f"<{info.shape[1]}{'q' if info.dtype == DType.INT64 else 'i'}", payload))
 
 
 @dataclass(eq=False)
@@ -65,11 +75,14 @@ class Ring:
 
 class InputCursor:
     """Cursor over inputs: positions below `accepted` are computed or queued; the client has the outputs for positions
-    below `known`."""
+    below `known`. Positions from `sure` on hold guesses, which may be taken back in a later `turn`."""
 
     def __init__(self, known: int) -> None:
         self.accepted = 0
+        self.sure = 0
         self.known = known
+        self.turn = 0  # grows when guesses are taken back, and with each epoch of a session that guesses
+        self._back_to: int | None = None  # guesses to be taken back before the next input
         self.truncations = 0  # number of the last truncation that was received; 0 before the first
         self._truncate: Truncate | None = None  # to be applied before the next input
         self._ahead: dict[int, int] = {}  # tokens by position that came before their predecessors
@@ -83,15 +96,40 @@ class InputCursor:
             return False
         to = body.to if self._truncate is None else min(body.to, self._truncate.to)
         self.truncations, self._truncate = body.number, Truncate(body.number, to)
-        self.accepted, self.known = body.to, min(self.known, body.to)
+        self.accepted, self.known, self.sure = body.to, min(self.known, body.to), min(self.sure, body.to)
+        self._back_to = None  # the truncation goes back further
         self._ahead = {position: token for position, token in self._ahead.items() if position < body.to}
         return True
 
-    def advance(self, end: int) -> tuple[int, Truncate | None]:
-        """Accept the positions below `end`. Returns the first of them, and the truncation to apply before it or None."""
+    def begin_turn(self, turn: int, to: int) -> int | None:
+        """Begin a newer turn, in which the guesses from position `to` on do not count. Returns the position to go back
+        to; None if the turn is not newer or no guess is there."""
+        if turn <= self.turn:
+            return None
+        self.turn, to = turn, max(to, self.sure)
+        if to >= self.accepted:
+            return None
+        self.accepted = to
+        self._back_to = to if self._back_to is None else min(to, self._back_to)
+        return to
+
+    def confirm(self, sure: int) -> None:
+        """Note that the positions below `sure` are of the text: guesses there were right."""
+        self.sure = max(self.sure, min(sure, self.accepted))
+
+    def advance(self, end: int, guessed: int = 0) -> tuple[int, Truncate | None]:
+        """Accept the positions below `end`, of which the last `guessed` hold guesses. Returns the first of the new
+        positions, and the truncation to apply before it or None."""
         start, self.accepted = self.accepted, end
+        self.confirm(end - guessed)
         truncate, self._truncate = self._truncate, None
         return start, truncate
+
+    def taken_back(self) -> int | None:
+        """Return the position from which guesses are to be taken back before the latest input; None if there are none.
+        Later calls return None."""
+        back_to, self._back_to = self._back_to, None
+        return back_to
 
     def hold(self, position: int, token: int) -> None:
         """Keep a token as the input at `position`, unless that is accepted already. After a fault it may come before
@@ -103,6 +141,18 @@ class InputCursor:
         """Return the token at the next position as an input; None if it has not come yet."""
         token = self._ahead.pop(self.accepted, None)
         return None if token is None else (ONE_ID, struct.pack("<q", token))
+
+    def next_ids(self) -> list[int]:
+        """Remove and return the tokens at the next positions; empty if the next one has not come yet."""
+        ids: list[int] = []
+        while (token := self._ahead.pop(self.accepted + len(ids), None)) is not None:
+            ids.append(token)
+        return ids
+
+    @property
+    def waits(self) -> bool:
+        """Whether tokens are here whose predecessors have not come yet."""
+        return bool(self._ahead)
 
 
 class OutputStream:

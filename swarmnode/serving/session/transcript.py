@@ -19,7 +19,7 @@ from swarmnode.codec.messages import Input
 from swarmnode.codec.tensors import ID_DTYPES, Codec, TensorInfo
 from swarmnode.compress.codecs import decode
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.links.hop import Entry, Hop
+from swarmnode.net.links.hop import Entry, Hop, until
 from swarmnode.plan.serving.codec_schedule import coarsest
 from swarmnode.serving.session.session_streams import OutputStream
 from swarmnode.swarm.records.statement import Edge
@@ -36,6 +36,10 @@ class Conveyed:
     def length(self) -> int:
         """Number of positions conveyed, from position 0 on."""
         return self.entries[-1].end if self.entries else 0
+
+    def until(self, length: int) -> Conveyed:
+        """Return what was conveyed for the first `length` positions; everything if `length` is 0."""
+        return self if length == 0 else Conveyed(tuple(until(self.entries, length)), self.base)
 
     @property
     def is_ids(self) -> bool:
@@ -94,6 +98,11 @@ class Transcript:
         if self._keeps:
             for info, payload in parts:
                 self._received.append(Entry(start, info.shape[1], Input(info), (payload,)))
+
+    def take_back(self, to: int) -> None:
+        """Forget the inputs from position `to` on, which were guesses."""
+        if self._received and self._received[-1].end > to:
+            self._received = list(until(self._received, to))
 
     def end(self) -> None:
         """Keep and state nothing from now on: positions were taken back, so the edges no longer carried one text."""

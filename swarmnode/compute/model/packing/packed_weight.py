@@ -7,54 +7,63 @@ the place of the parameter, and torch calls its `__torch_function__`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix
+from swarmnode.compute.model.packing.card_matrix import CardMatrix
+from swarmnode.compute.model.packing.ggml import FORMATS, Format, GgmlMatrix
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry, joined, read_packed
 from swarmnode.errors import CheckpointError
 
+CPU = torch.device("cpu")
+
 
 class _StandIn:
-    """What transformers and torch read of a parameter that is not trained, is on the CPU and has its values."""
+    """Attributes that transformers and torch read of a parameter that is not trained and has its values."""
 
     requires_grad = False
     is_meta = False
     _is_hf_initialized = True  # transformers' mark of a parameter that needs no random numbers
-    device = torch.device("cpu")
+    device: torch.device
+
+
+class MatrixProducts(Protocol):
+    """Matrix (O, I) in a packed format, with its products."""
+
+    name: str
+    outputs: int
+    inputs: int
+    nbytes: int
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), both contiguous float32, or on a card both in the model's dtype."""
+        ...
+
+    def rows(self, numbers_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers in the dtype of its products."""
+        ...
 
 
 class PackedWeight(_StandIn):
     """Matrix (O, I) that stays packed: one or more parts, one above the other, in the place of a module's parameter.
 
-    `dtype` is that of the model, whose activations it takes and returns.
+    `dtype` is that of the model, whose activations it takes and returns. Its parts lie on `device`: on CPUs ggml multiplies
+    them, on cards kernels do.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[TensorEntry],
-        parts_OB: Sequence[Tensor],
-        dtype: torch.dtype,
-        *,
-        exact: bool,
-        looked_up: bool,
-    ) -> None:
-        self.forms = [FORMATS[entry.dtype] for entry in entries]
-        inputs = entries[0].shape[-1]
-        self.shape = torch.Size((sum(map(len, parts_OB)), inputs))
-        self.dtype = dtype
-        self.nbytes = sum(part.nbytes for part in parts_OB)
-        self._parts = [
-            GgmlMatrix(part_OB, form, inputs, exact=exact, looked_up=looked_up)
-            for form, part_OB in zip(self.forms, parts_OB, strict=True)
-        ]
+    def __init__(self, parts: Sequence[MatrixProducts], dtype: torch.dtype, device: torch.device = CPU) -> None:
+        self.shape = torch.Size((sum(part.outputs for part in parts), parts[0].inputs))
+        self.dtype, self.device = dtype, device
+        self.nbytes = sum(part.nbytes for part in parts)
+        self._takes = torch.float32 if device.type == "cpu" else dtype
+        self._parts = list(parts)
 
     def __repr__(self) -> str:
-        names = "+".join(form.name for form in self.forms)
-        return f"PackedWeight({'x'.join(map(str, self.shape))}, {names}, {self.nbytes / 1e6:.1f} MB)"
+        names = "+".join(part.name for part in self._parts)
+        return f"{type(self).__name__}({'x'.join(map(str, self.shape))}, {names}, {self.nbytes / 1e6:.1f} MB)"
 
     @classmethod
     def __torch_function__(
@@ -81,8 +90,21 @@ class PackedWeight(_StandIn):
         """Return the shape, or its size in dimension `dim`."""
         return self.shape if dim is None else self.shape[dim]
 
-    def multiply(self, x_RI: Tensor) -> Tensor:
-        """Return y (R, O) for x (R, I), both float32."""
+    @property
+    def card_parts(self) -> list[CardMatrix]:
+        """Parts that lie on a card."""
+        return [part for part in self._parts if isinstance(part, CardMatrix)]
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the bytes from a card to the host's memory, or back again; they are not multiplied there."""
+        if parts := self.card_parts:
+            self.device = device
+            for part in parts:
+                part.move_to(device)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), in float32 from ggml, in the model's dtype from a card."""
+        x_RI = x.to(self._takes).contiguous()
         parts_RO = [part.multiply(x_RI) for part in self._parts]
         return parts_RO[0] if len(parts_RO) == 1 else torch.cat(parts_RO, dim=1)
 
@@ -90,6 +112,26 @@ class PackedWeight(_StandIn):
         """Return the rows (N, I) of these numbers in the model's dtype."""
         (part,) = self._parts
         return part.rows(ids_N).to(self.dtype)
+
+
+class TransposedWeight(PackedWeight):
+    """Matrix (I, O), as some families' experts have it: activations are multiplied with it by `x @ weight`."""
+
+    def __init__(self, parts: Sequence[MatrixProducts], dtype: torch.dtype) -> None:
+        super().__init__(parts, dtype)
+        self.shape = self.shape[::-1]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function in (Tensor.matmul, Tensor.__matmul__, torch.matmul) and isinstance(args[1], cls):
+            return _linear(args[0], args[1])
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 class PackedStack(_StandIn):
@@ -101,6 +143,21 @@ class PackedStack(_StandIn):
         self.dtype = matrices[0].dtype
         self.nbytes = sum(matrix.nbytes for matrix in matrices)
 
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of the matrices."""
+        return self._matrices[0].device
+
+    @property
+    def card_parts(self) -> list[CardMatrix]:
+        """Parts of all matrices that lie on a card."""
+        return [part for matrix in self._matrices for part in matrix.card_parts]
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the bytes from a card to the host's memory, or back again."""
+        for matrix in self._matrices:
+            matrix.move_to(device)
+
     def __getitem__(self, number: Any) -> PackedWeight:
         """Return the matrix of one expert."""
         return self._matrices[int(number)]
@@ -111,8 +168,7 @@ class PackedStack(_StandIn):
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Return (..., O) for x (..., I), in the dtype of x."""
-    x_RI = x.reshape(-1, x.shape[-1]).float().contiguous()
-    y_RO = weight.multiply(x_RI)
+    y_RO = weight.multiply(x.reshape(-1, x.shape[-1]))
     if bias is not None:
         y_RO += bias
     return y_RO.view(*x.shape[:-1], -1).to(x.dtype)
@@ -124,29 +180,40 @@ def _embedding(ids: Tensor, weight: PackedWeight, *_: Any, **__: Any) -> Tensor:
 
 
 def read_weights(
-    entries: Mapping[str, TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: str
+    entries: Mapping[str, TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: str, device: torch.device = CPU
 ) -> dict[str, PackedWeight | PackedStack]:
     """Return the weights that these packed tensors make, for a model that computes in `dtype`, by the names of its parameters.
 
-    `looked_up` is the name of the embedding's. Products of `exact` weights are those of dequantised ones.
+    `looked_up` is the name of the embedding's. Products of `exact` weights are those of dequantised ones, and so are all on a
+    `device` that is not the CPU. One tensor at a time is in the host's memory on its way there.
 
     Raises CheckpointError if a file cannot be read.
     """
     return {
-        name: _read_weight(parts, dtype, exact=exact, looked_up=name == looked_up)
+        name: _read_weight(parts, dtype, exact=exact, looked_up=name == looked_up, device=device)
         for name, parts in joined(entries).items()
     }
 
 
 def _read_weight(
-    parts: Sequence[TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: bool
+    parts: Sequence[TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: bool, device: torch.device
 ) -> PackedWeight | PackedStack:
+    forms = [FORMATS[part.dtype] for part in parts]
+    inputs = parts[0].shape[-1]
+
+    def matrix(part_OB: Tensor, form: Format, *, looked_up: bool) -> MatrixProducts:
+        if device.type == "cpu":
+            return GgmlMatrix(part_OB, form, inputs, exact=exact, looked_up=looked_up)
+        return CardMatrix(part_OB, form, inputs, dtype, device)
+
+    def weight(parts_OB: Sequence[Tensor], *, looked_up: bool) -> PackedWeight:
+        each = zip(parts_OB, forms, strict=True)
+        return PackedWeight([matrix(*part, looked_up=looked_up) for part in each], dtype, device)
+
     read = [read_packed(part) for part in parts]
     if read[0].ndim == 2:
-        return PackedWeight(parts, read, dtype, exact=exact, looked_up=looked_up)
-    return PackedStack(
-        [PackedWeight(parts, matrices, dtype, exact=exact, looked_up=False) for matrices in zip(*read, strict=True)]
-    )
+        return weight(read, looked_up=looked_up)
+    return PackedStack([weight(matrices, looked_up=False) for matrices in zip(*read, strict=True)])
 
 
 def held_by(model: nn.Module) -> Iterator[PackedWeight | PackedStack]:

@@ -1,0 +1,57 @@
+"""Interfaces of drafting: the proposer of tokens that may follow, and the budget of how many of them are sent ahead.
+
+The first hop of a route owns one of each for a session. A guess never changes the text: the last hop draws each position as it
+would have drawn it alone, and a guess only lets the hops compute the next position before its token is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from swarmnode.codec.messages import Open
+
+
+class Drafter(Protocol):
+    """Proposer of tokens that may follow a text.
+
+    Attributes:
+        name: Name of the proposer in metrics and traces: "lookup", "forced", "model".
+    """
+
+    name: str
+
+    def push(self, ids: Sequence[int]) -> None:
+        """Append accepted tokens to the text; the prompt comes first."""
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first `length` accepted tokens."""
+
+    def propose(self, guessed: Sequence[int], count: int) -> list[int]:
+        """Return at most `count` tokens that may follow the accepted tokens and then `guessed`, the guesses in flight.
+
+        Returns an empty list if nothing is likely enough to follow.
+        """
+        ...
+
+
+class DraftBudget(Protocol):
+    """Controller of how many guessed positions a session keeps in flight."""
+
+    def count(self, in_flight: int) -> int:
+        """Return the number of guesses that may be sent now, while `in_flight` guesses have no verdict; 0 for none."""
+        ...
+
+    def verdict(self, proposer: str, accepted: int, rejected: int) -> None:
+        """Record that the last hop drew `accepted` guesses of `proposer`, and that `rejected` ones were computed in vain."""
+
+    def turn(self, took_s: float) -> None:
+        """Record that the token of a position came back `took_s` seconds after the position was sent."""
+
+
+Drafting = Callable[[Open], tuple[Drafter, DraftBudget] | None]
+"""Function from the OPEN of a session, at its first hop, to a new proposer and its budget; None if the session shall not guess"""
+
+
+def no_drafting(_opened: Open) -> None:
+    """Return None: no session guesses."""

@@ -1,0 +1,66 @@
+"""Guesses of one session at its last hop: the token ids, which come from the first hop, and inputs that wait for them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from swarmnode.codec.body import MAX_DRAFTS
+from swarmnode.codec.messages import Drafts
+from swarmnode.serving.job import Guess, Job, drop_from
+
+
+class GuessedJobs:
+    """Inputs of a session on their way to the device. One with guesses waits until their token ids are known, and goes on with
+    them by `submit`.
+
+    The ids come straight from the first hop, and nearly always before the input. Without them nothing can be drawn.
+    """
+
+    def __init__(self, submit: Callable[[Job], None]) -> None:
+        self._submit = submit
+        self._turn = 0
+        self._ids: dict[int, int] = {}  # guesses of the turn, by position
+        self._waiting: deque[Job] = deque()
+
+    def __repr__(self) -> str:
+        return f"<GuessedJobs: {len(self._ids)} ids of turn {self._turn}, {len(self._waiting)} inputs wait>"
+
+    def hear(self, start: int, drafts: Drafts) -> None:
+        """Take the ids of the guesses from position `start` on. Ids of an older turn are ignored; of more than MAX_DRAFTS
+        positions only the latest are kept."""
+        if drafts.turn < self._turn:
+            return
+        if drafts.turn > self._turn:
+            self._turn, self._ids = drafts.turn, {}
+        self._ids.update(enumerate(drafts.ids, start))
+        for position in sorted(self._ids)[:-MAX_DRAFTS]:
+            del self._ids[position]
+        self._go_on()
+
+    def put(self, job: Job) -> None:
+        """Submit a job after those that wait."""
+        if job.back_to is not None:
+            self.drop_from(job.back_to)
+        self._waiting.append(job)
+        self._go_on()
+
+    def drop_from(self, position: int) -> None:
+        """Drop what waits from `position` on: its guesses were taken back."""
+        drop_from(self._waiting, position)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        while self._waiting and (guesses := self._guesses(self._waiting[0])) is not None:
+            self._submit(replace(self._waiting.popleft(), guesses=guesses))
+
+    def _guesses(self, job: Job) -> tuple[Guess, ...] | None:
+        """Return the guesses among the job's positions; None if some are not known yet, or their turn is over."""
+        positions = range(job.first_guessed, job.end)
+        if not positions:
+            return ()
+        if job.turn != self._turn or not all(position in self._ids for position in positions):
+            return None
+        return tuple(Guess(position, self._ids[position]) for position in positions)

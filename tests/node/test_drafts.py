@@ -1,0 +1,111 @@
+"""Whole nodes that guess: texts of a real model are the same, however tokens are drawn; they are audited and continued."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.codec.messages import Open
+from swarmnode.serving.client.generation import Generation
+from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
+from tests.net.virtual import in_virtual_time
+from tests.node.audited_swarm import results, three_by_two
+from tests.node.conftest import Founded
+from tests.node.virtual_swarm import VirtualSwarm, sees_ready
+from tests.serving.drafting import Oracle, Steady
+from tests.tiny import PROMPT, TinyModel
+
+NEW = 40
+VOCABULARY = 512
+DRAWS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 7, "top_p": 0.9},
+    "penalties": {"temperature": 0.7, "seed": 3, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    "bias": {"logit_bias": {7: 2.0, 9: -5.0}, "temperature": 1.0, "seed": 1},
+    "logprobs": {"logprobs": 3, "temperature": 1.0, "seed": 2},
+    "int8": {"compress": "int8"},
+}
+
+
+@contextlib.asynccontextmanager
+async def swarm_of(founded: Founded, folder: Path, *spans: str) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
+    async with VirtualSwarm(folder) as swarm:
+        founded.into(swarm)
+        await swarm.bootstrap()
+        for number, span in enumerate(spans):
+            swarm.node(f"n{number}", span)
+        for member in swarm.members.values():
+            await member.wait_for("ready")
+        async with swarm.client() as client:
+            await sees_ready(client, len(spans))
+            yield swarm, client
+
+
+def let_guess(swarm: VirtualSwarm, text: list[int], wrong: float = 0.3) -> list[Steady]:
+    """Let all nodes guess this text. Returns the budgets that the sessions will have."""
+    budgets: list[Steady] = []
+
+    def drafting(_opened: Open) -> tuple[Drafter, DraftBudget]:
+        budgets.append(Steady(6))
+        return Oracle(text, wrong, seed=len(budgets), vocabulary=VOCABULARY), budgets[-1]
+
+    for member in swarm.members.values():
+        if member.node._stage is not None:
+            member.node._stage.server.drafting = drafting  # type: ignore[attr-defined]
+    return budgets
+
+
+async def ask(client: SwarmClient, prompt: list[int], owner: str | None = None, **options: Any) -> Generation:
+    stream = await client.stream(prompt, kept_for=owner, **{"max_new_tokens": NEW, **options})
+    async for _ in stream:
+        pass
+    return stream.result
+
+
+@pytest.mark.parametrize("options", DRAWS.values(), ids=DRAWS)
+@in_virtual_time
+async def test_the_text_is_the_same_however_tokens_are_drawn(
+    founded: Founded, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    async with swarm_of(founded, tmp_path, "0:3", "3:6") as (swarm, client):
+        plain = await ask(client, PROMPT, **options, drafts="off")
+        assert plain.accepted_drafts == 0
+        budgets = let_guess(swarm, [*PROMPT, *plain.ids])
+        guessed = await ask(client, PROMPT, **options)
+        assert guessed.ids == plain.ids
+        assert guessed.accepted_drafts == budgets[-1].accepted > NEW / 4 and budgets[-1].rejected > 0
+        assert [[one.id for one in told] for told in guessed.logprobs] == [
+            [one.id for one in told] for told in plain.logprobs
+        ]
+
+
+@in_virtual_time
+async def test_a_text_with_guesses_is_audited_and_its_hops_trusted(
+    founded: Founded, tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with three_by_two(founded.into, tmp_path) as (swarm, client):
+        budgets = let_guess(swarm, [*PROMPT, *tiny.alone(PROMPT, NEW)])
+        for number in range(1, 4):
+            result = await ask(client, PROMPT)
+            assert result.ids == tiny.alone(PROMPT, NEW) and result.accepted_drafts > 0 and budgets
+            await client.auditor.idle()
+            assert results(client) == {"passed": number}
+        assert all(client.auditor.standing.trust(hop.peer) > 0 for hop in result.route)
+
+
+@in_virtual_time
+async def test_a_kept_text_with_guesses_goes_on(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
+    async with swarm_of(founded, tmp_path, "0:3", "3:6") as (swarm, client):
+        said, text = PROMPT * 8, list[int]()
+        let_guess(swarm, text)
+        for turn in range(4):
+            text[:] = [*said, *tiny.alone(said, NEW)]
+            result = await ask(client, said, "me")
+            assert result.ids == tiny.alone(said, NEW), f"turn {turn}"
+            assert (result.cached_tokens > 0) == (turn > 0) and result.accepted_drafts > 0
+            said += [*result.ids, 7, turn, 9]
