@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         return y_RO
 
     def program(self) -> FlatProgram:
-        """Return the program of all calls so far. A product moves up to an earlier one with the same, unchanged activations."""
+        """Return the program of the recorded calls. A product moves up to an earlier one with the same, unchanged activations."""
         calls: list[Call | list[FixedProduct]] = []
         groups: dict[int, list[FixedProduct]] = {}  # by the storage of their activations
         for entry in self._entries:

@@ -30,7 +30,7 @@ from swarmnode.ledger import MemoryLedger
 log = logging.getLogger(__name__)
 
 WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
-TRIMMED_POSITIONS = 256  # of a prompt, from which on the freed activations go back to the system
+TRIMMED_POSITIONS = 256  # of a prompt; freed activations of one that long go back to the system
 
 
 @dataclass(frozen=True)
