@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from swarmnode.compute.device import trim_heap
 from swarmnode.compute.device_fault import forget_traceback, is_device_fault
 from swarmnode.compute.model.family import switching_position
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
+from swarmnode.compute.serving.captured_works import CapturedWorks
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
 from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
 from swarmnode.compute.throttle import Throttle
@@ -29,6 +31,7 @@ from swarmnode.ledger import MemoryLedger
 log = logging.getLogger(__name__)
 
 WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
+TRIMMED_POSITIONS = 256  # of a prompt; freed activations of one that long go back to the system
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class StageRunner:
         self._sessions: dict[Hashable, _Opened] = {}
         is_captured = config.capture and span.device.type in ("cuda", "cpu")
         self.captured = CapturedDecode(span, ledger) if is_captured else None
+        self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
 
     def __repr__(self) -> str:
         return f"StageRunner({self.span!r}, {len(self._sessions)} sessions, {self.pool!r})"
@@ -176,6 +180,8 @@ class StageRunner:
         self.pool.close_all()
         if self.captured is not None:
             self.captured.close()
+        if self.captured_works is not None:
+            self.captured_works.clear()
         self.span.adapters.clear()
         if not keep_span:
             self.span.close()
@@ -341,6 +347,8 @@ class StageRunner:
         except Exception:
             self.pool.truncate(work.session_id, start)
             raise
+        if rows * length >= TRIMMED_POSITIONS and self.span.device.type == "cpu":
+            trim_heap()
         return StepOutput(work.session_id, start, torch.cat(outputs, dim=1))
 
     def _forward(
