@@ -33,6 +33,7 @@ EXPECTED = 0.7  # acceptance of a proposer before its first verdicts
 LEAST_GAIN = 1.03  # times the worth of no guesses: less is not worth the work
 FIRST_REST, LONGEST_REST = 16, 1024  # turns without guesses before a retry
 PROBE = 2  # guesses of a retry
+QUIET = 0.1  # share of time for rows below which a ring is not crowded
 OVER_S = 2.0  # of the measured load
 SURE = 0.999  # the highest acceptance that is believed
 
@@ -85,8 +86,8 @@ class Choice(NamedTuple):
 class Proposer:
     """Measured qualities of one proposer: the share of right guesses and the seconds of proposing one.
 
-    A proposer without gain rests for `resting` turns, and for twice as many the next time. It begins with `PROBE` guesses in
-    flight. Each right one allows one more, so that a proposer that is not known yet does not crowd a ring.
+    A proposer without gain rests for `resting` turns, and for twice as many the next time. In a crowded ring it begins with
+    `PROBE` guesses in flight. Each right one allows one more, so that a proposer that is not known yet does not crowd a ring.
     """
 
     acceptance: float = EXPECTED
@@ -166,7 +167,12 @@ class MeasuredBudget:
         """Return how many guesses a proposer may have in flight, by default the best one: 0 while it rests."""
         known = [self.proposer(name)] if name is not None else [*self._proposers.values()] or [Proposer()]
         probe = min(PROBE, self._max_window)
-        return max(0 if one.resting else min(self._best(one).window or probe, one.allowed) for one in known)
+        return max(0 if one.resting else min(self._best(one).window or probe, self._allowed(one)) for one in known)
+
+    def _allowed(self, proposer: Proposer) -> int:
+        """Return the most guesses that a proposer may have in flight yet: all of them unless the ring is crowded."""
+        crowded = self._least_turn_s > 0 and self._cost().crowding(self._least_turn_s) > QUIET
+        return proposer.allowed if crowded else self._max_window
 
     def worth(self, name: str) -> float:
         """Return the tokens/s that this proposer's best window brings, less those that other sessions lose."""
@@ -176,7 +182,7 @@ class MeasuredBudget:
         """Return the window that is worth most: 0 if guessing gains too little."""
         turn_s = self._turn_s
         if not turn_s:
-            return Choice(0.0, min(PROBE, self._max_window))
+            return Choice(0.0, min(PROBE * PASSES, self._max_window))
         cost = self._cost()
         crowding = cost.crowding(self._least_turn_s)
         windows = (window for window in WINDOWS if window <= self._max_window)

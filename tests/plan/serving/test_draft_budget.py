@@ -80,12 +80,15 @@ def test_dear_rows_and_short_turns_mean_fewer_guesses() -> None:
     assert far > near
 
 
-def test_a_new_proposer_begins_with_few_guesses() -> None:
-    one = MeasuredBudget(lambda: RowCost(0.002, 0.001))
+def test_a_new_proposer_begins_with_few_guesses_in_a_crowded_ring() -> None:
+    one = MeasuredBudget(lambda: RowCost(0.002, 0.001, load=0.15))
     one.turn(0.15)
     assert one.window() == PROBE
     one.verdict("lookup", 3, 0)
     assert one.window() == PROBE + 3
+    quiet = MeasuredBudget(lambda: RowCost(0.002, 0.001))
+    quiet.turn(0.15)
+    assert quiet.window() > PROBE + 3
 
 
 def test_under_load_guesses_go_last() -> None:
