@@ -75,7 +75,7 @@ def busiest(hops: Iterable[RowCost]) -> RowCost:
     return max(hops, key=lambda hop: hop.position_s * (1 + hop.sharing) + hop.pass_s, default=FREE)
 
 
-class Choice(NamedTuple):
+class WindowChoice(NamedTuple):
     """A window of guesses, and its worth: the session's tokens/s, less those that others lose by its rows."""
 
     worth: float
@@ -178,16 +178,16 @@ class MeasuredBudget:
         """Return the tokens/s that this proposer's best window brings, less those that other sessions lose."""
         return self._best(self.proposer(name)).worth
 
-    def _best(self, proposer: Proposer) -> Choice:
+    def _best(self, proposer: Proposer) -> WindowChoice:
         """Return the window that is worth most: 0 if guessing gains too little."""
         turn_s = self._turn_s
         if not turn_s:
-            return Choice(0.0, min(PROBE * PASSES, self._max_window))
+            return WindowChoice(0.0, min(PROBE * PASSES, self._max_window))
         cost = self._cost()
         crowding = cost.crowding(self._least_turn_s)
         windows = (window for window in WINDOWS if window <= self._max_window)
-        best = max(Choice(worth(window, proposer, turn_s, cost, crowding), window) for window in windows)
-        return best if best.worth * turn_s > LEAST_GAIN else Choice(1 / turn_s, 0)
+        best = max(WindowChoice(worth(window, proposer, turn_s, cost, crowding), window) for window in windows)
+        return best if best.worth * turn_s > LEAST_GAIN else WindowChoice(1 / turn_s, 0)
 
 
 def batch(window: int) -> int:

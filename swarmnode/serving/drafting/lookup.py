@@ -30,7 +30,7 @@ SEPARATOR = -1  # between texts; no token
 MAX_EDIT, MAX_EDITS = 16, 256  # tokens of a remembered edit, and edits
 
 
-class Kind(Enum):
+class MatchKind(Enum):
     """Kind of predictions, whose shares of right ones are counted together. The value is the share that is expected at first."""
 
     REPLACED = 0.3  # the source goes on as if one token had been replaced
@@ -56,13 +56,13 @@ class Match(NamedTuple):
     pending: tuple[int, ...] = ()
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MatchKind:
         """Kind of this match's prediction."""
         if self.pending:
-            return Kind.EDIT
+            return MatchKind.EDIT
         if self.near:
-            return (Kind.REPLACED, Kind.NEAR_ONE, Kind.NEAR_TWO)[min(self.length, 2)]
-        return (Kind.SHORT, Kind.SHORT, Kind.SHORT, Kind.MEDIUM, Kind.LONG, Kind.LONGEST)[
+            return (MatchKind.REPLACED, MatchKind.NEAR_ONE, MatchKind.NEAR_TWO)[min(self.length, 2)]
+        return (MatchKind.SHORT, MatchKind.SHORT, MatchKind.SHORT, MatchKind.MEDIUM, MatchKind.LONG, MatchKind.LONGEST)[
             min(self.length, 16).bit_length()
         ]
 
@@ -95,7 +95,7 @@ class LookupDrafter:
             None  # of the last edit: the place that was left, and where the text was then
         )
         self._edits: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by the first replaced token
-        self._judged = {kind: (kind.value, 1.0) for kind in Kind}  # right predictions, and all
+        self._judged = {kind: (kind.value, 1.0) for kind in MatchKind}  # right predictions, and all
         for text in earlier:
             self._index([*text, SEPARATOR])
         self._begin = len(self._text)
@@ -237,7 +237,7 @@ class LookupDrafter:
         if 0 < len(replaced) <= MAX_EDIT and 0 < len(instead) <= MAX_EDIT and len(self._edits) < MAX_EDITS:
             self._edits[replaced[0]] = (replaced, instead)
 
-    def _judge(self, kind: Kind, right: bool) -> None:
+    def _judge(self, kind: MatchKind, right: bool) -> None:
         rights, count = self._judged[kind]
         if count >= LEARNT:
             rights, count = rights / 2, count / 2

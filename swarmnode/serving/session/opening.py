@@ -18,6 +18,7 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import ENTRY_BYTES
 from swarmnode.net.links.switchboard import Channel
+from swarmnode.serving.drafting.lookup import MAX_TOKENS, TOKEN_BYTES
 
 WIDEST_BYTES = 4  # per element, whatever the codec
 SESSION_BYTES = 16 * 1024  # memory of the Python objects of a session
@@ -80,13 +81,15 @@ def journal_bytes(opened: Open, hidden_size: int) -> int:
     """Return the largest number of bytes of host memory that a session may take here.
 
     That is its journal for sending again (outputs at the last hop, else inputs of the next hop), its waiting inputs,
-    and its objects.
+    its objects, and at the first hop the text to look guesses up in.
     """
     sends = not (is_last(opened) and opened.mode == Mode.RING)
     takes = units_of(opened)[0] > 0
     states_bytes = opened.rows * WIDEST_BYTES * hidden_size * (sends + takes)
     position_bytes = ENTRY_BYTES + states_bytes + _drawing_bytes(opened.sampling)
-    return SESSION_BYTES + GRAMMAR_BYTES * draws_by_grammar(opened) + opened.max_length * position_bytes
+    looked_up = min(opened.max_length, MAX_TOKENS) if opened.drafts and opened.index == 0 else 0
+    own_bytes = SESSION_BYTES + GRAMMAR_BYTES * draws_by_grammar(opened) + TOKEN_BYTES * looked_up
+    return own_bytes + opened.max_length * position_bytes
 
 
 def _drawing_bytes(sampling: Sampling | None) -> int:
