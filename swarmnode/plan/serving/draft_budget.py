@@ -14,7 +14,7 @@ during a share u of its time, one more row takes about u tokens from them. So th
 
     W(w) = 1 / T(w)  -  u ((1 + (1 - a) w) / T(w) - 1 / R)
 
-It is 0 if that is hardly more than without guesses. At a full hop it is 0 unless all guesses are right: guesses go last.
+It is 0 if that is hardly more than without guesses, and at a full hop: guesses go last.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ EXPECTED = 0.7  # acceptance of a proposer before its first verdicts
 LEAST_GAIN = 1.03  # times the worth of no guesses: less is not worth the work
 FIRST_REST, LONGEST_REST = 16, 1024  # turns without guesses before a retry
 PROBE = 2  # guesses of a retry
-QUIET = 0.1  # share of time for rows below which a ring is not crowded
+UNEQUAL = 2.0  # times the load that is known here: another hop may be busier, and passes take longer than their rows
+QUIET = 0.2  # share of time for rows below which a ring is not crowded
 OVER_S = 2.0  # of the measured load
+FEW = 4  # other sessions with which a ring is not crowded, as far as is known before the first turn
 SURE = 0.999  # the highest acceptance that is believed
 
 
@@ -64,7 +66,7 @@ class RowCost(NamedTuple):
 
     def crowding(self, turn_s: float) -> float:
         """Return the share of the time that the hop computes rows: as measured, at least a row of each session in a turn."""
-        return min(1.0, max(self.load, (1 + self.sharing) * self.position_s / turn_s))
+        return min(1.0, UNEQUAL * max(self.load, (1 + self.sharing) * self.position_s / turn_s))
 
 
 FREE = RowCost(0.0, 0.0)
@@ -166,13 +168,20 @@ class MeasuredBudget:
     def window(self, name: str | None = None) -> int:
         """Return how many guesses a proposer may have in flight, by default the best one: 0 while it rests."""
         known = [self.proposer(name)] if name is not None else [*self._proposers.values()] or [Proposer()]
-        probe = min(PROBE, self._max_window)
-        return max(0 if one.resting else min(self._best(one).window or probe, self._allowed(one)) for one in known)
+        return max(min(self._best(one).window or PROBE, self._allowed(one)) for one in known)
 
     def _allowed(self, proposer: Proposer) -> int:
-        """Return the most guesses that a proposer may have in flight yet: all of them unless the ring is crowded."""
-        crowded = self._least_turn_s > 0 and self._cost().crowding(self._least_turn_s) > QUIET
-        return proposer.allowed if crowded else self._max_window
+        """Return the most guesses that a proposer may have in flight yet: in a crowded ring few until it has proved itself.
+        None at a full hop, and none before a turn was measured."""
+        if proposer.resting:
+            return 0
+        cost = self._cost()
+        if not self._turn_s:
+            return 0 if cost.sharing > FEW else self._max_window
+        crowding = cost.crowding(self._least_turn_s)
+        if crowding >= 1:
+            return 0
+        return min(proposer.allowed, self._max_window) if crowding > QUIET else self._max_window
 
     def worth(self, name: str) -> float:
         """Return the tokens/s that this proposer's best window brings, less those that other sessions lose."""
