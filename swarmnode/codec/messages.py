@@ -290,6 +290,7 @@ class Output(Body, frozen=True):
     tensor: TensorInfo | None = None
     guessed: bool = False
     wasted: Position = 0
+    forced: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # tokens that must follow, by the grammar
 
     def check(self) -> None:
         if bool(self.ids) == (self.tensor is not None):

@@ -89,6 +89,12 @@ class StageServer:
         """Number of sessions in use: those held, without idle ones that are kept to begin another text."""
         return sum(not session.kept for session in self._sessions.values())
 
+    @property
+    def row_load(self) -> float:
+        """Share of the time that rows of all sessions take on the busiest device, between 0 and 1."""
+        workers = (worker for pipeline in self.pipelines for worker in pipeline.workers)
+        return max(worker.row_load.share(worker.clock()) for worker in workers)
+
     def readings(self) -> Readings:
         """Yield the metrics of devices, sessions and refusals."""
         yield from self._replicas.readings()

@@ -25,6 +25,7 @@ from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span as Units
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.audit_server import Author, audit_server
+from swarmnode.serving.drafting.proposers import Proposers
 from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.link_codecs import codec_rules_of
 from swarmnode.serving.pipeline import Pipeline
@@ -116,6 +117,7 @@ class ServingStage(Stage):
                 grammars=Grammars(compiler, host.link_config.ledger, config),
                 adapters=StageAdapters(place.adapters, places, config, on_crash=host.supervisor.ends_conversation),
                 codec_rules=codec_rules_of(host, span.dtype),
+                drafting=Proposers(host.directory.peers, lambda: server),
             )
             undo.push_async_callback(server.close)
             await server.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,35 @@ async def test_transformers_generate(founded: Founded, whole: Any, tmp_path: Pat
             arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "pad_token_id": 0, **options}
             ours = await turns.run(lambda: model.generate(ids, do_sample=False, **arguments))  # noqa: B023
             assert torch.equal(ours, whole.generate(ids, do_sample=False, **arguments)), way
+
+
+@REMOTE_ENDS
+@in_virtual_time
+async def test_transformers_drafts(founded: Founded, whole: Any, tmp_path: Path, hold_ends: bool) -> None:
+    """Drafts of transformers itself: rejected ones are cut off, and the text is that of plain decoding."""
+    prompt = torch.tensor([[*PROMPT, *PROMPT[:4]]])
+    arguments = {
+        "attention_mask": torch.ones_like(prompt),
+        "max_new_tokens": NEW,
+        "pad_token_id": 0,
+        "do_sample": False,
+    }
+    expected = whole.generate(prompt, **arguments)
+    poor = copy.deepcopy(whole)
+    with torch.no_grad():
+        poor.lm_head.weight += 0.05 * torch.randn(poor.lm_head.weight.shape, generator=torch.Generator().manual_seed(1))
+    drafts = {"look-up": {"prompt_lookup_num_tokens": 3}, "poor assistant": {"assistant_model": poor}}
+    async with causal_lm(founded, tmp_path, hold_ends=hold_ends) as (turns, model):
+        for way, options in drafts.items():
+            asked: list[int] = []
+            step = model._step
+            model._step = lambda cache, ids, want, step=step, asked=asked: (
+                asked.append(ids.shape[1]) or step(cache, ids, want)
+            )
+            ours = await turns.run(lambda: model.generate(prompt, **arguments, **options))  # noqa: B023
+            model._step = step
+            assert torch.equal(ours, expected), way
+            assert max(asked[1:]) > 1, f"{way} sends several positions at once"
 
 
 @in_virtual_time

@@ -141,6 +141,18 @@ class GrammarMatcher:
             raise invalid("nothing may follow")
         return allowed_V
 
+    def forced(self, text: Sequence[int]) -> list[int]:
+        """Return the tokens that must follow `text`, as nothing else may; none if several tokens may follow, or the text is
+        complete.
+
+        Raises ProtocolError (INVALID_REQUEST) if `text` does not follow the grammar.
+        """
+        began_s = time.thread_time()
+        self._follow(text)
+        tokens: list[int] = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        self._spent_s += time.thread_time() - began_s
+        return tokens
+
     def ends(self, text: Sequence[int]) -> bool:
         """Return whether the text is complete after these tokens, so that nothing may follow.
 

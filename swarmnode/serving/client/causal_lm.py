@@ -101,9 +101,9 @@ class RemoteCache(Cache):
         return self.length
 
     def crop(self, max_length: int) -> None:
-        """Forget the positions from `max_length` on; if it is negative, the last `-max_length` positions (rejected
+        """Forget the positions from `max_length` on; if it is not positive, the last `-max_length` positions (rejected
         drafts)."""
-        kept = max_length if max_length >= 0 else self.length + max_length
+        kept = max_length if max_length > 0 else self.length + max_length
         if kept < self.length:
             self._cropped = max(0, kept)
 

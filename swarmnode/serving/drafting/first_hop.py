@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
+from swarmnode.serving.drafting.forced import ForcedDrafter
 
 
 class Flight(NamedTuple):
@@ -47,6 +48,8 @@ class DraftLead:
         self.most = most
         self.counts = DraftCounts()
         self._drafter = drafter
+        self._forced = ForcedDrafter()
+        self._foreseen: tuple[int, tuple[int, ...]] = (0, ())  # forced tokens, and the position of the first
         self._budget = budget
         self._clock = clock
         self._begin = begin
@@ -77,6 +80,7 @@ class DraftLead:
         """Append tokens that are of the text, and that were not guessed."""
         self._text.extend(ids)
         self._drafter.push(ids)
+        self._forced.push(ids)
 
     def share(self, other: DraftLead, length: int) -> None:
         """Begin with the first `length` tokens of another session's text, as far as that knows them."""
@@ -95,6 +99,7 @@ class DraftLead:
         if kept < len(self._text):
             del self._text[kept:]
             self._drafter.cut(kept)
+            self._forced.cut(kept)
         self._begin = min(self._begin, to)
 
     def heard(self, position: int) -> None:
@@ -111,26 +116,48 @@ class DraftLead:
         if flight.id == token:
             self._flying.popleft()
             self.counts.accepted[flight.proposer] += 1
-            self._budget.verdict(flight.proposer, 1, 0)
+            self._tell_budget(flight.proposer, 1, 0)
             self.know([token])
             return True
         for proposer, count in Counter(flight.proposer for flight in self._flying).items():
             self.counts.wasted[proposer] += count
-            self._budget.verdict(proposer, 0, count)
+            self._tell_budget(proposer, 0, count)
         self._flying.clear()
         self._sent_s.clear()
         return False
 
+    def _tell_budget(self, proposer: str, accepted: int, rejected: int) -> None:
+        """Tell the budget a verdict, except about forced tokens, which it does not limit."""
+        if proposer != ForcedDrafter.name:
+            self._budget.verdict(proposer, accepted, rejected)
+
+    def foresee(self, position: int, ids: tuple[int, ...]) -> None:
+        """Take the tokens that must stand at `position` and behind it by the grammar, as the last hop says."""
+        self._foreseen = (position, ids)
+
     def propose(self, limit: int) -> list[int]:
         """Return guesses for the positions after the text and the guesses in flight, below position `limit`. They are in flight
         from now on."""
-        room = min(self.most - self.in_flight, limit - self.end - self.in_flight)
-        count = min(room, self._budget.count(self.in_flight)) if self._goes_on and room > 0 else 0
+        if not self._goes_on:
+            return []
+        position, forced = self._foreseen
+        if position == self.end:
+            self._forced.suggest(forced)
+            self._foreseen = (0, ())
+        ids = self._ask(self._forced, self._room(limit))
+        return ids + self._ask(self._drafter, min(self._room(limit), self._budget.count(self.in_flight)))
+
+    def _room(self, limit: int) -> int:
+        """Return how many more guesses may be in flight, all below position `limit`."""
+        return min(self.most, limit - self.end) - self.in_flight
+
+    def _ask(self, drafter: Drafter, count: int) -> list[int]:
+        """Return at most `count` guesses of a drafter, which are in flight from now on."""
         if count <= 0:
             return []
-        ids = self._drafter.propose([flight.id for flight in self._flying], count)[:count]
-        self._flying.extend(Flight(token, self._drafter.name) for token in ids)
-        self.counts.drafted[self._drafter.name] += len(ids)
+        ids = drafter.propose([flight.id for flight in self._flying], count)[:count]
+        self._flying.extend(Flight(token, drafter.name) for token in ids)
+        self.counts.drafted[drafter.name] += len(ids)
         return ids
 
     def sent(self, start: int, end: int) -> None:

@@ -117,7 +117,9 @@ class StageSession:
 
     def _new_sampler(self, grammar: GrammarMatcher | None = None) -> Sampler | None:
         opened = self.opened
-        return Sampler(opened.sampling, opened.max_length, grammar) if is_last(opened) and opened.sampling else None
+        if not is_last(opened) or opened.sampling is None:
+            return None
+        return Sampler(opened.sampling, opened.max_length, grammar, foresees=opened.drafts)
 
     @property
     def _feeds_itself(self) -> bool:
@@ -336,6 +338,7 @@ class StageSession:
     def _judge(self, lead: DraftLead, position: int, output: Output) -> None:
         """Compare the guess in flight at `position`, if there is one, with the token that was drawn for it."""
         lead.heard(position)
+        lead.foresee(position + 1, output.forced)
         if output.final:
             lead.pause()
         elif position == self.cursor.sure < self.cursor.accepted:
@@ -421,7 +424,7 @@ class StageSession:
             self._publish(job.end, Output(tensor=info), (payload,), at_once=alone)
         for drawn in result.tokens:
             logprobs = (drawn.logprobs,) if drawn.logprobs else ()
-            output = Output(drawn.ids, drawn.final, guessed=drawn.guessed, wasted=drawn.wasted)
+            output = Output(drawn.ids, drawn.final, None, drawn.guessed, drawn.wasted, drawn.forced)
             self._publish(drawn.position, output, logprobs, at_once=alone and drawn is result.tokens[-1])
         asyncio.get_running_loop().call_soon(self._left, job, run, self.pipeline.clock())
 

@@ -154,3 +154,41 @@ def test_a_grammar_that_keeps_the_compute_thread_busy_fails_its_session(
         matcher.allowed([])
     with pytest.raises(ProtocolError, match="takes too long"):
         matcher.allowed([])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_forced_tokens_are_those_that_any_model_would_write(compiler: GrammarCompiler, seed: int) -> None:
+    text, matcher = write(compiler, schema(PERSON), seed), compiler.compile(schema(PERSON))
+    forced_places = 0
+    for place in range(len(text)):
+        forced = matcher.forced(text[:place])
+        assert forced == text[place : place + len(forced)]
+        forced_places += bool(forced)
+        allowed = int(matcher.allowed(text[:place]).sum())
+        assert allowed == 1 if forced else allowed >= 1
+    assert forced_places > 5
+    assert matcher.forced(text) == []
+
+
+def test_forced_tokens_of_a_text_that_breaks_the_grammar(compiler: GrammarCompiler) -> None:
+    with pytest.raises(ProtocolError, match="grammar"):
+        compiler.compile(schema(PERSON)).forced([1, 2, 3])
+
+
+def test_a_sampler_names_the_forced_tokens_behind_each_draw(compiler: GrammarCompiler) -> None:
+    grammar = schema(PERSON)
+    text = write(compiler, grammar, 1)
+    sampler = Sampler(
+        Sampling(1, LENGTH, temperature=2.0, seed=1, grammar=grammar), LENGTH, compiler.compile(grammar), foresees=3
+    )
+    generator = torch.Generator().manual_seed(1)
+    named = 0
+    for position in range(1, 1 + len(text)):
+        outputs = DeviceOutputs()
+        draw = sampler.launch(torch.randn(1, 1, VOCABULARY, generator=generator) * 3, position, outputs)
+        (drawn,) = draw(outputs.fetch())
+        assert drawn.ids[0] == text[position - 1]
+        assert list(drawn.forced) == text[position : position + len(drawn.forced)]
+        assert len(drawn.forced) <= 3
+        named += len(drawn.forced)
+    assert named > 10

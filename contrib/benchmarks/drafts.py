@@ -1,0 +1,318 @@
+"""Drafted tokens against plain decoding over three hops: `python contrib/benchmarks/drafts.py [--rows edits tools …] [--pairs 9]`.
+
+Three nodes with one thread each are joined by delaying relays on loopback (`--delay-ms`, one way, for the rows that do not say
+another delay), with `--no-direct`, in float32. Each pair decodes one prompt plainly and with drafts, in alternating order. Prints
+JSON, for each row:
+
+    speed_up    tokens/s with drafts over those without, median of the pairs, and its quartiles.
+    tokens_per_turn    the same in counted passes, because three hops share the cores of one machine.
+    oracle      the same for a proposer that knows the text; of_oracle is the share of its speed-up that the row reaches.
+    different   texts that differ from plain decoding, each with its first different place and its length.
+
+`edits` are copies with edits by the model of copying.py. Copies that repeat 30 bytes of themselves are left out. The other rows use
+SmolLM2 (tests/trained.py): `tools` are calls whose schema forces most tokens, `json` has free values, `free` are questions without
+look-up hits, `off` compares two plain runs and shows the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import uvloop
+from copying import held_out, repeats, trained_model
+from delaying_relay import DelayingRelay, free_port
+
+sys.path.append(str(Path(__file__).parents[2]))  # trained models belong to the tests
+
+from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.codec.sampling import Grammar, GrammarKind
+from swarmnode.localswarm import LocalSwarm
+from swarmnode.serving.client.generation import Generation
+from swarmnode.swarm.storage.swarmfile import load_swarm
+from tests.trained import SMOLLM2, trained
+
+HOPS = 3
+TEXTS = "SWARMNODE_BENCH_TEXTS"  # environment variable with the file of the oracle's texts
+Prompt = str | list[int]
+
+CALL = {
+    "type": "object",
+    "properties": {
+        "name": {"const": "get_weather_forecast"},
+        "arguments": {
+            "type": "object",
+            "properties": {
+                "location": {"type": "string", "maxLength": 24},
+                "temperature_unit": {"enum": ["celsius", "fahrenheit"]},
+                "include_precipitation": {"type": "boolean"},
+                "number_of_days": {"type": "integer", "minimum": 1, "maximum": 9},
+            },
+            "required": ["location", "temperature_unit", "include_precipitation", "number_of_days"],
+            "additionalProperties": False,
+        },
+    },
+    "required": ["name", "arguments"],
+    "additionalProperties": False,
+}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "occupation": {"type": "string", "maxLength": 40},
+        "known_for": {"type": "string", "maxLength": 120},
+    },
+    "required": ["name", "occupation", "known_for"],
+    "additionalProperties": False,
+}
+CITIES = ("Paris", "Lisbon", "Nairobi", "Osaka", "Lima", "Oslo", "Cairo", "Austin", "Perth")
+PEOPLE = ("Ada Lovelace", "Marie Curie", "Alan Turing", "Grace Hopper", "Isaac Newton", "Emmy Noether", "Leonhard Euler",
+          "Charles Darwin", "Rosalind Franklin")  # fmt: skip
+QUESTIONS = (
+    "Why is the sky blue?", "How does a refrigerator work?", "What is a leap year for?", "Why do cats purr?",
+    "How is bread made?", "What causes tides?", "Why do leaves fall in autumn?", "How do bees find flowers?", "What is inflation?",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Work:
+    """A prompt and the options of its generation."""
+
+    prompt: Prompt
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Row:
+    """Results of a row, pair by pair."""
+
+    speed_ups: list[float] = field(default_factory=list)
+    plain_tokens_per_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    turns: int = 0
+    accepted: int = 0
+    wasted: int = 0
+    different: list[dict[str, Any]] = field(default_factory=list)
+
+    def note(self, plain: Sequence[Generation], drafted: Sequence[Generation], seconds: tuple[float, float]) -> None:
+        """Add a pair: the texts of both runs, and the seconds that they took."""
+        sums = [sum(len(one.ids) for one in run) for run in (plain, drafted)]
+        self.plain_tokens_per_s.append(sums[0] / seconds[0])
+        self.speed_ups.append(sums[1] / seconds[1] / self.plain_tokens_per_s[-1])
+        for one, other in zip(plain, drafted, strict=True):
+            self.tokens += len(other.ids)
+            self.accepted += other.accepted_drafts
+            self.wasted += other.wasted_drafts
+            self.turns += len(other.ids) - other.accepted_drafts
+            if one.ids != other.ids:
+                place = next((at for at, (a, b) in enumerate(zip(one.ids, other.ids, strict=False)) if a != b), -1)
+                self.different.append({"at": place, "tokens": len(other.ids)})
+
+    def report(self) -> dict[str, Any]:
+        """Return the row as JSON holds it."""
+        low, middle, high = quartiles(self.speed_ups)
+        return {
+            "speed_up": middle,
+            "quartiles": [low, high],
+            "plain_tokens_per_s": round(statistics.median(self.plain_tokens_per_s), 2),
+            "tokens_per_turn": round(self.tokens / max(1, self.turns), 2),
+            "accepted_share": round(self.accepted / max(1, self.accepted + self.wasted), 3),
+            "wasted_per_token": round(self.wasted / max(1, self.tokens), 3),
+            "tokens": self.tokens,
+            "different": self.different,
+        }
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the quartiles of some values; all are the value itself if there is only one."""
+    found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    low, middle, high = (round(one, 3) for one in found)
+    return low, middle, high
+
+
+def edits(count: int) -> list[Work]:
+    """Return prompts of the copying model: modules that it has not learnt."""
+    found = [(prompt, copy) for prompt, copy in held_out(4 * count, 150) if not repeats(copy)]
+    return [Work(list(prompt.encode()), {"max_new_tokens": 200}) for prompt, _ in found[:count]]
+
+
+def schema(definition: dict[str, Any]) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(definition))
+
+
+def chat(question: str) -> str:
+    """Return a question in SmolLM2's chat format."""
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def tools(count: int) -> list[Work]:
+    """Return requests for a tool call."""
+    asked = [f"Call get_weather_forecast for {city} as JSON." for city in CITIES]
+    return [Work(chat(one), {"max_new_tokens": 90, "grammar": schema(CALL)}) for one in asked[:count]]
+
+
+def free_values(count: int) -> list[Work]:
+    """Return requests for JSON with free values."""
+    asked = [f"Describe {name} as JSON." for name in PEOPLE]
+    return [Work(chat(one), {"max_new_tokens": 110, "grammar": schema(PERSON)}) for one in asked[:count]]
+
+
+def questions(count: int) -> list[Work]:
+    """Return questions whose answers quote little."""
+    return [Work(chat(one), {"max_new_tokens": 64, "temperature": 0.8, "seed": 7}) for one in QUESTIONS[:count]]
+
+
+class Ring:
+    """Three nodes in a ring and a client, in processes of their own but for the client."""
+
+    def __init__(self, client: SwarmClient, texts: Path) -> None:
+        self.client = client
+        self.texts = texts  # file that the oracle reads
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def over(cls, model: Path, delay_s: float) -> AsyncIterator[Ring]:
+        """Start the ring over relays of `delay_s` seconds each way."""
+        with tempfile.TemporaryDirectory(prefix="swarmnode-drafts-") as name, contextlib.ExitStack() as stack:
+            relay = stack.enter_context(DelayingRelay(delay_s))
+            swarm = stack.enter_context(LocalSwarm(Path(name)))
+            texts = Path(name) / "texts.json"
+            swarm.environment[TEXTS] = str(texts)
+            await asyncio.to_thread(swarm.create, model)
+            await asyncio.to_thread(swarm.bootstrap)
+            units = load_swarm(swarm.file).manifest.model.units  # type: ignore[union-attr]
+            cuts = [round(number * units / HOPS) for number in range(HOPS + 1)]
+            nodes = []
+            for number in range(HOPS):
+                port = free_port()
+                place = (
+                    "--host-maddr",
+                    f"/ip4/127.0.0.1/tcp/{port}",
+                    "--announce-maddr",
+                    f"/ip4/127.0.0.1/tcp/{relay.to(port)}",
+                )
+                span = "--span", f"{cuts[number]}:{cuts[number + 1]}"
+                wrapper = (sys.executable, str(Path(__file__).with_name("oracle_node.py"))) if number == 0 else ()
+                options = (*span, *place, "--no-direct", "--dtype", "float32")
+                nodes.append(swarm.node(f"n{number}", *options, inside=wrapper))
+            for node in nodes:
+                await asyncio.to_thread(node.wait_for, "ready")
+            client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
+            try:
+                while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < HOPS:
+                    await client.changed()
+                yield cls(client, texts)
+            finally:
+                await client.close()
+
+    async def run(self, works: Sequence[Work], drafts: str) -> tuple[list[Generation], float]:
+        """Generate all `works` at once. Returns their results, and the seconds behind the first tokens if there is one work, else
+        of all."""
+        began_s = time.perf_counter()
+        calls = (self.client.generate(work.prompt, drafts=drafts, compress="none", **work.options) for work in works)
+        results = await asyncio.gather(*calls)
+        whole_s = time.perf_counter() - began_s
+        alone = results[0]
+        return list(results), whole_s if len(works) > 1 else alone.seconds - alone.first_token_s
+
+    async def ids(self, work: Work) -> list[int]:
+        """Return the token ids of a prompt."""
+        if isinstance(work.prompt, list):
+            return work.prompt
+        tokenizer = await self.client.tokenizer()
+        assert tokenizer is not None
+        return list(tokenizer.encode(work.prompt))
+
+    async def pairs(self, works: Sequence[Sequence[Work]], drafts: str) -> Row:
+        """Run each of `works` plainly and with `drafts`, in alternating order."""
+        row = Row()
+        for number, together in enumerate(works):
+            runs: dict[str, tuple[list[Generation], float]] = {}
+            ways = {"plain": "off", "drafted": drafts}
+            for name in list(ways)[:: 1 if number % 2 else -1]:
+                runs[name] = await self.run(together, ways[name])
+            (plain, plain_s), (drafted, drafted_s) = runs["plain"], runs["drafted"]
+            row.note(plain, drafted, (plain_s, drafted_s))
+        return row
+
+    async def with_oracle(self, works: Sequence[Sequence[Work]]) -> Row:
+        """Run each of `works` plainly, and with a proposer that knows the text of that run."""
+        row = Row()
+        for together in works:
+            plain, plain_s = await self.run(together, "off")
+            known = [[*await self.ids(work), *one.ids] for work, one in zip(together, plain, strict=True)]
+            self.texts.write_text(json.dumps(known))
+            drafted, drafted_s = await self.run(together, "oracle")
+            row.note(plain, drafted, (plain_s, drafted_s))
+        return row
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Kind of row: its prompts, how many run at once, the relays' delay (None: as `--delay-ms` says) and the drafts."""
+
+    works: Callable[[int], list[Work]]
+    copies: bool = False  # whether the copying model answers, else SmolLM2
+    at_once: int = 1
+    delay_s: float | None = None
+    drafts: str = "lookup"
+
+
+KINDS = {
+    "edits": Kind(edits, copies=True),
+    "tools": Kind(tools),
+    "json": Kind(free_values),
+    "free": Kind(questions),
+    "off": Kind(questions, drafts="off"),
+    "edits_0ms": Kind(edits, copies=True, delay_s=0.0),
+    "edits_8_sessions": Kind(edits, copies=True, at_once=8),
+    "free_16_sessions_0ms": Kind(questions, at_once=16, delay_s=0.0),
+}
+
+
+async def measured(kind: Kind, pairs: int, delay_s: float, model: Path) -> dict[str, Any]:
+    """Measure a row, with an oracle's beside it."""
+    delay_s = delay_s if kind.delay_s is None else kind.delay_s
+    found = kind.works(pairs if kind.at_once == 1 else kind.at_once)
+    works = [[work] for work in found] if kind.at_once == 1 else [(found * kind.at_once)[: kind.at_once]] * pairs
+    async with Ring.over(model, delay_s) as ring:
+        await ring.run(works[0], "off")  # connections are made, and speeds known
+        row = (await ring.pairs(works, kind.drafts)).report()
+        if kind.drafts != "off":
+            oracle = (await ring.with_oracle(works)).report()
+            row["of_oracle"] = round(row["speed_up"] / oracle["speed_up"], 3)
+            row["oracle"] = {name: oracle[name] for name in ("speed_up", "quartiles", "tokens_per_turn", "different")}
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--pairs", type=int, default=9)
+    parser.add_argument("--delay-ms", type=float, default=25.0)
+    parser.add_argument("--copying", type=Path, help="folder of the copying model; by default trained and cached")
+    options = parser.parse_args()
+    report: dict[str, Any] = {}
+    for name in options.rows:
+        kind = KINDS[name]
+        model = (options.copying or trained_model()) if kind.copies else trained(SMOLLM2)
+        report[name] = uvloop.run(measured(kind, options.pairs, options.delay_ms / 1e3, model))
+        print(name, json.dumps(report[name]), file=sys.stderr)
+    print(json.dumps({"pairs": options.pairs, "delay_ms": options.delay_ms, "rows": report}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Choice among several proposers, turn by turn, by what each has achieved in the session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from swarmnode.plan.serving.draft_budget import MeasuredBudget
+from swarmnode.serving.drafting.drafter import Drafter
+
+
+class DrafterChoice:
+    """Drafter that asks the most promising of several `drafters` first, and the next one if that proposes nothing.
+
+    The `budget` says how many tokens/s each is worth. `name` is the proposer of the latest guesses.
+    """
+
+    def __init__(
+        self, drafters: Sequence[Drafter], budget: MeasuredBudget, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        if not drafters:
+            raise ValueError("a choice needs drafters")
+        self.name = drafters[0].name
+        self._drafters = list(drafters)
+        self._budget = budget
+        self._clock = clock
+
+    def __repr__(self) -> str:
+        return f"<DrafterChoice of {', '.join(one.name for one in self._drafters)}, now {self.name}>"
+
+    def push(self, ids: Sequence[int]) -> None:
+        """Append accepted tokens to the text; the prompt comes first."""
+        for drafter in self._drafters:
+            drafter.push(ids)
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first `length` accepted tokens."""
+        for drafter in self._drafters:
+            drafter.cut(length)
+
+    def propose(self, guessed: Sequence[int], count: int) -> list[int]:
+        """Return at most `count` tokens that may follow the accepted tokens and then `guessed`, the guesses in flight.
+
+        No drafter proposes beyond its own window. Returns an empty list if none proposes anything.
+        """
+        for drafter in sorted(self._drafters, key=lambda one: -self._budget.worth(one.name)):
+            allowed = min(count, self._budget.window(drafter.name) - len(guessed))
+            if allowed <= 0:
+                continue
+            began_s = self._clock()
+            if proposed := drafter.propose(guessed, allowed):
+                self._budget.proposer(drafter.name).took(len(proposed), self._clock() - began_s)
+                self.name = drafter.name
+                return proposed
+        return []

@@ -1,0 +1,47 @@
+"""Tokens that a grammar forces, as the last hop tells them: names and punctuation of JSON, mostly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ForcedDrafter:
+    """Drafter of the tokens that must follow by the session's grammar. Only the last hop has the grammar, and `suggest` takes its
+    word.
+
+    A suggestion holds for as long as the text goes on with it.
+    """
+
+    name = "forced"
+
+    def __init__(self) -> None:
+        self._length = 0  # of the text
+        self._begin = 0  # length of the text before the suggested tokens
+        self._suggested: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"<ForcedDrafter of {len(self._suggested)} tokens after {self._begin}>"
+
+    def suggest(self, ids: Sequence[int]) -> None:
+        """Take the tokens that must follow the text."""
+        self._begin, self._suggested = self._length, tuple(ids)
+
+    def push(self, ids: Sequence[int]) -> None:
+        """Append accepted tokens to the text; the prompt comes first."""
+        passed = self._length - self._begin
+        self._length += len(ids)
+        if self._suggested[passed : passed + len(ids)] != tuple(ids):
+            self._suggested = ()
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first `length` accepted tokens."""
+        self._length = min(self._length, length)
+        if self._length < self._begin:
+            self._suggested = ()
+
+    def propose(self, guessed: Sequence[int], count: int) -> list[int]:
+        """Return at most `count` of the suggested tokens behind `guessed`; none if the guesses differ from them."""
+        left = self._suggested[self._length - self._begin :]
+        if left[: len(guessed)] != tuple(guessed)[: len(left)]:
+            return []
+        return list(left[len(guessed) : len(guessed) + count])

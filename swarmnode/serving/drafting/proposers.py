@@ -1,0 +1,57 @@
+"""Drafter and budget of each session at its first hop, by what the client allows and what the route's hops announce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.messages import Open
+from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost, busiest
+from swarmnode.serving.drafting.choice import DrafterChoice
+from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
+from swarmnode.serving.drafting.lookup import LookupDrafter
+from swarmnode.swarm.records.announcement import Announcement
+
+
+class BusyNode(Protocol):
+    """A node that computes sessions, like `StageServer`."""
+
+    @property
+    def load(self) -> int:
+        """Number of sessions in use."""
+
+    @property
+    def row_load(self) -> float:
+        """Share of the time that rows of all sessions take, between 0 and 1."""
+
+
+class Proposers:
+    """Maker of the drafter and the budget of a session.
+
+    `announced` returns the announcements of the known peers, this node included. `node` returns this node.
+    """
+
+    def __init__(self, announced: Callable[[], Mapping[PeerId, Announcement]], node: Callable[[], BusyNode]) -> None:
+        self._announced = announced
+        self._node = node
+
+    def __repr__(self) -> str:
+        return f"<Proposers at {self._node()!r}>"
+
+    def __call__(self, opened: Open) -> tuple[Drafter, DraftBudget]:
+        """Return a new drafter and budget for the session of `opened`."""
+        budget = MeasuredBudget(lambda: self._cost(opened.route), max_window=opened.drafts)
+        return DrafterChoice([LookupDrafter()], budget), budget
+
+    def _cost(self, route: tuple[HopSpec, ...]) -> RowCost:
+        """Return the cost of rows at the busiest hop of a route, as far as its hops announce their speeds."""
+        known, node = self._announced(), self._node()
+        costs = []
+        for place, hop in enumerate(route):
+            peer = known.get(hop.peer)
+            sessions = node.load if place == 0 else 0 if peer is None else peer.sessions
+            speeds = (0.0, 0.0) if peer is None else (peer.decode_units_per_s, peer.prefill_units_per_s)
+            costs.append(RowCost.of_speeds(hop.end - hop.start, *speeds, sharing=max(0, sessions - 1)))
+        return busiest(costs)._replace(load=node.row_load)
