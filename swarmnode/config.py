@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from swarmnode.errors import UsageError
 
@@ -73,6 +73,23 @@ class StageConfig:
     share: float = 1.0  # largest share of the time that serving may keep the device busy
     audit_share: float = 0.03  # share of the training compute spent on recomputing replicas' microbatches
     server: ServerConfig = field(default_factory=ServerConfig)
+
+    def meeting(self, least: str) -> StageConfig:
+        """Return these settings for a swarm whose manifest asks for products of at least the kind `least`; empty: of any kind.
+
+        Automatic options follow it. Raises UsageError if another one contradicts it.
+        """
+        if least and self.quantize != "none":
+            raise UsageError(
+                f"--quantize {self.quantize}: this swarm asks for weights that are not rounded again: leave it out"
+            )
+        if least != EXACT:
+            return self
+        chosen = (("--products", self.products, (AUTO, EXACT, PLAIN)), ("--dtype", self.dtype, (AUTO, "float32")))
+        for option, text, allowed in (*chosen, ("--kv", self.kv, (PLAIN,))):
+            if text not in allowed:
+                raise UsageError(f"{option} {text}: this swarm asks for exact products: leave it out")
+        return replace(self, dtype="float32")
 
     def check(self) -> StageConfig:
         """Return these settings unchanged. Raises UsageError if the value of an option is not valid."""

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypedDict
 
 from swarmnode.compute.training.local import StepSummary
+from swarmnode.data.rules import DataSummary
 from swarmnode.errors import UsageError
 from swarmnode.files import default_home
 from swarmnode.membership.owner import InviteTerms, friends_invite
@@ -26,6 +27,7 @@ from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.swarm.records.manifest import SERVE, TRAIN
+from swarmnode.swarm.records.recipe import RECIPE, Recipe
 from swarmnode.swarm.records.run import Averaging, Compression, Run
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
@@ -237,6 +239,7 @@ class RunKeywords(TypedDict, total=False):
     autocast: bool
     averaging: Averaging
     compression: Compression
+    recipe: Recipe
 
 
 def train(
@@ -270,7 +273,8 @@ def train(
     """
     from swarmnode.client.training.preparation import NO_DATA, check_early
 
-    fields = {"batch": 32, "microbatch": 0, **settings}
+    recipe = settings.get("recipe") or Recipe(settings.get("schedule", "cosine"))
+    fields = {"batch": 32, "microbatch": 0, **settings, "schedule": RECIPE, "recipe": recipe}
     run = Run(data=NO_DATA, steps=steps, **fields)  # type: ignore[arg-type]  # checked by RunKeywords
     path = Path(data)
     check_early(path, run)
@@ -306,7 +310,7 @@ class _Training:
 
     # Listener
 
-    def begun(self, run: Run) -> None:
+    def begun(self, run: Run, data: DataSummary) -> None:
         """Take no notice of the complete settings."""
 
     def step(self, report: StepSummary) -> None:

@@ -11,6 +11,9 @@
     codecs    GB/s there and back; whether the payload equals the CPU's.
     train     tokens/s of forward and backward, and the share that is backward, with and without autocast.
     quantize  tokens/s and bytes of a span in int8 and NF4.
+    packed    decoding and prompts of packed layers (random, Q4_0, Q4_K and Q6_K) beside plain ones, captured, in turns.
+    node      two nodes and a spare one, processes on this one device, with links between them: ms per token of one session and of
+              eight, and the longest pause and the text after the second node of a route was killed with SIGKILL.
     text      the first token at which a generation differs: in a batch, and replayed in chunks, from itself alone.
 
 `--tiny` takes small shapes and few of them, for a simulated device (`tests/card`) or a CPU. Nothing is downloaded.
@@ -23,6 +26,8 @@ import asyncio
 import itertools
 import json
 import platform
+import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,15 +37,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.messages import Truncate
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.device import Device, probe_device
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.packing import card_matrix
+from swarmnode.compute.model.packing.ggml import FORMATS
+from swarmnode.compute.model.packing.packed_weight import held_by
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS
@@ -50,13 +61,23 @@ from swarmnode.compute.stopwatch import synchronize
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import SwarmnodeError
+from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.plan.serving.codec_schedule import CodecSchedule
 from swarmnode.serving.job import ForwardHidden, Job
 from swarmnode.serving.worker import Worker
 from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.content import PACKED_NAME
+from swarmnode.swarm.storage.swarmfile import load_swarm
 
 ROOT = Path(__file__).parents[2]
 LOST = "import torch; torch.zeros(3, device='{0}')[torch.tensor([7], device='{0}')]; torch.cuda.synchronize('{0}')"
+
+
+SCALES = {"Q4_0": {0: 4e-3}, "Q8_0": {0: 2e-4}, "Q4_K": {0: 1e-4, 2: 8e-4}, "Q6_K": {208: 1e-5}}
+"""float16 numbers of a format's blocks by their places, for weights of about 0.02"""
+
+KILL_AT, TEXT, NODE_ROUNDS = 24, 64, 3  # tokens of a text, and those before the kill
+PACKED_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -90,7 +111,7 @@ TINY = Shape(
     sizes={
         "vocab_size": 99,
         "hidden_size": 32,
-        "intermediate_size": 48,
+        "intermediate_size": 64,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     },
@@ -376,9 +397,185 @@ def _first_difference(one: list[int], other: list[int]) -> int | None:
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
 
 
+def packed(bench: Bench) -> Any:
+    """Decode with packed layers beside plain ones, which take turns."""
+    on_card = bench.device.type == "cuda"
+    dtype = torch.bfloat16 if on_card and not bench.tiny else torch.float32
+    found: dict[str, Any] = {"dtype": str(dtype)}
+    for form in ("Q4_0", "Q8_0") if bench.tiny else ("Q4_0", "Q4_K", "Q6_K"):
+        with tempfile.TemporaryDirectory() as name:
+            checkpoint = _packed_checkpoint(bench, form, Path(name))
+            plain, ours = (
+                load_span(
+                    checkpoint,
+                    1,
+                    bench.shape.layers + 1,
+                    device=bench.device,
+                    dtype=dtype,
+                    products=products,
+                    check=False,
+                )
+                for products in ("plain", "fast")
+            )
+        found[form] = {
+            "bytes_of_plain": ours.weight_bytes / plain.weight_bytes,
+            "products": sorted({f"{part.outputs}x{part.inputs}: {part.product}" for part in _card_parts(ours)}),
+            "decode": [_beside(bench, plain, ours, sessions) for sessions in bench.shape.sessions],
+            "prompt": _prompts_beside(bench, plain, ours),
+        }
+        for span in (plain, ours):
+            span.close()
+    return found
+
+
+def _card_parts(span: ModelSpan) -> list[card_matrix.CardMatrix]:
+    return [part for weight in held_by(span.model) for part in weight.card_parts]
+
+
+def _packed_checkpoint(bench: Bench, form: str, folder: Path) -> Checkpoint:
+    """Write a checkpoint whose layers have random packed matrices."""
+    shutil.copy(bench.checkpoint.path / "config.json", folder)
+    plain, index, kind = {}, {}, FORMATS[form]
+    random = np.random.default_rng(3)
+    slices = bench.checkpoint.open_slices(bench.checkpoint.tensors_of(1, bench.shape.layers + 1))
+    with (folder / "weights.gguf").open("wb") as file:
+        for name, part in slices.items():
+            if len(shape := part.get_shape()) == 1:
+                plain[name] = part[:]
+                continue
+            blocks = random.integers(0, 256, (shape[0] * shape[1] // kind.block, kind.block_bytes), dtype=np.uint8)
+            for place, scale in SCALES[form].items():
+                blocks[:, place : place + 2] = np.array([scale], dtype=np.float16).view(np.uint8)
+            begin = file.tell()
+            file.write(blocks.data)
+            entry = {"file": "weights.gguf", "format": form, "shape": shape, "begin": begin, "end": file.tell()}
+            index[name] = entry
+    save_file(plain, folder / "model.safetensors")
+    (folder / PACKED_NAME).write_text(json.dumps({"format": 1, "tensors": index}))
+    return Checkpoint(folder)
+
+
+def _beside(bench: Bench, plain: ModelSpan, ours: ModelSpan, sessions: int) -> dict[str, Any]:
+    """Return the tokens/s of both, captured if the device can, in turns."""
+    positions = bench.shape.positions[0]
+    best_s: dict[str, float] = {}
+    runners = {"plain": bench.runner(plain, sessions, positions, capture=True)}
+    runners["packed"] = bench.runner(ours, sessions, positions, capture=True)
+    for _ in range(PACKED_ROUNDS):
+        for name, runner in runners.items():
+            step = _one_step(runner, bench.hidden(runner.span, 1, 1), sessions)
+            for _ in range(STEADY_STEPS):
+                step()
+            best_s[name] = min(best_s.get(name, float("inf")), bench.seconds(step))
+    captured = {name: runner.captured is not None and runner.captured.replays > 0 for name, runner in runners.items()}
+    for runner in runners.values():
+        runner.close_all(keep_span=True)
+    speeds = {f"{name}_tokens_per_s": sessions / step_s for name, step_s in best_s.items()}
+    return {"sessions": sessions, "captured": captured, **speeds, "packed_of_plain": best_s["plain"] / best_s["packed"]}
+
+
+def _prompts_beside(bench: Bench, plain: ModelSpan, ours: ModelSpan) -> dict[str, float]:
+    """Return the tokens/s of a prompt of both, in turns."""
+    best_s: dict[str, float] = {}
+    for _ in range(PACKED_ROUNDS):
+        for name, span in (("plain", plain), ("packed", ours)):
+            runner = bench.runner(span, 1, 0)
+            x = bench.hidden(span, 1, min(512, bench.shape.positions[0]))
+
+            def chunk(runner: StageRunner = runner, x: torch.Tensor = x) -> None:
+                runner.run([StepInput(0, x, WANT_NOTHING)])
+                runner.truncate(0, 0)
+
+            best_s[name] = min(best_s.get(name, float("inf")), bench.seconds(chunk))
+            runner.close_all(keep_span=True)
+    count = min(512, bench.shape.positions[0])
+    speeds = {f"{name}_tokens_per_s": count / prompt_s for name, prompt_s in best_s.items()}
+    return {"positions": count, **speeds, "packed_of_plain": best_s["plain"] / best_s["packed"]}
+
+
+def node(bench: Bench) -> Any:
+    """Serve the model by processes on this device."""
+    if _is_simulated():
+        return {"skipped": "a simulated device is of one process"}
+    half = (bench.shape.layers + 2) // 2
+    spans = {
+        "first": f"0:{half}",
+        "second": f"{half}:{bench.shape.layers + 2}",
+        "spare": f"{half}:{bench.shape.layers + 2}",
+    }
+    found = {}
+    for dtype in ("float32", "bfloat16") if bench.device.type == "cuda" else ("float32",):
+        with tempfile.TemporaryDirectory() as name, LocalSwarm(Path(name)) as swarm:
+            swarm.create(bench.checkpoint.path)
+            swarm.bootstrap()
+            options = ["--device", str(bench.device), "--dtype", dtype, "--weights", str(bench.checkpoint.path)]
+            if bench.device.type == "cuda":
+                options += ["--memory", f"{torch.cuda.mem_get_info(bench.device)[0] // 4}"]
+            members = [swarm.node(name, "--span", span, *options) for name, span in spans.items()]
+            for member in members:
+                member.wait_for("ready")
+            found[dtype] = asyncio.run(_over_nodes(bench, swarm, members))
+    return found
+
+
+def _is_simulated() -> bool:
+    return torch.cuda.is_available() and not torch.backends.cuda.is_built()
+
+
+async def _over_nodes(bench: Bench, swarm: LocalSwarm, members: list[NodeProcess]) -> dict[str, Any]:
+    client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
+    try:
+        while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(members):
+            await client.changed()
+        token_ms = {sessions: await _token_ms(bench, client, sessions) for sessions in (1, 8)}
+        (truth, _) = await _told(bench, client)
+        text, pause_s = await _told(bench, client, members)
+        return {
+            "ms_per_token": token_ms,
+            "tokens_per_s": {sessions: 1e3 * sessions / ms for sessions, ms in token_ms.items()},
+            "after a kill": {"longest_pause_s": pause_s, "first_difference": _first_difference(truth, text)},
+        }
+    finally:
+        await client.close()
+
+
+def _prompt(bench: Bench, number: int) -> list[int]:
+    vocabulary = bench.shape.sizes["vocab_size"]
+    return [5 + (7 * position + 13 * number) % (vocabulary - 5) for position in range(16)]
+
+
+async def _token_ms(bench: Bench, client: SwarmClient, sessions: int) -> float:
+    """Return the median milliseconds between two tokens of a session."""
+    gaps_s: list[float] = []
+
+    async def one(number: int) -> None:
+        stream = await client.stream(_prompt(bench, number), max_new_tokens=TEXT)
+        moments_s = [time.perf_counter() async for _ in stream]
+        gaps_s.extend(after - before for before, after in itertools.pairwise(moments_s))
+
+    for _ in range(NODE_ROUNDS):
+        await asyncio.gather(*map(one, range(sessions)))
+    return 1e3 * statistics.median(gaps_s)
+
+
+async def _told(
+    bench: Bench, client: SwarmClient, killed_of: list[NodeProcess] | None = None
+) -> tuple[list[int], float]:
+    """Generate a text. Returns its ids and the longest pause. The second node of its route is killed on the way, if it is one of
+    `killed_of`."""
+    stream = await client.stream(_prompt(bench, 0), max_new_tokens=TEXT)
+    number = 0
+    async for _ in stream:
+        number += 1
+        if number == KILL_AT and killed_of:
+            victim = stream.result.route[-1].peer
+            next(member for member in killed_of if member.peer == victim).kill()
+    return stream.result.ids, stream.result.longest_stall_s
+
+
 PARTS: dict[str, Callable[[Bench], Any]] = {
     "correct": correct, "decode": decode_steps, "prefill": prefill, "hop": hop, "memory": memory, "codecs": codecs, "train": train,
-    "quantize": quantize, "text": text,
+    "quantize": quantize, "text": text, "packed": packed, "node": node,
 }  # fmt: skip
 
 

@@ -5,7 +5,8 @@
 Two bootstrap peers give the weights; a node that has nothing but an invite fetches, loads, and says that it is ready. The raw
 baseline takes turns with it: the same bytes, half of them from each of two processes, over bare p2pd streams into one, which
 throws them away. `founding` is `describe_files` against plain hashing of the same warm files. Figures are medians over the runs,
-ratios within a run; `cpu_s_per_gb` counts all processes of a subject, their p2pds too.
+ratios within a run. `cpu_s_per_gb` counts all processes of a subject, their p2pds too, until the node is ready; `fetching_` until
+it has all bytes.
 """
 
 from __future__ import annotations
@@ -185,7 +186,7 @@ def fetched(
     node.wait_for("loading")
     began_s = time.perf_counter()
     node.wait_until(lambda event: event.get("done_bytes", 0) == event.get("total_bytes", 1), "weights", PATIENCE_S)
-    fetched_s = time.perf_counter() - began_s
+    fetched_s, fetching = time.perf_counter() - began_s, cpu.spent()
     node.wait_for("ready", PATIENCE_S)
     ready_s = time.perf_counter() - began_s
     spent = cpu.spent()
@@ -193,6 +194,7 @@ def fetched(
     shutil.rmtree(node.home)
     return {
         "fetched_mb_per_s": size_bytes / 1e6 / fetched_s,
+        **{f"fetching_{name}_cpu_s_per_gb": cpu_s / size_bytes * 1e9 for name, cpu_s in fetching.items()},
         "ready_s": ready_s,
         **figures(ready_s, spent, size_bytes),
     }

@@ -56,6 +56,8 @@ from swarmnode.codec.training_fields import (
     check_values,
 )
 
+NOT_EVALUATED = -1.0  # no loss of held-out data
+
 
 class Forward(Body, frozen=True):
     """Microbatch at the boundary before the receiver's layers. The payload is the values' payloads, one after another."""
@@ -282,7 +284,8 @@ class Failed(Body, frozen=True):
 
 class StepReport(Body, frozen=True):
     """Report of a committed step, with its `loss`, duration `step_s` and gradient `norm`. `expected_s` is the coordinator's
-    estimate at its beginning; 0: none."""
+    estimate at its beginning; 0: none. `held_out_loss` is the mean loss of held-out data, by the parameters before the update;
+    below 0: none."""
 
     step: Step
     run: RunId
@@ -291,6 +294,7 @@ class StepReport(Body, frozen=True):
     norm: Norm = 0.0
     peers: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     expected_s: Duration = 0.0
+    held_out_loss: Number = NOT_EVALUATED
 
 
 class Wait(Body, frozen=True):

@@ -37,6 +37,7 @@ from swarmnode.net.tasks import cancel_and_wait
 if TYPE_CHECKING:
     from swarmnode.client.training.client import TrainingClient
     from swarmnode.compute.training.local import StepSummary
+    from swarmnode.data.rules import DataSummary
     from swarmnode.swarm.records.run import Run
     from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -119,7 +120,7 @@ class Lesson:
     def __repr__(self) -> str:
         return f"<Lesson of {len(self.reports)} of {self._steps} steps>"
 
-    def begun(self, run: Run) -> None:
+    def begun(self, run: Run, data: DataSummary) -> None:
         """Take the run's settings; the demo needs none of them."""
 
     def step(self, report: StepSummary) -> None:

@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from swarmnode.codec.body import VERSION
+from swarmnode.compute.capacity.memory import usable_bytes
 from swarmnode.compute.device import probe_device, usable_cores
+from swarmnode.compute.model.packing.ggml import PACKAGE, library
 from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
-from swarmnode.counting import counted
+from swarmnode.counting import counted, format_bytes
 from swarmnode.errors import LocalError
 from swarmnode.files import existing, may_write
+from swarmnode.measuring.hardware import MEMORY_SHARE
 from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.probe import answers
 from swarmnode.net.addressing.reachability import own_interfaces
 from swarmnode.swarm.records.certificate import open_grant
+from swarmnode.swarm.records.manifest import Manifest
+from swarmnode.swarm.storage.content import PACKED_NAME, is_weights
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
@@ -89,6 +94,22 @@ def judge_invite(swarm: Swarm, now: float) -> Finding:
         return Finding("invite", "bad", "it has expired", "ask the person who invited you for a new one")
     end = "for ever" if not grant.expires_at else f"until {time.strftime('%Y-%m-%d', time.localtime(grant.expires_at))}"
     return Finding("invite", "good", f"for a {grant.allows.name.lower()}, {end}; this look did not use it")
+
+
+def judge_weights(manifest: Manifest) -> list[Finding]:
+    """Judge how many layers of packed weights this machine's memory holds; no finding for a swarm without them. The layers count
+    as equally large."""
+    if manifest.file(PACKED_NAME) is None:
+        return []
+    device, units = probe_device("auto"), manifest.model.units
+    weights_bytes = sum(file.size for file in manifest.files if is_weights(file.name))
+    room_bytes = int(device.free_bytes * MEMORY_SHARE)
+    held = min(units, usable_bytes(room_bytes) * units // max(1, weights_bytes))
+    seen = f"{format_bytes(room_bytes)} hold about {held} of {units} layers, packed"
+    if device.kind == "cpu" and library() is None:
+        seen = f"{format_bytes(weights_bytes)} are packed, and dequantised here, which takes several times the memory"
+        return [Finding("weights", "doubtful", seen, f"pip install {PACKAGE}")]
+    return [_enough("weights", held > 0, seen, "free memory, or lend a machine with more")]
 
 
 def judge_versions(met: PeerVersions) -> Finding:

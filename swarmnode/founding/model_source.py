@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.graph.exporting.reader import Exported
     from swarmnode.compute.graph.graph import Graph
     from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
+    from swarmnode.compute.model.dequantize.hub_gguf import HubGguf
 
 BYTES = 256
 HEADER_BYTES = (
@@ -33,20 +34,21 @@ HEADER_BYTES = (
 def open_model(
     model: str, out: Path, *, packs: bool = False, force: bool = False, progress: Progress | None = None
 ) -> Checkpoint:
-    """Open a checkpoint from a local folder, a GGUF file or a hub id.
+    """Open a checkpoint from a local folder, a GGUF file or a hub id, which for a GGUF file is organisation/model:QUANT.
 
     Quantised weights are dequantised into the folder `out` (all files of a quantised hub model are downloaded), and the
-    checkpoint there is returned. With `packs`, those of a GGUF file stay where they are, and `out` gets an index of them.
+    checkpoint there is returned. With `packs`, those of a GGUF file stay where they are, and `out` gets an index of them; a
+    quantised checkpoint that generates text is returned as it is, and `out` is not made.
 
     Raises UsageError if `model` is neither a folder, a GGUF file nor a hub id, or if `out` is not free; CheckpointError if
     it is damaged or its quantisation is not supported; LocalError if the disk is too small.
     """
     from swarmnode.compute.model.dequantize.checkpoint import QuantisedCheckpoint
-    from swarmnode.compute.model.dequantize.gguf import SUFFIX, GgufCheckpoint, find_gguf
+    from swarmnode.compute.model.dequantize.gguf import SUFFIX, GgufCheckpoint
     from swarmnode.compute.model.family import settings_of
 
     path = Path(model).expanduser()
-    gguf = find_gguf(path)
+    gguf = local_gguf(model)
     source: GgufCheckpoint | QuantisedCheckpoint
     if gguf is not None:
         source = GgufCheckpoint(gguf)
@@ -61,11 +63,15 @@ def open_model(
             )
         checkpoint = open_checkpoint(model)
         settings = settings_of(checkpoint.config)
+        if checkpoint.packed_file is not None and not packs:
+            raise UsageError(f"{model}: its weights are packed, and stay so: give the model that it was made of")
         if settings is None:
             return checkpoint
         source = QuantisedCheckpoint(checkpoint, settings)
-        if isinstance(checkpoint, HubCheckpoint):
-            checkpoint.open_slices(checkpoint.tensor_names)  # fetches every shard, with a progress bar
+        tensors = checkpoint.open_slices(checkpoint.tensor_names)  # of the hub: every shard, with a progress bar
+        if packs and checkpoint.quantised is not None and _task_of(checkpoint) == GENERATE:
+            checkpoint.quantised.check(tensors, progress)
+            return checkpoint
     if path.exists() and out.exists() and path.samefile(out):
         raise UsageError(f"{model} is the folder for its plain weights: choose another name for the swarm")
     check_free(out, force=force)
@@ -77,6 +83,19 @@ def open_model(
     with new_folder(out, force=force) as partial:
         write(partial, progress)
     return Checkpoint(out)
+
+
+def local_gguf(model: str) -> Path | None:
+    """Return the GGUF file that `model` names, a file or a folder here, or a model on the hub, which is fetched; None if it names
+    none. Raises UsageError, CheckpointError."""
+    from swarmnode.compute.model.dequantize.gguf import find_gguf
+    from swarmnode.compute.model.dequantize.hub_gguf import find_on_hub
+
+    path = Path(model).expanduser()
+    if path.exists():
+        return find_gguf(path)
+    named = find_on_hub(model)
+    return None if named is None else named.fetch()
 
 
 def _check_space(out: Path, needed_bytes: int) -> None:
@@ -94,7 +113,8 @@ class ModelSource:
     """A model to found a swarm on: the folder with the weights, the files of it that count, and the model's description.
 
     `vocabulary` is the size of a language model's vocabulary, None if unknown. `remarks` are for the founder. `original` is
-    the path or hub id of the checkpoint that the folder was made from, quantised or an encoder's; else empty.
+    the path or hub id of the checkpoint that the folder was made from, quantised or an encoder's; else empty. `quantised`: the
+    folder is a quantised checkpoint, whose weights stay packed.
     """
 
     folder: Path
@@ -104,6 +124,7 @@ class ModelSource:
     vocabulary: int | None = None
     remarks: tuple[str, ...] = ()
     original: str = ""
+    quantised: bool = False
 
     @classmethod
     def of_graph(
@@ -136,6 +157,7 @@ def from_model(
     """
     from swarmnode.founding.encoder_source import write_encoder
 
+    packs = packs and task in (None, GENERATE)
     checkpoint = open_model(model, out, packs=packs, force=force, progress=progress)
     task = task or _task_of(checkpoint)
     if task != GENERATE:
@@ -155,11 +177,18 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
     from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source
     from swarmnode.compute.graph.partition import UNITS, partition
     from swarmnode.compute.model.dequantize.gguf import SUFFIX, GgufCheckpoint, find_gguf
+    from swarmnode.compute.model.dequantize.hub_gguf import find_on_hub
     from swarmnode.founding import encoder_source
 
-    gguf = find_gguf(Path(model).expanduser())
-    if gguf is not None or model.endswith(SUFFIX):
-        return (_gguf_of_hub(model, folder) if gguf is None else GgufCheckpoint(gguf)).outline(folder), GENERATE
+    path = Path(model).expanduser()
+    if (gguf := find_gguf(path)) is not None:
+        return GgufCheckpoint(gguf).outline(folder), GENERATE
+    if not path.exists() and (named := find_on_hub(model)) is not None:
+        return _gguf_of_hub(named, folder).outline(folder), GENERATE
+    if model.endswith(SUFFIX):
+        raise UsageError(
+            f"{model}: no such GGUF file (on the hub: organisation/model:QUANT or organisation/model/FILE.gguf)"
+        )
     if (":" in model or model.endswith(PROGRAM_SUFFIX)) and not Path(model).is_dir():
         return partition(export_source(model, trains=False).graph, UNITS).graph, INFER
     checkpoint = open_checkpoint(model)
@@ -170,18 +199,12 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
     return checkpoint, task
 
 
-def _gguf_of_hub(model: str, folder: Path) -> GgufCheckpoint:
-    """Return the GGUF file organisation/model/FILE.gguf of the hub after fetching its header into `folder`. Raises
-    UsageError if `model` has another form, CheckpointError."""
+def _gguf_of_hub(named: HubGguf, folder: Path) -> GgufCheckpoint:
+    """Return a GGUF model of the hub after fetching the headers of its files into `folder`. Raises CheckpointError."""
     from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
-    from swarmnode.compute.model.hub import copy_beginning
 
-    organisation, _, rest = model.partition("/")
-    repository, _, file = rest.partition("/")
-    if not file or model.startswith(("/", ".", "~")):
-        raise UsageError(f"{model}: no such GGUF file (on the hub: organisation/model/FILE.gguf)")
     for size in HEADER_BYTES:
-        copy = copy_beginning(f"{organisation}/{repository}", file, size, folder)
+        copy = named.fetch_beginnings(size, folder)
         try:
             read = GgufCheckpoint(copy)
         except CheckpointError:
@@ -191,7 +214,7 @@ def _gguf_of_hub(model: str, folder: Path) -> GgufCheckpoint:
         if read.header_bytes <= size:
             return read
     raise CheckpointError(
-        f"{model}: its header is over the limit of {HEADER_BYTES[-1] >> 20} MiB; download the file and give its path"
+        f"{named.files[0]}: its header is over the limit of {HEADER_BYTES[-1] >> 20} MiB; download the file and give its path"
     )
 
 
@@ -206,7 +229,7 @@ def from_checkpoint(
 ) -> ModelSource:
     """Open a checkpoint that generates text from a local folder, a GGUF file, or a hub id, which is downloaded.
 
-    Quantised weights are written dequantised into the folder `out`; with `packs`, those of a GGUF file are used as they are.
+    Quantised weights are written dequantised into the folder `out`; with `packs` they are used as they are.
     `byte_level` leaves out the tokenizer.
 
     Raises CheckpointError if the checkpoint is damaged or its family cannot be split, UsageError if there is none,
@@ -251,6 +274,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
             positions=positions or 0,
         ),
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
+        quantised=checkpoint.quantised is not None,
         original=_place_of(model) if made else "",
         remarks=(
             *(_remarks(checkpoint, model, out) if made else []),
@@ -282,6 +306,8 @@ def _remarks(checkpoint: Checkpoint, model: str, out: Path) -> tuple[str, ...]:
     if not checkpoint.packed_file:
         return (f"the weights of {model} are quantised: {out.name} has the dequantised ones",)
     kept = f"{model} is served from where it is: do not move or change it while the swarm lives"
+    if not Path(model).expanduser().exists():
+        kept = f"{model} is served from the cache of huggingface_hub: do not clear that while the swarm lives"
     plain = sum(entry.nbytes for entry in checkpoint.entries.values() if not entry.is_packed)
     if 10 * plain < sum(entry.nbytes for entry in checkpoint.entries.values()):
         return (kept,)

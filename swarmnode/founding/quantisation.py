@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
 from swarmnode.errors import UsageError
+from swarmnode.founding.model_source import local_gguf
 from swarmnode.swarm.storage.content import GGUF_SUFFIX, Progress
 from swarmnode.swarm.storage.small_files import check_free, check_space, new_file, new_folder
 
@@ -45,14 +46,13 @@ def quantise_model(
         CheckpointError: if the model is damaged, or cannot be packed.
         LocalError: if the disk is full, or a package is missing.
     """
-    from swarmnode.compute.model.dequantize.gguf import find_gguf
     from swarmnode.compute.model.packing.recipes import recipe_of
 
     recipe = recipe_of(form)
     path = Path(model).expanduser()
     if out.exists() and path.exists() and out.samefile(path):
         raise UsageError(f"{out} is the model itself; name another place")
-    gguf = find_gguf(path)
+    gguf = local_gguf(model)
     if gguf is None and model.endswith(GGUF_SUFFIX):
         raise UsageError(f"{model}: no such file; check its name")
     if gguf is None:

@@ -32,6 +32,7 @@ from swarmnode.swarm.records.manifest import (
     OPEN,
     PACKED_FORMAT,
     PRIVATE,
+    QUANTISED_FORMAT,
     SERVE,
     SERVING_CODECS,
     TRAIN,
@@ -131,6 +132,7 @@ def create_swarm(
     owner: SigningKey | None = None,
     priority: str | UnsetType = UNSET,
     adapters: AdapterSource | None = None,
+    products: str = "",
     progress: Progress | None = None,
 ) -> Swarm:
     """Create a swarm that serves or trains a model.
@@ -144,18 +146,25 @@ def create_swarm(
         owner: the key that signs the swarm; None for a swarm without an owner.
         priority: rule of the shares of devices' time; UNSET for none.
         adapters: LoRA adapters of the model; None for none.
+        products: least kind of products of packed weights, "exact" or "fast"; empty for any.
         progress: is called while files are hashed.
 
     Returns:
         The swarm, ready to be saved.
 
     Raises:
-        UsageError: if the name or an address is invalid, or if a model to be trained has no tokenizer and fewer than 256 tokens.
+        UsageError: if the name or an address is invalid, if a model to be trained has no tokenizer and fewer than 256 tokens, or if
+            `products` are asked of a model without packed weights.
     """
     check_name(name)
     bootstraps = bootstraps.settled()
     if mode == TRAIN:
         check_vocabulary(model_source.vocabulary, [file.name for file in model_source.files])
+    number = _format(model_source, adapters)
+    if products and number != PACKED_FORMAT:
+        raise UsageError(
+            f"--products {products} is for packed weights (a GGUF file), and {model_source.folder.name} has none"
+        )
     manifest = Manifest(
         name=name,
         model=model_source.model,
@@ -167,7 +176,8 @@ def create_swarm(
         membership=membership,
         owner=b"" if owner is None else owner.public,
         priority=priority,
-        format=_format(model_source, adapters),
+        format=number,
+        products=products or UNSET,
         adapters=UNSET if adapters is None else adapters.adapters,
     )
     raw = encode_manifest(manifest)
@@ -186,6 +196,8 @@ def _format(source: ModelSource, adapters: AdapterSource | None) -> int:
     """Return the lowest number of a manifest's format that has what this swarm needs."""
     if any(file.name == PACKED_NAME for file in source.files):
         return PACKED_FORMAT
+    if source.quantised:
+        return QUANTISED_FORMAT
     return FORMAT if adapters is None else ADAPTERS_FORMAT
 
 
@@ -281,13 +293,16 @@ def found(
     mode: str,
     private: bool,
     by_credit: bool = False,
+    products: str = "",
     adapters: Mapping[str, Path] = MappingProxyType({}),
     force: bool = False,
     progress: Progress | None = None,
 ) -> Swarm:
     """Found a swarm for a model and write its file `path`; file and owner's key are written at the very end.
 
-    `adapters` are folders by the names of the adapters. Raises UsageError, CheckpointError, LocalError.
+    `adapters` are folders by the names of the adapters, `products` as in `create_swarm`.
+
+    Raises UsageError, CheckpointError, LocalError.
     """
     with new_beside(path, "adapters") as folder:
         adapter_source = from_folders(adapters, source, folder, force=force) if adapters else None
@@ -300,6 +315,7 @@ def found(
             owner=owner.key if owner else None,
             priority=CREDIT if by_credit else UNSET,
             adapters=adapter_source,
+            products=products,
             progress=progress,
         )
         return _keep(swarm, owner, path)

@@ -42,6 +42,7 @@ from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
+from swarmnode.plan.audits.judgement import KV8
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.swarm.records.sections import Machine, Section
@@ -55,7 +56,6 @@ log = logging.getLogger(__name__)
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
 PACKED = "packed"  # number format of products with rounded activations
-KV8 = "+kv8"  # part of the number format of nodes that keep their KV caches in 8 bits
 NAME_LENGTH = 48  # characters of a device's announced name
 
 
@@ -160,7 +160,7 @@ class Hardware:
     def number_format(self) -> str:
         """Announced name of dtype, KV cache and quantisation: replicas with the same one compute the same except for the last
         bits."""
-        kept = KV8 if self.config.kv == INT8_KV else ""
+        kept = f"+{KV8}" if self.config.kv == INT8_KV else ""
         if self.products == FAST and all(lent.device.kind == "cpu" for lent in self.lent):
             return PACKED + kept  # on cards the products are those of dequantised weights
         name = str(self.dtype).removeprefix("torch.") + kept
@@ -187,7 +187,23 @@ class Hardware:
             "cpu_cores": usable_cores(),
             "disk_free_bytes": shutil.disk_usage(home).free,
             "capacity_units": self.capacity_units,
+            "room": self.room,
         }
+
+    @property
+    def room(self) -> dict[str, Any]:
+        """Number of layers (`units`) that fit into the memory, `of` how many, and whether they stay `packed`."""
+        return {
+            "units": self.capacity_units,
+            "of": len(self.sizes.weight_bytes),
+            "packed": self.products != PLAIN,
+        }
+
+    @property
+    def holds(self) -> str:
+        """Text like "its 12 GB hold 31 of 50 layers, packed"."""
+        packed = "" if self.products == PLAIN else ", packed"
+        return f"its {format_bytes(self.memory_bytes)} hold {self.room['units']} of {self.room['of']} layers{packed}"
 
     @cached_property
     def capacity_units(self) -> int:
@@ -375,11 +391,12 @@ def _products(config: StageConfig) -> str:
 def _stays_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig, dtype: torch.dtype) -> bool:
     """Return whether packed weights stay packed here: if all devices are CPUs or all are cards, and have fast products for them.
 
-    A card whose owner chose the products does without these.
+    A card whose owner chose the products does without these. A quantised checkpoint of safetensors stays packed on CPUs only.
     """
     wanted = checkpoint.is_packed and config.quantize == "none" and config.products != PLAIN
     kinds = {device.kind for device in devices}
-    if not wanted or kinds not in ({"cpu"}, {"cuda"}) or (kinds == {"cpu"} and dtype is not torch.float32):
+    possible = [{"cpu"}] if checkpoint.quantised is not None else [{"cpu"}, {"cuda"}]
+    if not wanted or kinds not in possible or (kinds == {"cpu"} and dtype is not torch.float32):
         return False
     has_products = all(map(has_packed_products, devices))
     package = PACKAGE if kinds == {"cpu"} else TRITON

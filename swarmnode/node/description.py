@@ -109,10 +109,11 @@ def described(
 
 
 def measured(hardware: Hardware | None, own: Announcement | None) -> dict[str, Any]:
-    """Return the memory and the speed of a node for its owner. `hardware` is None until the devices are known, `own` until the node
-    announces itself.
+    """Return the memory, its room and the speed of a node for its owner. `hardware` is None until the devices are known, `own`
+    until the node announces itself.
 
-    `memory` has for each device its name, whether it is a card, and the bytes in use, lent, and there at all. `speed` has the
+    `room` is that of the hardware. `memory` has for each device its name, whether it is a card, and the bytes in use, lent, and in
+    total. `speed` has the
     positions (samples) of one session that pass through the span in a second, when decoding and in training; 0 if that was not
     measured.
     """
@@ -120,6 +121,7 @@ def measured(hardware: Hardware | None, own: Announcement | None) -> dict[str, A
     held = 0 if own is None else own.span[1] - own.span[0]
     speeds = (0.0, 0.0) if own is None else (own.decode_units_per_s, own.training_units_per_s)
     return {
+        "room": None if hardware is None else hardware.room,
         "memory": [
             {
                 "device": each.device.name,

@@ -327,14 +327,17 @@ class Node:
             self._states = await SharedStates.start(host)
             services.push_async_callback(self._states.close)
         probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger, clock=host.clock)
-        hardware = self._hardware = await asyncio.to_thread(probe, await weights.outline(), self.config.stage)
+        stage = self.config.stage.meeting(host.swarm.manifest.products or "")
+        hardware = self._hardware = await asyncio.to_thread(probe, await weights.outline(), stage)
         paced = [lent.throttle for lent in hardware.lent]
         self._guard = CardGuard.start(self._card_limits, paced, Cards, on_crash=host.supervisor.ends_peer)
         services.push_async_callback(self._guard.close)
         for executor, lent in zip(self._executors, hardware.lent, strict=True):
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
         machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
-        self._tell("machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores", **machine)
+        self._tell(
+            "machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores; {hardware.holds}", **machine
+        )
         workplace = Workplace(host, hardware, self._executors, adapters)
         loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place

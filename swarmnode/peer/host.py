@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.decisions import DecisionLog, Topic
-from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerRefused, UsageError
+from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerRefused, ProtocolError, UsageError
 from swarmnode.membership.access_control import access_control_of
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -37,8 +37,9 @@ from swarmnode.peer.paths import ObservedLatency, Paths
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing
-from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, State
+from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, Announcement, State
 from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.least_products import check_products
 from swarmnode.swarm.records.sections import Introduction
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, note_members
 from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache
@@ -57,6 +58,7 @@ NEEDS = {"client": Role.CLIENT, "bootstrap": Role.BOOTSTRAP}  # in a private swa
 FIRST_S = 2.0
 MAX_PAUSE_S = 16.0
 CALM = 2  # at most this many doublings of the pause while all bootstrap peers are connected
+MAX_TOLD_BELOW = 64  # nodes whose products are too imprecise, each told once
 CALLERS = 64  # largest swarm whose peers call at this pace
 
 
@@ -138,9 +140,11 @@ class Host:
             known_peers=self._known,
             vouch=None if self.access_control is None else self.access_control.vouch,
             certificate=b"" if self.access_control is None else self.access_control.membership.certificate,
+            check=self._check_announcement,
             now=self.clock.unix,
             on_crash=self.supervisor.ends_peer,
         )
+        self._told_below: set[PeerId] = set()
         self._lan: LanDiscovery | None = None
         self._tasks = Tasks("host", on_crash=self.supervisor.ends_peer)
         self.joined = asyncio.Event()
@@ -357,7 +361,7 @@ class Host:
             return
         cache = ManifestCache(self.config.home)
         if (seen := cache.get(self.swarm.id)) is not None:
-            self.swarm = self.swarm.with_manifest(seen)
+            self._take_manifest(seen)
             return
         deadline_s = self.clock.monotonic() + patience_s
         while True:
@@ -369,13 +373,40 @@ class Host:
                     self.link_config,
                     drop=self.directory.suspect,
                 )
-                self.swarm = self.swarm.with_manifest(raw)
+                self._take_manifest(raw)
                 cache.keep(raw)
                 return
             except PeerError as error:
                 if self.clock.monotonic() > deadline_s:
                     raise NetworkDown(f"no peer of the swarm {self.swarm.name} gave its manifest: {error}") from error
             await asyncio.sleep(0.2)
+
+    def _take_manifest(self, raw: bytes) -> None:
+        """Use the swarm's manifest from now on. Raises ProtocolError if it does not match the invite."""
+        self.swarm = self.swarm.with_manifest(raw)
+        peers = [known for peer, known in self.directory.peers().items() if peer != self.peer_id]
+        self.directory.expel([known.peer for known in peers if self._fault_of(known) is not None])
+
+    def _check_announcement(self, announcement: Announcement) -> None:
+        """Raise ProtocolError for a node whose products are below the manifest's minimum, which is logged once."""
+        fault = self._fault_of(announcement)
+        if fault is None:
+            return
+        if announcement.peer not in self._told_below and len(self._told_below) < MAX_TOLD_BELOW:
+            self._told_below.add(announcement.peer)
+            log.warning("node %s is left out: %s", announcement.name or announcement.peer[-8:], fault)
+        raise fault
+
+    def _fault_of(self, announcement: Announcement) -> ProtocolError | None:
+        """Return the error of a node that holds layers and computes less precisely than the manifest asks; None without one."""
+        manifest = self.swarm.manifest
+        if manifest is None or not any(announcement.span):
+            return None
+        try:
+            check_products(manifest.products or "", announcement.number_format)
+        except ProtocolError as error:
+            return error
+        return None
 
     def bootstraps(self) -> list[PeerId]:
         """Return the peers that the invite and the user name, whether or not they have announced themselves."""

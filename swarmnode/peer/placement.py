@@ -147,7 +147,9 @@ class Placement:
                 claim = choice
                 directory.announce(Place(span=(claim.start, claim.end)))
                 settled_s = self._clock() + self.config.settle_s
-        self._note(self._view(), f"takes {layers(*claim)}" if claim.units else STANDS_BY, claim)
+        view = self._view()
+        room = f"its memory holds {self._capacity_units} of {view.units} layers"
+        self._note(view, f"takes {layers(*claim)}" if claim.units else STANDS_BY, claim, room)
         return claim
 
     async def reason_to_move(

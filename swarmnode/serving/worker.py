@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import PLAIN_CODECS, Codec, TensorInfo, payload_bytes
-from swarmnode.compress.codecs import encode_in_place, to_buffer
+from swarmnode.compress.codecs import to_buffer
 from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds
 from swarmnode.compute.device_fault import is_device_fault
 from swarmnode.compute.executor import Executor, Urgency, WorkItem
-from swarmnode.compute.serving.device_transfers import DeviceInputs, DeviceOutputs
-from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput, finiteness
+from swarmnode.compute.serving.device_transfers import Check, DeviceInputs, DeviceOutputs
+from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput
 from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.compute.serving.window import LONGEST_SHARED
 from swarmnode.compute.stopwatch import Stopwatch
@@ -344,16 +344,16 @@ class Worker:
 
         All work on the device is launched first, and waited for only once.
         """
-        inputs, outputs = DeviceInputs(self.runner.span.device), DeviceOutputs()
+        inputs, outputs = DeviceInputs(self.runner.span.device, self.runner.span.dtype), DeviceOutputs()
         places = [[inputs.add(info, payload) for info, payload in job.parts] for job in batch]
         finishes: dict[int, Finish] = {}
         ready: list[Job] = []
         works: list[StepInput] = []
-        sound: list[int | None] = []
+        sound: list[Check | None] = []
         for job, parts in zip(batch, places, strict=True):
             try:
                 work = self._decode(job, [inputs.tensor(part) for part in parts])
-                sound.append(outputs.add(finiteness(work.x)) if work.x.is_floating_point() else None)
+                sound.append(outputs.add_finiteness(work.x) if work.x.is_floating_point() else None)
                 works.append(work)
                 ready.append(job)
             except ProtocolError as error:
@@ -384,7 +384,7 @@ class Worker:
             outcomes += self.runner.run_each(works)
         return outcomes
 
-    def _leave(self, job: Job, sound: int | None, outcome: Output | Exception, outputs: DeviceOutputs) -> Finish:
+    def _leave(self, job: Job, sound: Check | None, outcome: Output | Exception, outputs: DeviceOutputs) -> Finish:
         """Launch the encoding of a job's outcome on the device, and return the function that completes it on the host.
 
         An error of this job affects no other job.
@@ -398,7 +398,7 @@ class Worker:
         if sound is None:
             return finish
         unsound = JobResult(error=ErrorCode.NOT_FINITE, bad_input=True)
-        return lambda fetched: finish(fetched) if bool(fetched[sound]) else unsound
+        return lambda fetched: finish(fetched) if sound(fetched) else unsound
 
     def _decode(self, job: Job, tensors: list[Tensor]) -> StepInput:
         """Decode a job to the runner's input. The session has checked its shapes, so no payload can become larger than
@@ -410,9 +410,7 @@ class Worker:
             raise LocalError("the session's KV cache could not be opened; open the session again")
         x = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)
         x = x[:, job.skip : job.skip + job.count]
-        if x.is_floating_point():
-            x = x.to(self.runner.span.dtype)
-        elif int(x.min()) < 0 or int(x.max()) >= self.runner.span.vocab_size:
+        if not x.is_floating_point() and (int(x.min()) < 0 or int(x.max()) >= self.runner.span.vocab_size):
             raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
         wanted = job.wanted
         want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
@@ -435,12 +433,12 @@ class Worker:
         if not wanted:
             return _told(JobResult())
         y = y[:, y.shape[1] - wanted :]
-        sound = outputs.add(finiteness(y))
+        sound = outputs.add_finiteness(y)
         if isinstance(then, Sample):
             finish = self._sample(job, then, y, outputs)
         else:
             _, finish = _put([y], [Codec.NONE], outputs)
-        return lambda fetched: finish(fetched) if bool(fetched[sound]) else JobResult(error=ErrorCode.NOT_FINITE)
+        return lambda fetched: finish(fetched) if sound(fetched) else JobResult(error=ErrorCode.NOT_FINITE)
 
     def _sample(self, job: Job, then: Sample, logits_BKV: Tensor, outputs: DeviceOutputs) -> Finish:
         first = job.end - job.wanted + 1  # logits at p draw the token at p + 1
@@ -458,11 +456,10 @@ def _divisible(start: int, end: int, codec: Codec) -> Iterator[tuple[int, int, C
 def _put(tensors: Sequence[Tensor], codecs: Sequence[Codec], outputs: DeviceOutputs) -> tuple[list[TensorInfo], Finish]:
     """Launch the encoding of tensors, each in its codec. Returns their descriptions and the function that completes
     them."""
-    encoded = [encode_in_place(tensor, codec) for tensor, codec in zip(tensors, codecs, strict=True)]
-    places = [(info, outputs.add(payload_M)) for info, payload_M in encoded]
+    encoded = [outputs.add_encoded(tensor, codec) for tensor, codec in zip(tensors, codecs, strict=True)]
 
     def finish(fetched: Sequence[Tensor]) -> JobResult:
-        return JobResult(tensors=tuple((info, to_buffer(fetched[place])) for info, place in places))
+        return JobResult(tensors=tuple((info, to_buffer(payload_of(fetched))) for info, payload_of in encoded))
 
     return [info for info, _ in encoded], finish
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, UsageError
 from swarmnode.terminal.console import print_json, ranges, say
 from swarmnode.terminal.formatting import format_duration
 
@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from swarmnode.compute.training.local import StepSummary
+    from swarmnode.data.rules import DataSummary
     from swarmnode.swarm.records.run import Run
 
 RECENT_STEPS = 20
+MOST_LOSS = 700.0  # whose exponential is a number
 REPEAT_WAITING_S = 10.0  # until the same line is printed again
 
 HEIGHT = 10  # lines on a terminal
@@ -120,10 +122,10 @@ class TrainingView:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self.reports)} steps>"
 
-    def begun(self, run: Run) -> None:
-        """Show that the data has been read and the run begins."""
+    def begun(self, run: Run, data: DataSummary) -> None:
+        """Show what the data holds, and that the run begins."""
         self.run = run
-        self._tell()
+        self._tell(note=f"Data: {data}")
 
     def step(self, report: StepSummary) -> None:
         """Log a finished step and show the new state."""
@@ -136,10 +138,12 @@ class TrainingView:
         self.why, self.missing = why, missing
         self._tell()
 
-    def _tell(self, report: StepSummary | None = None) -> None:
+    def _tell(self, report: StepSummary | None = None, *, note: str = "") -> None:
         if self.failure is not None:
             return
         try:
+            if note:
+                self.note(note)
             if report is not None:
                 for sink in self._sinks:
                     sink(step_json(report))
@@ -150,6 +154,10 @@ class TrainingView:
 
     def show(self) -> None:
         """Show the state after a change; the base class shows nothing."""
+
+    def note(self, text: str) -> None:
+        """Print a line that stays, on standard error if standard output is for scripts."""
+        say(text)
 
     # -- texts
 
@@ -163,8 +171,10 @@ class TrainingView:
             return f"step 0 of {self.run.steps}: waiting for the first step"
         last, step_s = self.reports[-1], self.step_s()
         left_s = (self.run.steps - 1 - last.step) * step_s
+        held_out = next((one.held_out_loss for one in reversed(self.reports) if one.held_out_loss is not None), None)
+        told = "" if held_out is None else f"  held out {held_out:.4f} (perplexity {perplexity(held_out):.4g})"
         return (
-            f"step {last.step + 1} of {self.run.steps}  loss {last.loss:.4f}  {last.tokens_per_s:,.0f} {self.unit()}/s  "
+            f"step {last.step + 1} of {self.run.steps}  loss {last.loss:.4f}{told}  {last.tokens_per_s:,.0f} {self.unit()}/s  "
             f"{step_s:.2f} s/step  {last.peers} peer{'' if last.peers == 1 else 's'}  {format_duration(left_s)} left"
         )
 
@@ -189,6 +199,9 @@ class Lines(TrainingView):
         self._clock = clock
         self._told = ""
         self._told_s = -math.inf
+
+    def note(self, text: str) -> None:
+        say(text, err=self._as_json)
 
     def show(self) -> None:
         """Show the state after a change."""
@@ -220,18 +233,20 @@ class Curve(TrainingView):
 
 
 @contextlib.contextmanager
-def training_view(*, as_json: bool, log: Path | None) -> Iterator[TrainingView]:
-    """Yield the view that fits standard output. Raises, at its end at the latest, LocalError if the log cannot be written, and
-    OSError if standard output cannot."""
+def training_view(*, as_json: bool, log: Path | None, tensorboard: Path | None = None) -> Iterator[TrainingView]:
+    """Yield the view that fits standard output. `tensorboard` is a folder for TensorBoard's files. Raises, at its end at the
+    latest, LocalError if a file cannot be written, and OSError if standard output cannot."""
     with contextlib.ExitStack() as stack:
-        view = _view(stack, as_json=as_json, log=log)
+        view = _view(stack, as_json=as_json, log=log, tensorboard=tensorboard)
         yield view
         if view.failure is not None:
             raise view.failure
 
 
-def _view(stack: contextlib.ExitStack[bool | None], *, as_json: bool, log: Path | None) -> TrainingView:
-    sinks: tuple[Sink, ...] = ()
+def _view(
+    stack: contextlib.ExitStack[bool | None], *, as_json: bool, log: Path | None, tensorboard: Path | None
+) -> TrainingView:
+    sinks: tuple[Sink, ...] = () if tensorboard is None else (_tensorboard_sink(stack, tensorboard),)
     if log is not None:
         file = _open(log)
         stack.callback(_close, file)
@@ -250,7 +265,9 @@ def _view(stack: contextlib.ExitStack[bool | None], *, as_json: bool, log: Path 
 
 
 def step_json(report: StepSummary) -> dict[str, Any]:
-    """Return a step as a JSON object for scripts."""
+    """Return a step as a JSON object for scripts; with the loss and the perplexity of held-out data if it evaluated."""
+    held_out = report.held_out_loss
+    told = {} if held_out is None else {"held_out_loss": held_out, "perplexity": perplexity(held_out)}
     return {
         "step": report.step,
         "loss": report.loss,
@@ -258,7 +275,36 @@ def step_json(report: StepSummary) -> dict[str, Any]:
         "expected_s": round(report.expected_s, 6),
         "tokens_per_s": round(report.tokens_per_s, 3),
         "peers": report.peers,
+        **told,
     }
+
+
+def perplexity(loss: float) -> float:
+    """Return the perplexity of a mean loss in nats a token; infinite if it is beyond the numbers."""
+    return math.exp(loss) if loss < MOST_LOSS else math.inf
+
+
+def _tensorboard_sink(stack: contextlib.ExitStack[bool | None], folder: Path) -> Sink:
+    """Return a sink that writes each number of a step as a scalar. Raises UsageError if TensorBoard is not installed, LocalError if
+    the folder cannot be written."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise UsageError("--tensorboard needs another package: pip install tensorboard, or use --log") from None
+    try:
+        writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+    except OSError as error:
+        raise LocalError(f"cannot write into {folder}: {error.strerror or error}; choose another folder") from None
+    stack.callback(writer.close)
+
+    def write(step: dict[str, Any]) -> None:
+        for name, value in step.items():
+            if name != "step":
+                writer.add_scalar(name, value, step["step"])
+        if "held_out_loss" in step:
+            writer.flush()
+
+    return write
 
 
 def waiting_text(why: str, missing: tuple[int, ...]) -> str:

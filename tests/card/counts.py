@@ -13,19 +13,23 @@ from torch import Tensor
 from torch.nn import functional
 
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.serving.captured_decode import STEADY_STEPS
 from swarmnode.compute.serving.device_transfers import DeviceOutputs
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.sampling import Sampler
 from tests.card.conftest import LAYERS
-from tests.card.simulated import SimulatedCards, load
+from tests.card.simulated import Counts, SimulatedCards, load
+from tests.card.test_on_captured_decode import Dictated
 from tests.card.test_on_waiting import HOPS, SAMPLED, Hop, training_waits
 from tests.llama import save_llama
 
 CARD = torch.device("cuda", 1)
 VOCABULARY = 128_256
 LAUNCHES = (38, 47)  # before anything was done about them
-DRAW_BYTES = 12_312  # 1025 logits with their ids, and the logarithm of the sum, each from where the widest may begin
+# By sessions; candidates of draws are searched for ROWS_SEARCHED at a time.
+LINK_LAUNCHES = {1: (20, 29, 37), 8: (21, 31, 38), 32: (21, 31, 74)}
+DRAW_BYTES = 12_308  # 1025 logits with their ids, and the logarithm of the sum
 
 
 class Row(NamedTuple):
@@ -56,6 +60,22 @@ async def decode_waits(cards: SimulatedCards, checkpoint: Checkpoint, span: tupl
     await hop.worker.close()
     await hop.executor.close()
     return waits
+
+
+async def decode_counts(cards: SimulatedCards, checkpoint: Checkpoint, span: tuple[int, int], sessions: int) -> Counts:
+    """Of a captured pass between links, from payloads to payloads."""
+    hop = Hop(span, checkpoint, CARD, sessions)
+    assert hop.runner.captured is not None
+    hop.runner.captured.stopwatch = Dictated(CARD, replay_s=1.0, ordinary_s=2.0)
+    await hop.worker.start()
+    for _ in range(STEADY_STEPS + 4):
+        before = cards.counts(CARD.index)
+        await hop.step()
+    after = cards.counts(CARD.index)
+    assert hop.runner.captured.replays > 0
+    await hop.worker.close()
+    await hop.executor.close()
+    return Counts(*(now - then for now, then in zip(after, before, strict=True)))
 
 
 def launches_of_a_layer(cards: SimulatedCards, checkpoint: Checkpoint, dtype: torch.dtype) -> int:
@@ -100,6 +120,12 @@ def rows(cards: SimulatedCards, checkpoint: Checkpoint) -> Iterator[Row]:
     for sessions in (1, 8):
         waits = tuple(asyncio.run(decode_waits(cards, checkpoint, span, sessions)) for span in HOPS.values())
         yield Row(f"waits of a decode pass, first · middle · last hop, sessions: {sessions}", waits, (2, 2, 2))
+    for sessions in (1, 8, 32):
+        counted = [asyncio.run(decode_counts(cards, checkpoint, span, sessions)) for span in HOPS.values()]
+        what = f"captured decode pass between links, first · middle · last hop, sessions: {sessions}"
+        yield Row(f"launches of a {what}", tuple(each.launches for each in counted), LINK_LAUNCHES[sessions])
+        copies = tuple(number for each in counted for number in (each.uploads, each.downloads))
+        yield Row(f"copies up and down of a {what}", copies, (1,) * 6)
     for dtype, major in ((torch.float32, 6), (torch.float16, 7), (torch.bfloat16, 8)):
         cards.majors = [major, major]
         waits = training_waits(cards, CARD, checkpoint, autocast=True)

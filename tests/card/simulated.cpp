@@ -390,6 +390,7 @@ void card_reset(int card) {
   for (auto* count : {&one.launches, &one.uploads, &one.downloads, &one.waits}) *count = 0;
   one.peak_bytes = one.used_bytes.load();
 }
+void card_launched(int card, int64_t launches) { cards[card].launches = launches; }
 void card_limit(int card, int64_t bytes) { cards[card].limit_bytes = bytes; }
 void card_lose(int is_lost) { lost = is_lost != 0; }
 void card_waiting(int how) { waiting = how; }

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +30,9 @@ class Waiting(IntEnum):
 
 
 class SimulatedGraph:
-    """What was recorded; the tensors between its operators stay."""
+    """What was recorded; the tensors between its operators stay. A replay is one launch."""
+
+    counted: ClassVar[Callable[[], AbstractContextManager[None]]] = contextlib.nullcontext
 
     def __init__(self) -> None:
         self.recorded: list[Recorded] = []
@@ -47,10 +50,11 @@ class SimulatedGraph:
     @torch.inference_mode()
     def replay(self) -> None:
         """Compute everything again, each result to where it was."""
-        for operator, args, options, results in self.recorded:
-            again = operator(*args, **options)
-            for result, new in zip(results, tree_leaves(again), strict=True) if results else ():
-                result.copy_(new)
+        with type(self).counted():
+            for operator, args, options, results in self.recorded:
+                again = operator(*args, **options)
+                for result, new in zip(results, tree_leaves(again), strict=True) if results else ():
+                    result.copy_(new)
 
 
 class _Recorder(TorchDispatchMode):

@@ -113,10 +113,14 @@ def decoder(runner: StageRunner) -> CapturedDecode:
 
 
 # Rotary positions, windows that move, biases by distance; docs/decisions/cards.md has all families that were tried.
+@pytest.mark.parametrize("start", [0, 2], ids=["whole", "later layers"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "bloom"])
-def test_a_captured_step_is_the_ordinary_one(model_type: str, checkpoint_of: CheckpointOf, card: torch.device) -> None:
+def test_a_captured_step_is_the_ordinary_one(
+    model_type: str, start: int, checkpoint_of: CheckpointOf, card: torch.device
+) -> None:
+    """Also of a hop without the first layer, which families ask the cache about."""
     checkpoint = checkpoint_of(model_type)
-    captured, ordinary = (open_runner(checkpoint, card, capture=capture) for capture in (True, False))
+    captured, ordinary = (open_runner(checkpoint, card, capture=capture, start=start) for capture in (True, False))
     same(captured, ordinary)
     assert decoder(captured).replays > STEADY_STEPS and ordinary.captured is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from swarmnode.cli.lend.bench import _cards
@@ -12,13 +13,16 @@ from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
 from swarmnode.compute.capacity.module_speed import KNOWN_MODELS, LLAMA_8B
+from swarmnode.compute.device import Device
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.examination import machine as examination
-from swarmnode.examination.machine import judge_bandwidth, judge_versions
+from swarmnode.examination.machine import judge_bandwidth, judge_versions, judge_weights
 from swarmnode.measuring.bandwidth import Bandwidth
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link_config import PeerVersions
 from swarmnode.plan.offline.fit import fit
+from swarmnode.swarm.records.manifest import PACKED_FORMAT, Manifest, ModelInfo
+from swarmnode.swarm.storage.content import PACKED_NAME, FileContent
 from tests.cli.command import assert_clear, invoke
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.encoders import save_encoder
@@ -56,6 +60,22 @@ def test_findings_fit_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 )
 def test_the_doctor_asks_before_it_sends(arguments: list[str], words: str, tmp_path: Path) -> None:
     assert_clear(invoke("doctor", *arguments, home=tmp_path), 2, words)
+
+
+def test_the_doctor_counts_packed_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = Device("cpu", 0, "CPU", 20 << 30, 15 << 30, shared=True)
+    monkeypatch.setattr(examination, "probe_device", lambda _: cpu)
+    small = FileContent(PACKED_NAME, 20, bytes(32))
+    packed = Manifest(
+        "big", ModelInfo("llama", 50, 64), (small, FileContent("weights.gguf", 20 << 30, bytes(32))), 1, PACKED_FORMAT
+    )
+    monkeypatch.setattr(examination, "library", lambda: None)
+    (finding,) = judge_weights(packed)
+    assert finding.verdict == "doubtful" and "21.5 GB are packed" in finding.seen and "xllamacpp" in finding.remedy
+    monkeypatch.setattr(examination, "library", lambda: object())
+    (finding,) = judge_weights(packed)
+    assert finding.seen == "12.9 GB hold about 28 of 50 layers, packed" and finding.verdict == "good"
+    assert judge_weights(msgspec.structs.replace(packed, files=packed.files[1:])) == []
 
 
 def test_findings_about_a_swarm() -> None:

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from swarmnode.compute.training.local import StepSummary
+from swarmnode.data.rules import DataSummary
 from swarmnode.errors import LocalError
 from swarmnode.swarm.records.run import Run
 from swarmnode.terminal.console import ranges
@@ -16,6 +17,7 @@ from swarmnode.terminal.formatting import format_duration
 from swarmnode.terminal.training_view import Curve, Lines, training_view, waiting_text
 
 RUN = Run(data=bytes(32), steps=100, batch=8, microbatch=4, sequence=16)
+DATA = DataSummary(samples=1200, tokens=4800, rows=300, cut=2, epochs=2.5)
 
 
 def report(step: int, loss: float = 2.5) -> StepSummary:
@@ -25,7 +27,7 @@ def report(step: int, loss: float = 2.5) -> StepSummary:
 def test_each_step_is_one_line_of_the_log_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     log = tmp_path / "log.jsonl"
     with training_view(as_json=True, log=log) as view:
-        view.begun(RUN)
+        view.begun(RUN, DATA)
         view.step(report(0))
         expected = {"step": 0, "loss": 2.5, "step_s": 0.5, "expected_s": 0.25, "tokens_per_s": 256.0, "peers": 3}
         assert [json.loads(line) for line in log.read_text().splitlines()] == [expected], "flushed"
@@ -40,7 +42,7 @@ def test_each_step_is_one_line_of_the_log_at_once(tmp_path: Path, capsys: pytest
 def test_lines_tell_what_matters_and_repeat_themselves_seldom(capsys: pytest.CaptureFixture[str]) -> None:
     now_s = 0.0
     view = Lines((), clock=lambda: now_s)
-    view.begun(RUN)
+    view.begun(RUN, DATA)
     view.step(report(9))
     line = capsys.readouterr().out.splitlines()[-1]
     assert line == "step 10 of 100  loss 2.5000  256 tokens/s  0.50 s/step  3 peers  45 s left"
@@ -56,7 +58,7 @@ def test_a_terminal_shows_curve_and_line() -> None:
     view = Curve((), shown.append, 60)
     view.show()
     assert "reading the data" in _text(shown[-1])
-    view.begun(RUN)
+    view.begun(RUN, DATA)
     for step in range(20):
         view.step(report(step, loss=3.0 - step / 10))
     text = _text(shown[-1])
@@ -99,7 +101,7 @@ def test_what_cannot_be_told_ends_the_feeding_and_no_link() -> None:
     stopped: list[bool] = []
     with pytest.raises(LocalError, match="full"), training_view(as_json=True, log=Path("/dev/full")) as view:
         view.on_failure = lambda: stopped.append(True)
-        view.begun(RUN)
+        view.begun(RUN, DATA)
         view.step(report(0))
         view.step(report(1))
     assert stopped == [True]
@@ -113,6 +115,6 @@ def test_a_reader_that_has_gone_ends_the_feeding(monkeypatch: pytest.MonkeyPatch
     stopped: list[bool] = []
     with pytest.raises(BrokenPipeError), training_view(as_json=True, log=None) as view:
         view.on_failure = lambda: stopped.append(True)
-        view.begun(RUN)
+        view.begun(RUN, DATA)
         view.step(report(0))
     assert stopped == [True]

@@ -28,6 +28,7 @@ from swarmnode.swarm.records.certificate import Certificate, Grant
 from swarmnode.swarm.records.invite import Invite, OwnedInvite
 from swarmnode.swarm.records.manifest import AdapterInfo, Manifest, ModelInfo
 from swarmnode.swarm.records.receipt import Receipt, Voucher
+from swarmnode.swarm.records.recipe import ParameterGroup, Recipe
 from swarmnode.swarm.records.report import Report
 from swarmnode.swarm.records.revocation import RevocationList
 from swarmnode.swarm.records.run import Averaging, Compression, Run
@@ -58,6 +59,8 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Run: "run",
     Averaging: "averaging",
     Compression: "compression",
+    Recipe: "recipe",
+    ParameterGroup: "parameter_group",
     Invite: "invite",
     OwnedInvite: "owned_invite",
     Grant: "grant",

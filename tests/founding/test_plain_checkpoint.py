@@ -9,7 +9,7 @@ import pytest
 from swarmnode.client.model_config import context_limit
 from swarmnode.compute.capacity.memory import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.errors import CheckpointError, LocalError, UsageError
+from swarmnode.errors import LocalError, UsageError
 from swarmnode.founding import model_source
 from swarmnode.founding.bootstraps import Bootstraps
 from swarmnode.founding.model_source import from_checkpoint, from_model, outline
@@ -100,10 +100,3 @@ def test_of_a_file_on_the_hub_only_the_header_is_fetched(
 def test_a_file_that_is_not_there_has_no_sizes(model: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no such GGUF file"):
         outline(model, tmp_path)
-
-
-def test_what_is_only_looked_at_is_told_who_makes_it_plain(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "awq"}}')
-    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    with pytest.raises(CheckpointError, match=r"quantised \(awq\).*NAME-weights"):
-        outline(str(tmp_path), tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from swarmnode.client.training.listener import TrainerMeter
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.local import StepSummary
+from swarmnode.data.rules import DataSummary
 from swarmnode.errors import ErrorCode, SwarmnodeError
 from swarmnode.measuring.meters import BACKWARD, DECODE, FORWARD, PREFILL, SERVE, TRAIN, StageMeter
 from swarmnode.metrics import table
@@ -119,7 +120,7 @@ class Quiet:
     def __init__(self) -> None:
         self.heard: list[object] = []
 
-    def begun(self, run: Run) -> None:
+    def begun(self, run: Run, _data: DataSummary) -> None:
         self.heard.append(run)
 
     def step(self, report: StepSummary) -> None:
@@ -132,7 +133,7 @@ class Quiet:
 def test_a_trainer_tells_of_its_last_step_and_passes_on_what_it_hears() -> None:
     listener, run = Quiet(), toy_run(toy_batches(), 3)
     meter = TrainerMeter(listener)
-    meter.begun(run)
+    meter.begun(run, DataSummary(8, 64, 8, 0, 1.0))
     assert not figures(meter.readings(), table.TRAINER_LOSS)
     meter.waiting("for a holder", (2, 3))
     assert figures(meter.readings(), table.TRAINER_WAITING) == {(): 1}

@@ -23,7 +23,7 @@ STEPS = 8
 SETTINGS = Run(data=NO_DATA, steps=STEPS, batch=8, microbatch=2, learning_rate=1e-2, checkpoint_steps=2)
 
 
-def as_before(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+def as_before(manifest: Manifest, folder: Path, data: Path, settings: Run, *_rules: object) -> Prepared:
     """What a trainer of before makes of the same data."""
     run, batches = prepare(manifest, folder, data, settings)
     assert run.weighs_labels

@@ -18,14 +18,17 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
+from swarmnode.config import EXACT, FAST, StageConfig
+from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
 from swarmnode.founding.swarm_creation import from_folders
 from swarmnode.ledger import Account
+from swarmnode.node.description import measured
 from swarmnode.swarm.records.manifest import PACKED_FORMAT, decode_manifest, encode_manifest
 from swarmnode.swarm.storage.content import PACKED_NAME
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
+from tests.llama import save_llama
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready
 from tests.tiny import TinyModel
@@ -143,10 +146,27 @@ async def test_memory_is_the_packed_bytes(packed: Packed, tmp_path: Path) -> Non
     entries = Checkpoint(packed.folder).entries.values()
     held = sum(entry.nbytes for entry in entries)
     async with swarm_of(packed, tmp_path / "exact", {"a": "0:4"}) as (swarm, _):
-        assert held <= weights_bytes(swarm.members["a"]) < 1.1 * held
+        member = swarm.members["a"]
+        assert held <= weights_bytes(member) < 1.1 * held
+        hardware, room = member.node._hardware, measured(member.node._hardware, None)["room"]
+        assert hardware is not None and sum(hardware.sizes.weight_bytes) == held
+        assert room == {"units": 4, "of": 4, "packed": True} and hardware.holds.endswith("hold 4 of 4 layers, packed")
     async with swarm_of(packed, tmp_path / "plain", {"a": "0:4"}, products="plain") as (swarm, client):
         assert weights_bytes(swarm.members["a"]) > 4 * held
         assert (await client.generate(PROMPT, max_new_tokens=NEW)).ids == packed.plain.alone(PROMPT, NEW)
+
+
+@in_virtual_time
+async def test_it_says_how_many_layers_its_memory_holds(packed: Packed, tmp_path: Path) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        swarm.create(packed.source)
+        await swarm.bootstrap()
+        member = swarm.node("a", memory_bytes=1 << 30)
+        assert "its 1.1 GB hold 4 of 4 layers, packed" in (await member.wait_for("machine"))["text"]
+        await member.wait_for("ready")
+        assert member.node._host is not None
+        claimed = [one for one in member.node._host.decisions.about("0") if one.what.startswith("takes layers")]
+        assert "its memory holds 4 of 4 layers" in claimed[-1].facts
 
 
 @in_virtual_time
@@ -176,8 +196,8 @@ async def test_an_older_machine_is_told_to_upgrade(packed: Packed, tmp_path: Pat
     assert manifest is not None and manifest.format == PACKED_FORMAT and manifest.file(PACKED_NAME) is not None
     raw = encode_manifest(manifest)
     assert decode_manifest(raw) == manifest
-    newer = raw.replace(b"\xa6format\x04", b"\xa6format\x05")
-    with pytest.raises(ProtocolError, match=r"format 5.*upgrade swarmnode") as caught:
+    newer = raw.replace(b"\xa6format\x04", b"\xa6format\x06")
+    with pytest.raises(ProtocolError, match=r"format 6.*upgrade swarmnode") as caught:
         decode_manifest(newer)
     assert caught.value.code == ErrorCode.VERSION
 
@@ -194,3 +214,40 @@ async def test_a_file_that_changed_is_not_served(tmp_path: Path) -> None:
         await swarm.bootstrap()
         with pytest.raises(CheckpointError, match="changed or damaged"):
             await node.wait_for("ready")
+
+
+@in_virtual_time
+async def test_a_manifest_asks_for_products(packed: Packed, tmp_path: Path) -> None:
+    """Nodes follow it by themselves; one that says otherwise does not start, and one that does otherwise is left out."""
+    async with VirtualSwarm(tmp_path) as swarm:
+        swarm.create(packed.source, products=EXACT)
+        await swarm.bootstrap()
+        node = swarm.node("a", "0:4", dtype="auto", products="auto")
+        await node.wait_for("ready")
+        for options, words in (
+            ({"products": FAST}, "--products fast: this swarm asks for exact products"),
+            ({"dtype": "bfloat16"}, "--dtype bfloat16"),
+            ({"quantize": "nf4"}, "--quantize nf4: this swarm asks for weights that are not rounded again"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                await swarm.node(f"refused-{len(words)}", "0:4", **options).wait_for("ready")
+        older = swarm.node("older", "0:4", products=FAST)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                StageConfig, "meeting", lambda self, _least: self
+            )  # as a version that does not know the field
+            await older.wait_for("ready")
+        async with swarm.client() as client:
+            await sees_ready(client, 1)
+            assert (await client.generate(PROMPT, max_new_tokens=NEW)).ids == packed.plain.alone(PROMPT, NEW)
+            holders = {
+                peer.name: peer.number_format for peer in client._host.directory.peers().values() if any(peer.span)
+            }
+            assert holders == {"a": "float32"}
+
+
+@in_virtual_time
+async def test_products_are_asked_of_packed_weights_alone(tmp_path: Path) -> None:
+    save_llama(tmp_path / "plain", layers=1)
+    with pytest.raises(UsageError, match="--products exact is for packed weights"):
+        VirtualSwarm(tmp_path).create(tmp_path / "plain", products=EXACT)

@@ -27,6 +27,7 @@ from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.graph.costs.rates import REFERENCE
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import StageConfig
+from swarmnode.data.rules import DataRules, DataSummary
 from swarmnode.errors import CheckpointError
 from swarmnode.founding.bootstraps import Bootstraps
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
@@ -157,9 +158,10 @@ class VirtualMember:
 class VirtualTrainer:
     """Somebody who feeds a training, and what they hear of it; `train` in a task, as the command does."""
 
-    def __init__(self, swarm: VirtualSwarm, name: str, data: Path, settings: Run) -> None:
+    def __init__(self, swarm: VirtualSwarm, name: str, data: Path, settings: Run, rules: DataRules) -> None:
         self.name = name
         self.losses: dict[int, float] = {}
+        self.held_out: dict[int, float] = {}
         self.peers: dict[int, int] = {}
         self.step_s: dict[int, tuple[float, float]] = {}  # as it was expected, and as it was
         self.why = ""  # the training waited last
@@ -167,27 +169,29 @@ class VirtualTrainer:
         self._swarm = swarm
         self._news = asyncio.Event()
         self._client: TrainingClient | None = None
-        self.task = asyncio.ensure_future(self._train(data, settings))
+        self.task = asyncio.ensure_future(self._train(data, settings, rules))
         self.task.add_done_callback(lambda _task: self._news.set())
 
     def __repr__(self) -> str:
         return f"<VirtualTrainer {self.name} after step {max(self.losses, default=-1)}>"
 
-    async def _train(self, data: Path, settings: Run) -> int:
+    async def _train(self, data: Path, settings: Run, rules: DataRules) -> int:
         swarm = self._swarm
         self._client = await TrainingClient.join(
             swarm.load(), swarm.folder / "homes" / self.name, platform=swarm.platform()
         )
         try:
-            return await self._client.train(data, settings, self, asyncio.Event())
+            return await self._client.train(data, settings, self, asyncio.Event(), rules)
         finally:
             await self._client.close()
 
-    def begun(self, run: Run) -> None:
+    def begun(self, run: Run, _data: DataSummary) -> None:
         """Nothing to keep."""
 
     def step(self, report: StepSummary) -> None:
         self.losses[report.step] = report.loss
+        if report.held_out_loss is not None:
+            self.held_out[report.step] = report.held_out_loss
         self.peers[report.step] = report.peers
         self.step_s[report.step] = report.expected_s, report.step_s
         self._news.set()
@@ -196,6 +200,11 @@ class VirtualTrainer:
         self.why = why
         self.missing = missing
         self._news.set()
+
+    @property
+    def fed(self) -> int:
+        """Microbatches that it has fed."""
+        return 0 if self._client is None else self._client.fed
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
         """Wait until something is so. Raises what ended the trainer before."""
@@ -323,9 +332,9 @@ class VirtualSwarm:
         self.members[name] = told[0]
         return told[0]
 
-    def trainer(self, name: str, data: Path, settings: Run) -> VirtualTrainer:
+    def trainer(self, name: str, data: Path, settings: Run, rules: DataRules = DataRules()) -> VirtualTrainer:
         """Start a trainer; does not wait."""
-        trainer = VirtualTrainer(self, name, data, settings)
+        trainer = VirtualTrainer(self, name, data, settings, rules)
         self._trainers.append(trainer)
         return trainer
 

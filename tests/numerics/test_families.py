@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.family import family_of
 from swarmnode.compute.serving.loading import check_family, load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
@@ -205,12 +205,14 @@ def test_refused_with_the_reason(model_type: str, reason: str) -> None:
 
 
 def test_quantised_checkpoints_and_foreign_code_are_refused(tmp_path: Path) -> None:
-    config = {"model_type": "llama", "num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq"}}
+    config = {"model_type": "llama", "num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq", "bits": 4}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     model_file = tmp_path / "model.safetensors"
     model_file.write_bytes((2).to_bytes(8, "little") + b"{}")
-    with pytest.raises(CheckpointError, match=r"quantised \(gptq\).*create"):
-        Checkpoint(tmp_path).units  # noqa: B018
+    with pytest.raises(CheckpointError, match=r"quantised checkpoint \(gptq\).*create"):
+        family_of(load_config(tmp_path / "config.json"))
+    with pytest.raises(CheckpointError, match="no tensor is"):
+        Checkpoint(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Own"}}')
     with pytest.raises(CheckpointError, match="never run here"):
         Checkpoint(tmp_path).units  # noqa: B018

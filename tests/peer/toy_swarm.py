@@ -92,9 +92,10 @@ class ToyWorker:
                 hidden_size=1,
                 vocab_size=MODULUS,
                 position_limit=None,
-                cache_bytes_per_token=end - start,
             ),
-            pool=SimpleNamespace(budget=CacheBudget(cache_bytes), keeps=lambda _held, _length: True),
+            pool=SimpleNamespace(
+                budget=CacheBudget(cache_bytes), keeps=lambda _held, _length: True, bytes_per_token=end - start
+            ),
             reservation_bytes=lambda rows, length, start, end: rows * length * (end - start),
         )
         self.scheduler = SimpleNamespace(cost=PassCost())

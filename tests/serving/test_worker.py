@@ -124,9 +124,13 @@ class HeldMatcher:
     def __init__(self) -> None:
         self.go = threading.Event()
         self.error: Exception | None = None
+        self.at_once, self.most_at_once = 0, 0
 
     def allowed(self, _text: Sequence[int]) -> torch.Tensor:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
         self.go.wait(PATIENCE_S)
+        self.at_once -= 1
         if self.error is not None:
             raise self.error
         return torch.tensor([True])
@@ -176,6 +180,42 @@ async def test_who_leaves_waits_for_no_grammar(desk: Desk) -> None:
     await asyncio.wait_for(desk.worker.close(), PATIENCE_S)
     assert (await desk.next(1))[DRAWING_THREADS].error == ErrorCode.INTERNAL, "its draw had not begun"
     slow.go.set()
+
+
+async def test_the_tokens_of_a_session_are_drawn_one_after_another(desk: Desk) -> None:
+    """With guesses in flight a session has several draws by a grammar at once, each of which depends on the one before."""
+    slow, all_wait = HeldMatcher(), asyncio.Event()
+    sampler, draw = slow.sampler(), desk.worker._draw
+
+    def drawing(*asked: Any) -> None:
+        draw(*asked)
+        if len(desk.worker._draws[1]) > DRAWING_THREADS:
+            all_wait.set()
+
+    desk.worker._draw = drawing  # type: ignore[assignment, method-assign]
+    for _ in range(DRAWING_THREADS + 1):
+        desk.submit(1, 5, sampler=sampler)
+
+    await asyncio.wait_for(all_wait.wait(), PATIENCE_S)
+    slow.go.set()
+    assert set(await desk.next(DRAWING_THREADS + 1)) == {1} and not desk.worker._draws
+    assert slow.most_at_once == 1
+
+
+async def test_guesses_that_are_taken_back_are_dropped_before_they_are_computed(desk: Desk) -> None:
+    go, passes = threading.Event(), list[tuple[int, int]]()
+    desk.runner.act = lambda works: passes.extend((work.start or 0, work.count) for work in works)
+    held = desk.worker.call("wait", go.wait)
+    for start, count, back_to in ((0, 3, None), (3, 4, None), (7, 4, None), (5, 2, 5)):
+        info = TensorInfo(Codec.NONE, DType.INT64, (1, count))
+        then, now_s = ForwardHidden(CodecSchedule(Codec.NONE)), desk.worker.clock()
+        parts = ((info, struct.pack(f"<{count}q", *range(start, start + count))),)
+        desk.worker.submit(Job(2, start, count, parts, then, desk._done, now_s, back_to=back_to))
+    go.set()
+    await held
+    await desk.next(2)
+    assert passes == [(0, 5), (5, 2)]
+    assert desk.worker.queued == 0 and not desk.worker.scheduler._backlogs
 
 
 async def test_a_bad_id_fails_alone(desk: Desk) -> None:

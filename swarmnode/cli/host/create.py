@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MODES = ("serve", "train")
 TASKS = ("auto", "generate", "embed", "classify")
 PRIORITIES = ("none", "credit")
+PRODUCTS = ("any", "fast", "exact")
 DOORS = {"embed": "v1/embeddings", "classify": "classify"}
 
 
@@ -33,7 +34,8 @@ class NewModelOptions:
     model: str = option(
         "",
         "Checkpoint: a folder with config.json and safetensors, a GGUF file, or a hub id (organisation/model, "
-        "organisation/model@revision). A GGUF file's weights stay packed, other quantised ones are dequantised.",
+        "organisation/model@revision, and for GGUF files organisation/model:Q4_K_M). A GGUF file's weights stay packed, other "
+        "quantised ones are dequantised.",
         metavar="PATH|HUB_ID",
     )
     config: Path | None = path_option(
@@ -48,6 +50,12 @@ class NewModelOptions:
     task: str = option("auto", "What --model does for clients; auto: as its config says.", choices=TASKS)
     seed: int = option(0, "Seed of the random weights of --config.", min=0, max=2**63 - 1)
     plain: bool = option(False, "Write the weights of a GGUF file dequantised, for older machines.")
+    products: str = option(
+        "any",
+        "Least precise products of packed weights that nodes may use; fast: no second rounding of the weights (--quantize), exact: "
+        "float32 throughout, for the same text after a failover.",
+        choices=PRODUCTS,
+    )
     byte_level: bool = option(False, "Use bytes as tokens, without a tokenizer.")
     units: int = option(0, "Cut a --module into about this many layers.", show_default=False)
 
@@ -154,6 +162,7 @@ def create(
                 new,
                 mode=model.mode,
                 private=membership == "private",
+                products="" if model.products == "any" else model.products,
                 by_credit=standing.priority == "credit",
                 adapters=adapters,
                 force=force,
@@ -212,6 +221,7 @@ def _print_json(swarm: Swarm, path: Path, model_source: ModelSource) -> None:
             "file": str(path),
             "membership": swarm.manifest.membership,
             "priority": swarm.manifest.priority or None,
+            "products": swarm.manifest.products or None,
             "owner": swarm.owner.hex(),
             "invite": None if swarm.private else swarm.invite,
             "kind": model_source.kind,

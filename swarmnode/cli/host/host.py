@@ -77,7 +77,9 @@ class PageOptions:
 def host(
     *,
     model: str = argument(
-        ..., "Checkpoint (a folder, GGUF file or hub id), or a .swarm file of yours.", metavar="MODEL"
+        ...,
+        "Checkpoint (a folder, GGUF file, hub id, or organisation/model:Q4_K_M), or a .swarm file of yours.",
+        metavar="MODEL",
     ),
     name: str = option("", "Name of the swarm; default: the model's."),
     membership: MembershipOptions,

@@ -78,7 +78,14 @@ async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Find
     """Examine a swarm's bootstrap peers from outside; then join as a client if one of them answers. An invite that this machine has
     not used yet is only looked at, since joining would count a use; a test of the bandwidth joins all the same."""
     from swarmnode.client.swarm_client import SwarmClient
-    from swarmnode.examination.machine import Finding, examine_bootstraps, judge_bandwidth, judge_invite, judge_versions
+    from swarmnode.examination.machine import (
+        Finding,
+        examine_bootstraps,
+        judge_bandwidth,
+        judge_invite,
+        judge_versions,
+        judge_weights,
+    )
     from swarmnode.membership.access_control import is_first_use
 
     findings = await examine_bootstraps(swarm)
@@ -89,7 +96,7 @@ async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Find
     try:
         async with await SwarmClient.join(swarm, home=home, patience_s=JOIN_PATIENCE_S, audit_share=0.0) as client:
             measured = await client.bandwidth(BANDWIDTH_PEERS) if bandwidth else None
-            findings.append(judge_versions(client.peer_versions))
+            findings += [judge_versions(client.peer_versions), *judge_weights(client.manifest)]
     except (NetworkDown, LocalError) as error:
         remedy = "ask the person who invited you, or the swarm's host"
         return [*findings, Finding("membership", "bad", str(error), remedy)]

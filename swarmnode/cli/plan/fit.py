@@ -125,7 +125,7 @@ def _precisions(source: Checkpoint | Graph, device: Device, kv: str) -> Iterator
         yield "as exported", UnitSizes(weight_bytes, (0,) * len(weight_bytes))
         return
     dtype = device.dtype_for(source.dtype)
-    if source.is_packed and has_packed_products(device):
+    if source.is_packed and has_packed_products(device) and (device.kind == "cpu" or source.quantised is None):
         packed_dtype = torch.float32 if device.kind == "cpu" else dtype
         yield PACKED, unit_sizes(source, dtype=packed_dtype, keeps_packed=True, kv=kv)
     for quantize in QUANTIZATIONS:

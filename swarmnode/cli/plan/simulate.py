@@ -34,7 +34,7 @@ class WorldOptions:
 
     model: str = option(
         ...,
-        "A transformers config.json, a module's graph.json, a folder with one, or a module as for `create --module`.",
+        "A transformers config.json, a module's graph.json, a folder with one, a GGUF file, or a module as for `create --module`.",
         metavar="MODEL",
     )
     workload: str = option("serve", "What the swarm does with the model.", choices=WORKLOADS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import shlex
 from collections.abc import Coroutine
 from dataclasses import dataclass
@@ -14,6 +13,9 @@ from swarmnode.cli.options.asking import patience_option
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.options.training import AveragingOptions, CompressionOptions
+from swarmnode.cli.train.data import DataOptions
+from swarmnode.cli.train.recipe import RecipeOptions, check_keys, read_recipe, recipe_text, with_file
+from swarmnode.cli.train.schedule import ScheduleOptions
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import HOME, LogOptions, command, fail, run_async, say
@@ -24,31 +26,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ScheduleOptions:
-    """Options of a training run. Each is the field of Run with the same name."""
+class RecordOptions:
+    """Options of what is written down of each step."""
 
-    steps: int = option(..., "Updates in the whole run.", typed=int)
-    batch: int = option(32, "Samples per step.")
-    microbatch: int = option(0, "Samples that are computed together; default: 4.", show_default=False)
-    sequence: int = option(0, "Tokens per sample; default: 128.", show_default=False)
-    optimizer: str = option(
-        "adamw",
-        "Optimiser; adamw8bit needs a quarter of AdamW's memory, for nearly the same steps.",
-        metavar="adamw|adamw8bit|sgd",
-    )
-    learning_rate: float = option(3e-4, "Highest learning rate.", "--lr")
-    schedule: str = option("cosine", "Learning rate after the warm-up.", metavar="constant|linear|cosine")
-    warmup_steps: int = option(0, "Steps during which the learning rate rises.", "--warmup")
-    clip: float = option(1.0, "Largest norm of the whole gradient; 0 turns clipping off.")
-    weight_decay: float = option(0.1)
-    momentum: float = option(0.0, "Momentum of sgd.")
-    seed: int = option(0, "Seed of the order of samples and of dropout.")
-    autocast: bool = option(
-        True,
-        "Multiply in 16 bits on GPUs that are faster at it: bfloat16 and TF32 since Ampere, float16 on Volta and Turing.",
-        "--autocast/--no-autocast",
-    )
-    checkpoint_steps: int = option(50, "Machines save their state every this many steps.")
+    log: Path | None = path_option("Write a JSON line per step to this file.")
+    tensorboard: Path | None = path_option("Write losses for TensorBoard into this folder.", metavar="DIR")
+    as_json: bool = option(False, "Print a JSON line per step.", "--json")
 
 
 @dataclass(frozen=True)
@@ -73,20 +56,18 @@ class LocalOptions:
 def train(
     *,
     swarm: str = SWARM,
-    data: Path = option(
-        ..., "Text as a file, a folder or .jsonl; for a module, its inputs as .npz.", typed=Path, metavar="PATH"
-    ),
+    source: DataOptions,
     schedule: ScheduleOptions,
+    recipes: RecipeOptions,
     averages: AveragingOptions,
     compression: CompressionOptions,
     robust: bool = option(
         False, "Among strangers: one of three or more replicas cannot spoil the average, and liars are excluded."
     ),
-    log: Path = path_option("Write a JSON line per step to this file."),
+    records: RecordOptions,
     alone: LocalOptions,
     patience: float = patience_option(60.0, "How long to wait for the swarm's answer."),
     home: Path = HOME,
-    as_json: bool = option(False, "Print a JSON line per step.", "--json"),
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
@@ -100,46 +81,70 @@ def train(
     from swarmnode.client.training.preparation import NO_DATA, check_early, check_trains
     from swarmnode.swarm.records.run import Run
 
+    values, groups = read_recipe(recipes.recipe)
+    check_keys(values, DataOptions, ScheduleOptions, RecipeOptions)
+    source, schedule, recipes = with_file(source, values), with_file(schedule, values), with_file(recipes, values)
+    recipe = recipes.made(schedule.schedule, groups)
+    if recipes.print_recipe:
+        say(recipe_text(recipe.groups, source, schedule, recipes))
+        return
+    data, rules = source.path, source.rules(schedule.steps)
     settings = Run(
         data=NO_DATA,
         averaging=averages.averaging(robust=robust),
         compression=compression.compression(),
-        **dataclasses.asdict(schedule),
+        recipe=recipe,
+        **schedule.fields(),
     )
     check_early(data, settings)
     known, target = open_swarm(swarm, home), alone.out.absolute() if alone.out is not None else None
     if known.manifest is not None:
         check_trains(known.manifest)
     from swarmnode.client.training.client import TrainingClient
-    from swarmnode.client.training.listener import TrainerMeter
+    from swarmnode.client.training.listener import EarlyStopping, TrainerMeter
     from swarmnode.client.training.local import LocalDevice, OutputFolder, train_here
     from swarmnode.terminal.training_view import training_view
 
+    as_json = records.as_json
     watch = metrics.watch(home, as_json=as_json)
+
+    is_new: list[bool] = []  # whether the swarm needed this trainer
 
     async def train_with_others(meter: TrainerMeter, stop: asyncio.Event) -> int:
         async with (
             await TrainingClient.join(known, watch.home, patience_s=patience) as client,
             watch.over(known.name, lambda: [*meter.readings(), *client.readings()]),
         ):
-            return await client.train(data, settings, meter, stop)
+            done = await client.train(data, settings, meter, stop, rules)
+            is_new.append(client.fed > 0)
+            return done
 
     async def train_alone(meter: TrainerMeter, stop: asyncio.Event) -> int:
         place = LocalDevice(alone.device, alone.threads or None)
         output = None if target is None else OutputFolder(target, alone.force)
         what = (known, watch.home, data, settings, meter, stop)
         async with watch.over(known.name, meter.readings):
-            return await train_here(*what, place=place, output=output, patience_s=patience)
+            return await train_here(*what, place=place, rules=rules, output=output, patience_s=patience)
 
     work = train_alone if alone.local else train_with_others
-    with training_view(as_json=as_json, log=log) as view:
+    with training_view(as_json=as_json, log=records.log, tensorboard=records.tensorboard) as view:
 
         def feed(stop: asyncio.Event) -> Coroutine[Any, Any, int]:
-            view.on_failure = stop.set  # stop the training if its steps cannot be shown or logged
-            return work(TrainerMeter(view), stop)
+            view.on_failure = early.stop = stop.set  # stop the training if its steps cannot be shown or logged
+            return work(TrainerMeter(early), stop)
 
+        early = EarlyStopping(view, source.eval_patience)
         done = run_async(feed)
-    _say_where_it_stands(done, settings, alone, swarm, as_json=as_json)
+    run = settings if view.run is None else view.run
+    if early.stopped and done < run.steps:
+        say(f"Stopped early after {counted(done, 'step')}: {early.stopped}", err=as_json)
+        return
+    if done == run.steps and is_new == [False]:
+        say(
+            f"Nothing to do: all {counted(done, 'step')} of this run are done. Another --seed begins another.",
+            err=as_json,
+        )
+    _say_where_it_stands(done, run, alone, swarm, as_json=as_json)
 
 
 def _say_where_it_stands(done: int, settings: Run, alone: LocalOptions, swarm: str, *, as_json: bool) -> None:

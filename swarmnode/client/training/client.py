@@ -11,17 +11,17 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from swarmnode.checkpoints.export import export
 from swarmnode.checkpoints.states import state_board, survey
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.listener import Listener
-from swarmnode.client.training.preparation import check_trains, prepare
-from swarmnode.codec.training_messages import Lease
+from swarmnode.client.training.preparation import as_older_versions, check_trains, prepare
+from swarmnode.codec.training_messages import NOT_EVALUATED, Lease
 from swarmnode.codec.training_messages import StepReport as SwarmReport
+from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.credit.receipts import ReceiptIssuer
+from swarmnode.data.rules import DataRules
 from swarmnode.errors import PeerError, ProtocolError, UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining
@@ -46,6 +46,7 @@ class TrainingClient(SwarmObserver):
         super().__init__(host)
         self._weights = Weights(host)
         self._receipts = ReceiptIssuer(host)
+        self.fed = 0  # microbatches that this trainer has fed
 
     @classmethod
     async def join(
@@ -63,15 +64,18 @@ class TrainingClient(SwarmObserver):
         """Return a folder with all files that the swarm was founded with."""
         return await self._weights.everything()
 
-    async def train(self, data: Path, settings: Run, listener: Listener, stop: asyncio.Event) -> int:
+    async def train(
+        self, data: Path, settings: Run, listener: Listener, stop: asyncio.Event, rules: DataRules = DataRules()
+    ) -> int:
         """Feed the data until the run is over or `stop` is set, and return the number of finished steps.
 
         Raises UsageError if data and settings do not fit the model or the swarm's present run, NotFinite, NotAdmitted.
         """
         self._host.check_welcome(Role.TRAINER)
         folder = await self._weights.small_files()
-        run, batches = await asyncio.to_thread(prepare, self.manifest, folder, data, settings)
-        listener.begun(run)
+        what = (self.manifest, folder, data, settings, rules)
+        run, batches = await asyncio.to_thread(prepare, *what)
+        listener.begun(run, batches.summary(run))
         host = self._host
         board = board_of(host, TRAIN_PROTOCOL, on_peer_lost=self._suspect)
 
@@ -81,18 +85,19 @@ class TrainingClient(SwarmObserver):
                 listener.waiting("no machine of the swarm is ready", ())
             return ready
 
-        async def feed(run: Run) -> int:
+        async def feed(run: Run, batches: Batches) -> int:
             on_step, on_done = _telling(listener, run), functools.partial(self._sign, run)
             trainer = Trainer(board, coordinators, run, batches, on_step, listener.waiting, on_done)
             return await host.supervisor.watch(trainer.train(stop))
 
-        even = msgspec.structs.replace(run, label_weights=msgspec.UNSET)  # as in runs of older versions
         try:
-            return await feed(run)
+            return await feed(run, batches)
         except UsageError as error:
             others = await self._others_runs()
-            if even != run and even in others:
-                return await feed(even)
+            older = await asyncio.to_thread(as_older_versions, *what) if others else []
+            for earlier, same in older:
+                if earlier in others:
+                    return await feed(earlier, same)
             told = next(filter(None, (differences(run, other) for other in others)), [])
             raise UsageError(f"{error}. {' '.join(told)}" if told else str(error)) from None
         finally:
@@ -119,7 +124,8 @@ class TrainingClient(SwarmObserver):
         await self._host.close()
 
     def _sign(self, run: Run, lease: Lease) -> None:
-        """Give a receipt to each peer that took part in a finished microbatch."""
+        """Count a finished microbatch, and give a receipt to each peer that took part in it."""
+        self.fed += 1
         units: Counter[PeerId] = Counter()
         for hop in lease.route:
             units[hop.peer] += hop.end - hop.start
@@ -151,6 +157,7 @@ def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
     def tell(report: SwarmReport) -> None:
         tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown if the coordinator was lost
         summary = StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm)
-        listener.step(replace(summary, expected_s=report.expected_s))
+        held_out_loss = None if report.held_out_loss == NOT_EVALUATED else report.held_out_loss
+        listener.step(replace(summary, expected_s=report.expected_s, held_out_loss=held_out_loss))
 
     return tell

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Protocol
 
 from swarmnode.compute.training.local import StepSummary
+from swarmnode.data.rules import DataSummary
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
 from swarmnode.swarm.records.run import Run
@@ -13,11 +16,12 @@ from swarmnode.swarm.records.run import Run
 class Listener(Protocol):
     """Listener of a training's progress. Its methods are called in the event loop's thread and must not block."""
 
-    def begun(self, run: Run) -> None:
+    def begun(self, run: Run, data: DataSummary) -> None:
         """Report that the data has been read.
 
         Args:
             run: All settings of the run.
+            data: What the data holds, and how often the run passes it.
         """
 
     def step(self, report: StepSummary) -> None:
@@ -36,6 +40,42 @@ class Listener(Protocol):
         """
 
 
+class EarlyStopping:
+    """Listener that passes everything on to another listener, and calls `stop` after `patience` evaluations without a lower loss of
+    held-out data (0: never). `stopped` says why, and is empty before."""
+
+    def __init__(self, listener: Listener, patience: int) -> None:
+        self.stopped = ""
+        self.stop: Callable[[], None] = lambda: None
+        self._listener = listener
+        self._patience = patience
+        self._best: tuple[float, int] = (math.inf, 0)  # loss, and its step
+        self._worse = 0
+
+    def __repr__(self) -> str:
+        return f"<EarlyStopping after {self._worse} of {self._patience} evaluations>"
+
+    def begun(self, run: Run, data: DataSummary) -> None:
+        """Pass the settings on."""
+        self._listener.begun(run, data)
+
+    def step(self, report: StepSummary) -> None:
+        """Pass a step on, and stop if its held-out loss is one too many that is no lower."""
+        self._listener.step(report)
+        if report.held_out_loss is None:
+            return
+        self._best = min(self._best, (report.held_out_loss, report.step))
+        self._worse = 0 if self._best[1] == report.step else self._worse + 1
+        if self._patience and self._worse >= self._patience and not self.stopped:
+            loss, step = self._best
+            self.stopped = f"the held-out loss was lowest, {loss:.4f}, at step {step}"
+            self.stop()
+
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        """Pass the reason on."""
+        self._listener.waiting(why, missing)
+
+
 class TrainerMeter:
     """Listener that passes everything on to another listener and counts it for Prometheus."""
 
@@ -50,10 +90,10 @@ class TrainerMeter:
     def __repr__(self) -> str:
         return f"<TrainerMeter after {self._last}, {'waiting' if self._waiting else 'going on'}>"
 
-    def begun(self, run: Run) -> None:
+    def begun(self, run: Run, data: DataSummary) -> None:
         """Remember the settings of the run, and pass them on to the other listener."""
         self._run = run
-        self._listener.begun(run)
+        self._listener.begun(run, data)
 
     def step(self, report: StepSummary) -> None:
         """Count a finished step, and pass the report on to the other listener."""

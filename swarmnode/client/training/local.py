@@ -20,6 +20,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training import lm
 from swarmnode.compute.training.local import StepSummary, train_locally
 from swarmnode.compute.training.segment import Segment
+from swarmnode.data.rules import DataRules
 from swarmnode.errors import CheckpointError, NotFinite
 from swarmnode.swarm.records.manifest import CAUSAL_LM, Manifest
 from swarmnode.swarm.records.run import Run
@@ -53,6 +54,7 @@ async def train_here(
     stop: asyncio.Event,
     *,
     place: LocalDevice,
+    rules: DataRules = DataRules(),
     output: OutputFolder | None = None,
     patience_s: float = 60.0,
 ) -> int:
@@ -65,10 +67,10 @@ async def train_here(
     if output is not None:
         check_free(output.folder, force=output.force)
     manifest, folder = await _founded(swarm, home, patience_s)
-    run, batches = await asyncio.to_thread(prepare, manifest, folder, data, settings)
+    run, batches = await asyncio.to_thread(prepare, manifest, folder, data, settings, rules)
     set_threads(place.threads)
     segment = await asyncio.to_thread(_load, manifest, folder, place.device)
-    listener.begun(run)
+    listener.begun(run, batches.summary(run))
     done = 0
     bad: NotFinite | None = None
     try:

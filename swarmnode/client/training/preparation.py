@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from swarmnode.client.tokenizer import Tokenizer
+from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
 from swarmnode.compute.graph.boundary import ARRAYS_SUFFIX, array_batches, token_length, token_windows
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.datasets.corpus import token_batches
+from swarmnode.compute.training.datasets.held_out import WithHeldOut
+from swarmnode.compute.training.datasets.sample_batches import SampleBatches
+from swarmnode.compute.training.lm import can_pack
+from swarmnode.data.arrays import read_arrays
+from swarmnode.data.rows import make_rows
+from swarmnode.data.rules import DataRules, steps_of
+from swarmnode.data.samples import ARRAYS, TEXT, read_samples, sample_kind
 from swarmnode.errors import UsageError
 from swarmnode.plan.compression import is_allowed
 from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
-from swarmnode.swarm.records.run import Run, check_run
+from swarmnode.swarm.records.recipe import RECIPE, Recipe
+from swarmnode.swarm.records.run import MAX_MICROBATCHES, SCHEDULES, Run, check_run
 from swarmnode.swarm.storage.content import has_tokenizer
 
 NO_DATA = bytes(32)
@@ -27,19 +39,42 @@ MICROBATCH = 4  # samples
 Prepared = tuple[Run, Batches]
 
 
-def prepare(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+def prepare(
+    manifest: Manifest, folder: Path, data: Path, settings: Run, rules: DataRules = DataRules(), *, begins: bool = True
+) -> Prepared:
     """Read the data for the model whose config and tokenizer, or graph, are in `folder`, and complete the settings.
 
-    A `sequence` or `microbatch` of 0 is replaced by a default. Raises UsageError if model, data and settings do not fit.
+    A `sequence` or `microbatch` of 0 is replaced by a default, and the steps by those of `rules.epochs`. Without `begins`, texts
+    do not begin with the model's BOS, as in runs of older versions. Raises UsageError if model, data and settings do not fit.
     """
     check_trains(manifest)
     check_compression(manifest, settings.compression.rule)
-    ready = _for_text if manifest.kind == CAUSAL_LM else _for_graph
-    run, batches = ready(manifest, folder, data, settings)
-    run = msgspec.structs.replace(run, data=batches.fingerprint)
+    if manifest.kind == CAUSAL_LM:
+        run, batches = _for_text(manifest, folder, data, settings, rules, begins=begins)
+    else:
+        run, batches = _for_graph(folder, data, settings, rules)
+    samples = batches.samples(run)  # raises if there is not one sample
+    steps = steps_of(rules.epochs, samples, run.batch) if rules.epochs else run.steps
+    run = msgspec.structs.replace(run, data=batches.fingerprint, steps=steps)
     check_run(run)
-    batches.samples(run)  # raises if there is not one sample
     return run, batches
+
+
+def as_older_versions(manifest: Manifest, folder: Path, data: Path, settings: Run, rules: DataRules) -> list[Prepared]:
+    """Return what earlier versions made of the same data and settings, so that a run that one of them began can go on.
+
+    They had no recipe and counted all microbatches the same, and no text began with BOS. Empty if the settings are beyond them.
+    """
+    found = []
+    for begins in (True, False):
+        run, batches = prepare(manifest, folder, data, settings, rules, begins=begins)
+        if run.has_recipe:
+            schedule = run.known_recipe.schedule
+            if run.recipe != Recipe(schedule) or schedule not in SCHEDULES:
+                continue
+            run = msgspec.structs.replace(run, schedule=schedule, recipe=msgspec.UNSET)
+        found += [(run, batches), (msgspec.structs.replace(run, label_weights=msgspec.UNSET), batches)]
+    return found
 
 
 def check_early(data: Path, settings: Run) -> None:
@@ -74,7 +109,9 @@ def check_compression(manifest: Manifest, rule: str) -> None:
         raise UsageError(f"--compress {rule}: the swarm {manifest.name} does not allow it; choose auto")
 
 
-def _for_text(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+def _for_text(
+    manifest: Manifest, folder: Path, data: Path, settings: Run, rules: DataRules, *, begins: bool
+) -> Prepared:
     config = load_config(folder / CONFIG_FILE)
     # Models without a table of positions take more.
     usual = getattr(config, "max_position_embeddings", None) or SEQUENCE
@@ -84,14 +121,60 @@ def _for_text(manifest: Manifest, folder: Path, data: Path, settings: Run) -> Pr
         raise UsageError(f"--sequence {sequence} is more than the model's {positions} positions: lower it")
     run = _with(settings, sequence, settings.microbatch or min(MICROBATCH, settings.batch))
     check_run(run)  # before reading the data, which may take long
-    if not has_tokenizer(file.name for file in manifest.files):
-        return run, token_batches(data, config.vocab_size)
-    tokenizer = Tokenizer(folder)
-    return run, token_batches(data, config.vocab_size, tokenizer.encode_document, tokenizer.separator)
+    tokenizer = Tokenizer(folder) if has_tokenizer(file.name for file in manifest.files) else None
+    read = functools.partial(_read_language, tokenizer, config, sequence, rules, begins=begins)
+    batches = read(data)
+    if isinstance(batches, SampleBatches):
+        run = msgspec.structs.replace(run, label_weights=True)
+    return _evaluated(run, batches, rules, read) if rules.evaluate_every else (run, batches)
 
 
-def _for_graph(_manifest: Manifest, folder: Path, data: Path, settings: Run) -> Prepared:
+def _read_language(
+    own: Tokenizer | None, config: Any, sequence: int, rules: DataRules, data: Path, *, begins: bool
+) -> Batches:
+    """Read text or samples for a language model. Raises UsageError if they do not fit it."""
+    kind = sample_kind(data)
+    if own is None:
+        if kind != TEXT:
+            raise UsageError(
+                f"{data} holds samples, which need a tokenizer, and this model has bytes as tokens: give text"
+            )
+        return token_batches(data, config.vocab_size)
+    tokenizer = TrainingTokenizer(own)
+    if kind == TEXT:
+        begin = tokenizer.begin if begins else None
+        return token_batches(data, config.vocab_size, own.encode_document, own.separator, begin)
+    pack = rules.packs and can_pack(config, sequence)
+    samples = read_arrays(data, sequence) if kind == ARRAYS else read_samples(data, tokenizer, rules.loss)
+    return SampleBatches(make_rows(samples, sequence, pack=pack), config.vocab_size)
+
+
+def _evaluated(run: Run, batches: Batches, rules: DataRules, read: Callable[[Path], Batches]) -> Prepared:
+    """Return a run that evaluates on held-out data, and its batches. Raises UsageError if these are too few, or of another kind."""
+    if rules.held_out is None:
+        trained, held_out = batches.split(rules.held_out_share, run)
+    else:
+        trained, held_out = batches, read(rules.held_out)
+    if type(trained) is not type(held_out):
+        raise UsageError("--eval-data is of another kind than --data: give both as text, or both as samples")
+    rows = held_out.samples(run)
+    count = min(rows // run.microbatch, MAX_MICROBATCHES - run.microbatches)
+    if not count:
+        raise UsageError(
+            f"the held-out data fill {rows} rows, fewer than a microbatch of {run.microbatch} or more than fit into a step; "
+            "give more of them, or another --microbatch"
+        )
+    recipe = msgspec.structs.replace(run.known_recipe, evaluate_every=rules.evaluate_every, evaluation=count)
+    run = msgspec.structs.replace(run, schedule=RECIPE, recipe=recipe)
+    return run, WithHeldOut(trained, held_out)
+
+
+def _for_graph(folder: Path, data: Path, settings: Run, rules: DataRules) -> Prepared:
     graph = read_graph(folder)
+    if rules.evaluate_every:
+        raise UsageError("held-out data are for language models that are split at their layers: leave out --eval-every")
+    if settings.known_recipe.label_smoothing or settings.known_recipe.z_loss:
+        raise UsageError("--label-smoothing and --z-loss are for language models that are split at their layers")
     length = token_length(graph) if data.suffix != ARRAYS_SUFFIX else 0
     if settings.sequence and settings.sequence != length:
         raise UsageError("--sequence is for language models, and this model's samples are rows of arrays: leave it out")

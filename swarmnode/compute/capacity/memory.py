@@ -53,7 +53,7 @@ def unit_sizes(
         for unit in family.units_of_tensor(name):
             is_matrix = 1 <= unit <= family.layer_count and len(entry.shape) == 2 and ".experts." not in name
             width = QUANTIZED_BYTES[quantize] if is_matrix and quantize in QUANTIZED_BYTES else dtype.itemsize
-            weights[unit] += entry.nbytes if keeps_packed and entry.is_packed else entry.elements * width
+            weights[unit] += entry.packed_bytes if keeps_packed and entry.is_packed else entry.elements * width
     cache = (family.cache_bytes_per_token(unit, dtype.itemsize, kv) for unit in range(family.units))
     return UnitSizes(tuple(int(size) for size in weights), tuple(cache))
 

@@ -11,14 +11,17 @@ import logging
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from swarmnode.compute.model.family import Family, family_of
+from swarmnode.compute.model.family import Family, family_of, plain_config, settings_of
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.packing.quantised_folders.quantised_tensors import QuantisedTensors
 from swarmnode.compute.model.packing.tensor_entry import (
     MAX_TOLD_CHARS,
+    FileSlice,
     TensorEntry,
     packed_entries,
     packed_slices,
@@ -57,13 +60,27 @@ for _name in ("configuration_utils", "models.gemma.configuration_gemma"):
 
 
 class Checkpoint:
-    """The tensors of a model, by name and by unit. Raises CheckpointError, naming the file, if anything does not fit."""
+    """The tensors of a model, by name and by unit. `quantised` has those of a quantised checkpoint of safetensors, else it is None.
+
+    Raises CheckpointError, naming the file, if anything does not fit.
+    """
+
+    quantised: QuantisedTensors | None = None
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"{self.path}: no such folder; check its name")
-        self.entries = read_entries(self.path)
+        self._take(read_entries(self.path))
+
+    def _take(self, entries: dict[str, TensorEntry]) -> None:
+        """Set the tensors. Raises CheckpointError if they are quantised in a way that is not supported."""
+        file = self.path / CONFIG_FILE
+        settings = settings_of(SimpleNamespace(**read_json(file))) if file.is_file() else None
+        if settings is not None:
+            self.quantised = QuantisedTensors(self.path, settings, entries)
+            entries = self.quantised.marked
+        self.entries = entries
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.path}, {len(self.entries)} tensors)"
@@ -76,7 +93,7 @@ class Checkpoint:
     @cached_property
     def family(self) -> Family:
         """Anatomy of the model and its cut into units. Raises CheckpointError with the reason if the model cannot be cut."""
-        return family_of(self.config)
+        return family_of(self.config if self.quantised is None else plain_config(self.config))
 
     @property
     def units(self) -> int:
@@ -87,9 +104,13 @@ class Checkpoint:
     def dtype(self) -> Any:
         """Torch dtype that holds most of the weights; bfloat16 unless that is float32 or float16.
 
-        Raises CheckpointError if there are no tensors.
+        Of a quantised checkpoint it is the one that the config names. Raises CheckpointError if there are no tensors.
         """
         import torch
+
+        if self.quantised is not None:
+            named = str(self.config.dtype).removeprefix("torch.")
+            return {"float32": torch.float32, "float16": torch.float16}.get(named, torch.bfloat16)
 
         sizes: dict[str, int] = {}
         for entry in self.entries.values():
@@ -110,11 +131,11 @@ class Checkpoint:
     @property
     def packed_file(self) -> Path | None:
         """The GGUF file with packed weights; None if there is none."""
-        return next((entry.file for entry in self.entries.values() if entry.is_packed), None)
+        return next((entry.file for entry in self.entries.values() if entry.is_gguf), None)
 
     @property
     def is_packed(self) -> bool:
-        """Whether most of the weights are packed, in a format of GGUF."""
+        """Whether most of the weights are packed: in a format of GGUF, or quantised."""
         packed = sum(entry.elements for entry in self.entries.values() if entry.is_packed)
         return 2 * packed > sum(entry.elements for entry in self.entries.values())
 
@@ -134,10 +155,10 @@ class Checkpoint:
         from safetensors import SafetensorError, safe_open
 
         names = list(names)
-        slices: dict[str, Any] = packed_slices({n: e for n in names if (e := self.entries[n]).is_packed})
+        slices: dict[str, Any] = packed_slices({n: e for n in names if (e := self.entries[n]).is_gguf})
         by_file: dict[Path, list[str]] = {}
         for name in names:
-            if not self.entries[name].is_packed:
+            if not self.entries[name].is_gguf:
                 by_file.setdefault(self.entries[name].file, []).append(name)
         for file, wanted in by_file.items():
             try:
@@ -146,6 +167,15 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file}: cannot be read: {error}; check its permissions") from error
         return slices
+
+    def read_slices(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the named tensors as slices like `open_slices`. Those that are quantised are not mapped, but read when asked for.
+
+        Raises CheckpointError if a file cannot be read.
+        """
+        names = set(names)
+        quantised = {name for name in names if self.entries[name].values is not None}
+        return {**self.open_slices(names - quantised), **{name: FileSlice(self.entries[name]) for name in quantised}}
 
 
 @lean()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,14 @@ def settings_of(config: Any) -> Mapping[str, Any] | None:
     if settings is not None and not isinstance(settings, dict):
         raise CheckpointError("the checkpoint's quantization_config is not a table; fetch config.json again")
     return settings
+
+
+def plain_config(config: Any) -> Any:
+    """Return a copy of a transformers config without its quantisation settings."""
+    plain = deepcopy(config)
+    for key in KEYS:
+        plain.__dict__.pop(key, None)
+    return plain
 
 
 @dataclass(frozen=True)
@@ -171,7 +180,7 @@ def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
     if settings is not None:
         method = settings.get("quant_method", "unknown")
         raise CheckpointError(
-            f"the checkpoint is quantised ({method}): `create` and `host` write its plain weights into NAME-weights"
+            f"the config is of a quantised checkpoint ({method}): give the folder to `create --model` or `host`"
         )
     if getattr(model_class, "_is_stateful", False):
         raise CheckpointError(

@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, read_header
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.storage.content import TOKENIZER_NAMES
+from swarmnode.swarm.storage.content import GGUF_SUFFIX, TOKENIZER_NAMES
 
 SMALL_FILES = TOKENIZER_NAMES | {CONFIG_FILE, "generation_config.json"}
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -43,6 +43,51 @@ def open_checkpoint(
     return HubCheckpoint(repository, revision=revision or named or None, cache_dir=cache_dir)
 
 
+class Repository:
+    """Model repository `name` on the hub, at the commit of `revision`. Raises CheckpointError if the hub does not have it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        endpoint: str | None = None,
+    ) -> None:
+        from huggingface_hub import HfApi
+
+        self.name = name
+        self.api = HfApi(endpoint=endpoint)
+        self._cache_dir = cache_dir
+        self._whole: set[str] = set()
+        with _hub_errors(name, revision):
+            info = self.api.model_info(name, revision=revision)
+        self.revision = info.sha or revision
+        self.files = frozenset(sibling.rfilename for sibling in info.siblings or ())
+
+    def __repr__(self) -> str:
+        return f"<Repository {self.name}, {len(self.files)} files>"
+
+    def fetch(self, file: str) -> Path:
+        """Fetch a file into the cache of huggingface_hub, and return its path. Raises CheckpointError."""
+        with _hub_errors(self.name, self.revision):
+            return Path(self.api.hf_hub_download(self.name, file, revision=self.revision, cache_dir=self._cache_dir))
+
+    def fetch_whole(self, file: str) -> Path:
+        """Fetch a large file and check it once against the SHA-256 that the hub promised.
+
+        Raises CheckpointError, after it removed the file, if it is damaged.
+        """
+        path = self.fetch(file)
+        blob = path.resolve()
+        if file not in self._whole and _SHA256.fullmatch(blob.name) and _sha256_of(blob) != blob.name:
+            for damaged in (path, blob):
+                damaged.unlink()
+            raise CheckpointError(f"{self.name}: {file} was damaged on its way here and is removed: try again")
+        self._whole.add(file)
+        return path
+
+
 class HubCheckpoint(Checkpoint):
     """Checkpoint whose shards are fetched from the hub (with a progress bar) when their tensors are first opened."""
 
@@ -54,25 +99,15 @@ class HubCheckpoint(Checkpoint):
         cache_dir: str | Path | None = None,
         endpoint: str | None = None,
     ) -> None:
-        from huggingface_hub import HfApi
-
-        self.repository = repository
-        self._api = HfApi(endpoint=endpoint)
-        self._cache_dir = cache_dir
-        self.revision = revision
-        self._whole: set[str] = set()
-        with self._hub_errors():
-            info = self._api.model_info(repository, revision=revision)
-        self.revision = info.sha or revision
-        self._files = {sibling.rfilename for sibling in info.siblings or ()}
-        for file in sorted(SMALL_FILES & self._files):
-            self.path = self._fetch(file).parent
-        if CONFIG_FILE not in self._files:
-            gguf = next((file for file in sorted(self._files) if file.endswith(".gguf")), None)
-            hint = f"; download one of its GGUF files, as {gguf}, and give its path" if gguf else ""
-            hint += f" (`fit` also takes {repository}/{gguf})" if gguf else ""
+        self._hub = Repository(repository, revision=revision, cache_dir=cache_dir, endpoint=endpoint)
+        self.repository, self.revision = repository, self._hub.revision
+        for file in sorted(SMALL_FILES & self._hub.files):
+            self.path = self._hub.fetch(file).parent
+        if CONFIG_FILE not in self._hub.files:
+            has_gguf = any(file.endswith(GGUF_SUFFIX) for file in self._hub.files)
+            hint = f"; for its GGUF files give hf.co/{repository}, or {repository}:QUANT" if has_gguf else ""
             raise CheckpointError(f"{repository}: has no {CONFIG_FILE}, so it is not a model of transformers{hint}")
-        self.entries = self._remote_entries()
+        self._take(self._remote_entries())
 
     def __repr__(self) -> str:
         return f"HubCheckpoint({self.repository}, {len(self.entries)} tensors)"
@@ -84,7 +119,7 @@ class HubCheckpoint(Checkpoint):
         """
         names = list(names)
         for shard in sorted({self.entries[name].file.name for name in names}):
-            local = read_header(self._fetch_whole(shard))
+            local = read_header(self._hub.fetch_whole(shard))
             for name in names:
                 if self.entries[name].file.name == shard and not _same_tensor(local.get(name), self.entries[name]):
                     raise CheckpointError(
@@ -92,42 +127,23 @@ class HubCheckpoint(Checkpoint):
                     )
         return super().open_slices(names)
 
+    def read_slices(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return the same as `open_slices`: the places of its entries are those of the hub's headers, not of local files."""
+        return self.open_slices(names)
+
     def small_file(self, name: str) -> Path | None:
         """Fetch a small file and return its path; None if the hub does not have it."""
-        return self._fetch(name) if name in self._files else None
+        return self._hub.fetch(name) if name in self._hub.files else None
 
     def _remote_entries(self) -> dict[str, TensorEntry]:
-        with self._hub_errors():
-            metadata = self._api.get_safetensors_metadata(self.repository, revision=self.revision)
+        with _hub_errors(self.repository, self.revision):
+            metadata = self._hub.api.get_safetensors_metadata(self.repository, revision=self.revision)
         entries: dict[str, TensorEntry] = {}
         for file, header in metadata.files_metadata.items():
             for name, tensor in header.tensors.items():
                 begin, end = tensor.data_offsets
                 entries[name] = TensorEntry(self.path / file, tensor.dtype, tuple(tensor.shape), begin, end)
         return entries
-
-    def _fetch_whole(self, file: str) -> Path:
-        """Fetch a large file and check it once against the SHA-256 that the hub promised.
-
-        Raises CheckpointError, after it removed the file, if it is damaged.
-        """
-        path = self._fetch(file)
-        blob = path.resolve()
-        if file not in self._whole and _SHA256.fullmatch(blob.name) and _sha256_of(blob) != blob.name:
-            for damaged in (path, blob):
-                damaged.unlink()
-            raise CheckpointError(f"{self.repository}: {file} was damaged on its way here and is removed: try again")
-        self._whole.add(file)
-        return path
-
-    def _hub_errors(self) -> AbstractContextManager[None]:
-        return _hub_errors(self.repository, self.revision)
-
-    def _fetch(self, file: str) -> Path:
-        with self._hub_errors():
-            return Path(
-                self._api.hf_hub_download(self.repository, file, revision=self.revision, cache_dir=self._cache_dir)
-            )
 
 
 def read_range(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
-from swarmnode.compute.model.assemble import assemble
+from swarmnode.compute.model.assemble import Packed, assemble
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
@@ -24,6 +24,7 @@ from swarmnode.compute.model.packed import PackedLinear, Packings, packed_bytes
 from swarmnode.compute.model.packing.attention import attend_by_position
 from swarmnode.compute.model.packing.card_matrix import working_bytes
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
+from swarmnode.compute.model.packing.quantised_folders.quantised_weights import plain_slices, read_quantised
 from swarmnode.compute.model.quantize import Quantization
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
@@ -264,12 +265,17 @@ def load_model(
     own: torch.dtype = checkpoint.dtype
     wanted = own if isinstance(dtype, str) else dtype
     entries = {name: checkpoint.entries[name] for name in checkpoint.tensors_of(start, end)}
-    packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_packed}
-    slices = checkpoint.open_slices(entries.keys() - packed.keys())
+    packed = {name: entry for name, entry in entries.items() if products != PLAIN and entry.is_gguf}
+    slices = checkpoint.read_slices(entries.keys() - packed.keys())
     device = torch.device(packed_on)
     embedding = f"{family.input_embedding}.weight"
-    weights = read_weights(packed, wanted, exact=products == EXACT, looked_up=embedding, device=device)
-    model = assemble(family, slices, start, end, dtype=wanted, packed=weights)
-    if products == FAST and weights and device.type == "cpu":
+    held: Packed = read_weights(packed, wanted, exact=products == EXACT, looked_up=embedding, device=device)
+    quantised = checkpoint.quantised
+    if quantised is not None and products != PLAIN:
+        slices, held = read_quantised(quantised, slices, family, wanted, exact=products == EXACT)
+    elif quantised is not None:
+        slices = plain_slices(quantised, slices, quantised.packed & slices.keys())
+    model = assemble(family, slices, start, end, dtype=wanted, packed=held)
+    if products == FAST and held and device.type == "cpu":
         attend_by_position(model)
     return model

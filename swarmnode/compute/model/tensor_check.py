@@ -44,7 +44,10 @@ def check_tensors(checkpoint: Checkpoint) -> None:
         for name, entry in entries.items()
         if entry.dtype in FLOATS and not entry.is_packed
     }
-    packed = packed_slices({name: entry for name, entry in entries.items() if entry.is_packed})
+    packed: dict[str, Any] = dict(packed_slices({name: entry for name, entry in entries.items() if entry.is_gguf}))
+    if (quantised := checkpoint.quantised) is not None:
+        stored = checkpoint.open_slices(quantised.packed | quantised.beside)
+        packed |= quantised.slices(stored, quantised.packed)
     shapes |= {name: (tuple(packed_slice.get_shape()), torch.float32) for name, packed_slice in packed.items()}
     outlines = {
         name: torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Outline)

@@ -48,7 +48,7 @@ class StaticColumns(AttentionCache):
         self._buffers = cohort.buffers
         self._store = cohort.store
         self._first_kept = first_kept(cohort)
-        self._columns = {layer: cohort.columns_in(layer) for layer in cohort.buffers}
+        self._capacity, self._windows = cohort.capacity, cohort.windows  # not the cohort: it ends with its last session
 
     def __repr__(self) -> str:
         return f"StaticColumns({len(self._buffers)} layers of up to {self.get_max_length()} columns)"
@@ -77,12 +77,17 @@ class StaticColumns(AttentionCache):
         return self.column
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the number of columns in a layer's buffers, and the first column that they hold."""
-        return self._columns[layer_idx], self._first_kept.get(layer_idx, 0)
+        """Return the number of columns in a layer's buffers, and the first column that they hold. A family may ask for a layer that
+        another hop has."""
+        return self._columns_in(layer_idx), self._first_kept.get(layer_idx, 0)
+
+    def _columns_in(self, layer: int) -> int:
+        window = self._windows.get(layer)
+        return self._capacity if window is None else min(self._capacity, window.columns)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the largest number of columns in any layer's buffers."""
-        return max(self._columns.values())
+        return max(map(self._columns_in, self._buffers))
 
     @property
     def is_compileable(self) -> bool:

@@ -5,41 +5,128 @@ Inputs are gathered in a pinned buffer, so that the host does not wait for their
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from swarmnode.codec.tensors import FLOAT_DTYPES, TensorInfo
-from swarmnode.compress.codecs import Buffer, decode, decode_in_place
+from swarmnode.codec.tensors import FLOAT_DTYPES, MAX_ELEMENTS, Codec, TensorInfo, check_tensor
+from swarmnode.compress.alike import decode_alike, encode_alike, goes_together, info_of
+from swarmnode.compress.codecs import Buffer, decode, decode_in_place, encode_in_place
+from swarmnode.errors import ProtocolError
 
-ALIGNMENT_BYTES = 8  # of each tensor within a transfer: that of the widest elements
+ALIGNMENT_BYTES = 8  # of each input within a transfer: that of the widest elements
+
+
+Work = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Function for tensors of one shape: its results have a row (S, …) for each"""
+
+Rows = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Function from the fetched tensors to one tensor's rows of the results of its Work"""
+
+Payload = Callable[[Sequence[Tensor]], Tensor]
+"""Function from the fetched tensors to a payload uint8_M"""
+
+Check = Callable[[Sequence[Tensor]], bool]
+"""Function from the fetched tensors to a test's outcome"""
 
 
 class DeviceOutputs:
-    """Outputs of one pass on their way to the host: `add` the wanted tensors, then `fetch` them all."""
+    """Outputs of one pass on their way to the host: `add` the wanted tensors, then `fetch` them all.
+
+    On a card, tensors of one shape are encoded together and examined together, when they are fetched: a launch costs as much for
+    all sessions as for one.
+    """
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
+        self._alike: dict[Hashable, tuple[Work, list[Tensor]]] = {}  # what is to be computed together
+        self._results: dict[Hashable, list[int]] = {}  # its places
 
     def __repr__(self) -> str:
-        return f"<DeviceOutputs of {len(self._parts)} tensors>"
+        waiting = sum(len(tensors) for _, tensors in self._alike.values())
+        return f"<DeviceOutputs of {len(self._parts)} tensors, {waiting} to be computed>"
 
     def add(self, tensor: Tensor) -> int:
         """Take `tensor`, which must not be written to any more. Returns its place in the list that `fetch` returns."""
         self._parts.append(tensor.detach())
         return len(self._parts) - 1
 
+    def add_encoded(self, tensor: Tensor, codec: Codec) -> tuple[TensorInfo, Payload]:
+        """Take a tensor that is to be encoded. Returns its descriptor, and the function that finds its payload.
+
+        Raises ValueError if the codec does not carry the tensor's dtype.
+        """
+        info = info_of(tensor, codec)
+        if info is None or tensor.device.type != "cuda" or not goes_together(info):
+            info, payload_M = encode_in_place(tensor, codec)
+            place = self.add(payload_M)
+            return info, lambda fetched: fetched[place]
+        payload_of = self.add_each(tensor, Encoding(codec))
+        return info, lambda fetched: payload_of(fetched)[0]
+
+    def add_finiteness(self, tensor: Tensor) -> Check:
+        """Ask whether a tensor has no NaN and no infinity. Returns the function that finds the answer."""
+        if tensor.device.type != "cuda" or not tensor.numel():
+            place = self.add(finiteness(tensor))
+            return lambda fetched: bool(fetched[place])
+        answer_of = self.add_each(tensor, finiteness_of_each)
+        return lambda fetched: bool(answer_of(fetched)[0])
+
+    def add_each(self, tensor: Tensor, work: Work) -> Rows:
+        """Take a tensor for `work`, which is called once for all tensors of one shape that were added with an equal work. Returns
+        the function that finds this tensor's rows of the results."""
+        key = work, tensor.shape, tensor.dtype, tensor.device
+        _, tensors = self._alike.setdefault(key, (work, []))
+        tensors.append(tensor.detach())
+        number = len(tensors) - 1
+        return lambda fetched: [fetched[place][number] for place in self._results[key]]
+
     def fetch(self) -> list[Tensor]:
         """Return all added tensors on the host, by number. Those on a device come in one copy."""
+        for key, (work, tensors) in self._alike.items():
+            self._results[key] = [self.add(result) for result in work(tensors)]
+        self._alike = {}
+        # Wide elements first: then all are aligned without padding.
         far = [number for number, part in enumerate(self._parts) if part.device.type != "cpu"]
+        far.sort(key=lambda number: -self._parts[number].itemsize)
         if far:
-            whole_M = _to_host(torch.cat([_aligned(self._parts[number]) for number in far]))
+            whole_M = _to_host(torch.cat([_bytes(self._parts[number]) for number in far]))
             begin = 0
             for number in far:
                 part = self._parts[number]
                 self._parts[number] = whole_M[begin : begin + part.nbytes].view(part.dtype).view(part.shape)
-                begin += part.nbytes + -part.nbytes % ALIGNMENT_BYTES
+                begin += part.nbytes
         return self._parts
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Work that encodes tensors."""
+
+    codec: Codec
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the payloads (uint8_SM,)."""
+        return (encode_alike(tensors, self.codec),)
+
+
+def finiteness(tensor: Tensor) -> Tensor:
+    """Return whether no element is NaN or infinite: a bool tensor on the tensor's device, without waiting for it.
+
+    A NaN among the elements is both their minimum and their maximum.
+    """
+    if not tensor.numel():
+        return torch.ones((), dtype=torch.bool)
+    low, high = torch.aminmax(tensor)
+    return low.isfinite() & high.isfinite()
+
+
+def finiteness_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return for tensors of one shape whether each has no NaN and no infinity: (sound_S,), on their device, without waiting."""
+    low_S, high_S = torch.stack([tensor.detach().reshape(-1) for tensor in tensors]).aminmax(dim=1)
+    return (low_S.mul_(0).add_(high_S, alpha=0) == 0,)  # 0 times NaN or infinity is NaN
 
 
 def _to_host(far_M: Tensor) -> Tensor:
@@ -51,23 +138,22 @@ def _to_host(far_M: Tensor) -> Tensor:
     return near_M
 
 
-def _aligned(part: Tensor) -> Tensor:
-    """Return a tensor's bytes, padded to the alignment of the next tensor."""
-    bytes_M = part.contiguous().view(-1).view(torch.uint8)
-    surplus = -len(bytes_M) % ALIGNMENT_BYTES
-    return pad(bytes_M, (0, surplus)) if surplus else bytes_M
+def _bytes(part: Tensor) -> Tensor:
+    return part.contiguous().view(-1).view(torch.uint8)
 
 
 class DeviceInputs:
     """Inputs of one pass on their way to the device: `add` them all, and the first call of `tensor` sends them.
 
-    Token ids stay on the host, which checks them first.
+    Token ids stay on the host, which checks them first. On a card, payloads with one descriptor are decoded together. If `dtype`
+    is given, floats are converted to it.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        self._device, self._dtype = device, dtype
         self._parts: list[tuple[TensorInfo, Buffer]] = []
         self._sent: dict[int, Tensor] | None = None
+        self._decoded: dict[int, Tensor] = {}
 
     def __repr__(self) -> str:
         return f"<DeviceInputs of {len(self._parts)} tensors for {self._device}>"
@@ -85,26 +171,58 @@ class DeviceInputs:
         info, payload = self._parts[number]
         if self._sent is None:
             self._sent = self._send()
+        if number in self._decoded:
+            return self._decoded[number]
         if number in self._sent:
-            return decode_in_place(info, self._sent[number])
-        return decode(info, payload, device=self._device if info.dtype in FLOAT_DTYPES else "cpu")
+            return self._converted(decode_in_place(info, self._sent[number]))
+        if info.dtype not in FLOAT_DTYPES:
+            return decode(info, payload)
+        return self._converted(decode(info, payload, device=self._device))
+
+    def _converted(self, x: Tensor) -> Tensor:
+        return x if self._dtype is None else x.to(self._dtype)
 
     def _send(self) -> dict[int, Tensor]:
-        """Send the float payloads to a card in one copy. Returns payload_M (uint8) by number; empty on other devices."""
+        """Send the float payloads to a card in one copy, those with one descriptor side by side. Returns payload_M (uint8) by
+        number, apart from those that were decoded together; empty on other devices."""
         if self._device.type != "cuda":
             return {}
-        places: dict[int, slice] = {}
-        end = 0
+        alike: dict[tuple[TensorInfo, int], list[int]] = {}
         for number, (info, payload) in enumerate(self._parts):
             if info.dtype in FLOAT_DTYPES:
-                size = memoryview(payload).nbytes
-                places[number] = slice(end, end + size)
-                end += size + -size % ALIGNMENT_BYTES
-        if not places:
+                alike.setdefault((info, memoryview(payload).nbytes), []).append(number)
+        if not alike:
             return {}
-        pinned_M = torch.empty(end, dtype=torch.uint8, pin_memory=True)
+        whole = sum(len(numbers) * _stride(size) for (_, size), numbers in alike.items())
+        pinned_M = torch.empty(whole, dtype=torch.uint8, pin_memory=True)
         gathered = pinned_M.numpy().data
-        for number, place in places.items():
-            gathered[place] = memoryview(self._parts[number][1]).cast("B")
+        groups: list[tuple[TensorInfo, list[int], slice, int]] = []
+        end = 0
+        for (info, size), numbers in alike.items():
+            begin = end
+            for number in numbers:
+                gathered[end : end + size] = memoryview(self._parts[number][1]).cast("B")
+                end += _stride(size)
+            groups.append((info, numbers, slice(begin, end), size))
         far_M = pinned_M.to(self._device, non_blocking=True)
-        return {number: far_M[place] for number, place in places.items()}
+        sent: dict[int, Tensor] = {}
+        for info, numbers, place, size in groups:
+            rows_SM = far_M[place].view(len(numbers), _stride(size))[:, :size]
+            if len(numbers) > 1 and _is_sound(info, size) and goes_together(info):
+                self._decoded.update(zip(numbers, self._converted(decode_alike(info, rows_SM)), strict=True))
+            else:
+                sent.update(zip(numbers, rows_SM, strict=True))
+        return sent
+
+
+def _stride(size: int) -> int:
+    """Return the bytes from one payload of `size` bytes to the next."""
+    return size + -size % ALIGNMENT_BYTES
+
+
+def _is_sound(info: TensorInfo, size: int) -> bool:
+    """Return whether a payload's descriptor is allowed and implies its size."""
+    try:
+        return check_tensor(info, MAX_ELEMENTS) == size
+    except ProtocolError:  # is raised again for each input
+        return False

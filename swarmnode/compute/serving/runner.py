@@ -307,10 +307,11 @@ class StageRunner:
     ) -> Iterator[StepOutput]:
         """Run one pass. Steps are filled up at their end, so the wanted outputs of a shorter one are not in the last columns."""
         longest = max(work.count for work in works.values())
-        keep_last = max(longest - work.count + work.head_positions if work.want else 0 for work in works.values())
+        is_hidden = opened.end < self.span.family.units
+        with_head = [work for work in works.values() if work.want and not is_hidden]
+        keep_last = max((longest - work.count + work.head_positions for work in with_head), default=0)
         inputs = {member: work.x for member, work in works.items()}
         output = self._forward(opened, cohort, inputs, keep_last=keep_last)
-        is_hidden = opened.end < self.span.family.units
         for member, work in works.items():
             y = output[member.row_slice]
             end = max(0, y.shape[1] - (longest - work.count))
@@ -406,14 +407,3 @@ def _gather(cohort: Cohort, inputs: Mapping[CachedSession, Tensor], longest: int
             x = torch.cat([x, x[:, -1:].repeat_interleave(longest - x.shape[1], dim=1)], dim=1)
         rows.append(x)
     return torch.cat(rows)
-
-
-def finiteness(tensor: Tensor) -> Tensor:
-    """Return whether no element is NaN or infinite: a bool tensor on the tensor's device, without waiting for it.
-
-    A NaN among the elements is both their minimum and their maximum.
-    """
-    if not tensor.numel():
-        return torch.ones((), dtype=torch.bool)
-    low, high = torch.aminmax(tensor)
-    return low.isfinite() & high.isfinite()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.serving.grammar import GrammarMatcher  # imports llguidance
 
 HEAD = 1024  # of the vocabulary, put in order first
+ROWS_SEARCHED = 8  # at once: their logits are held in float64
 UNKNOWN = -1
 
 
@@ -116,20 +118,20 @@ class Candidates(NamedTuple):
     total_B: Tensor
 
 
-def candidates(logits_BV: Tensor, parameters: Sampling) -> Candidates:
-    """Return the candidates on the logits' device, without waiting for it.
+def candidates(logits_BV: Tensor, top_k: int, temperature: float) -> Candidates:
+    """Return the candidates of a draw with this `top_k` (0: all tokens) on the logits' device, without waiting for it.
 
     There is one candidate more than a draw uses, to show a tie at the edge.
     """
-    kept, count = _counts(logits_BV.shape[1], parameters)
+    kept, count = _counts(logits_BV.shape[1], top_k)
     values_BC, ids_BC = torch.topk(logits_BV.float(), min(count + 1, logits_BV.shape[1]))
     all_BV = values_BC[:, :count] if count == kept else logits_BV
-    return Candidates(values_BC, ids_BC, (all_BV.double() / parameters.temperature).logsumexp(1))
+    return Candidates(values_BC, ids_BC, (all_BV.double() / temperature).logsumexp(1))
 
 
 def sample_candidates(known: Candidates, vocabulary: int, parameters: Sampling, position: int) -> Tensor | None:
     """Draw ids_B as `sample` does, on the host; None if that needs all logits."""
-    kept, count = _counts(vocabulary, parameters)
+    kept, count = _counts(vocabulary, parameters.top_k)
     ids = []
     for row, (values_C, ids_C, total) in enumerate(zip(*known, strict=True)):
         if len(values_C) > count and values_C[count] == values_C[count - 1]:
@@ -144,10 +146,10 @@ def sample_candidates(known: Candidates, vocabulary: int, parameters: Sampling, 
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def _counts(vocabulary: int, parameters: Sampling) -> tuple[int, int]:
+def _counts(vocabulary: int, top_k: int) -> tuple[int, int]:
     """Return how many of the most likely tokens may be drawn, and how many of them to search first."""
-    kept = min(parameters.top_k or vocabulary, vocabulary)
-    return kept, kept if parameters.top_k else min(kept, HEAD)
+    kept = min(top_k or vocabulary, vocabulary)
+    return kept, kept if top_k else min(kept, HEAD)
 
 
 def _draw(logits_V: Tensor, parameters: Sampling, number: float) -> int:
@@ -155,7 +157,7 @@ def _draw(logits_V: Tensor, parameters: Sampling, number: float) -> int:
 
     The largest few logits nearly always hold it, so the whole vocabulary is sorted only if they do not.
     """
-    kept, first = _counts(len(logits_V), parameters)
+    kept, first = _counts(len(logits_V), parameters.top_k)
     token = _draw_among(first, kept, logits_V, parameters, number)
     if token is None:
         token = _draw_among(kept, kept, logits_V, parameters, number)
@@ -356,6 +358,23 @@ class Sampler:
         return pack_logprobs(TokenLogprob(*one) for one in told)
 
 
+def _likeliest(logits: Sequence[Tensor]) -> Sequence[Tensor]:
+    return (torch.stack(list(logits)).argmax(dim=-1),)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Search for the candidates of sessions whose settings for it are the same."""
+
+    top_k: int
+    temperature: float
+
+    def __call__(self, logits: Sequence[Tensor]) -> Sequence[Tensor]:
+        some = torch.cat(list(logits)).split(ROWS_SEARCHED)
+        found = zip(*(candidates(logits_BV, self.top_k, self.temperature) for logits_BV in some), strict=True)
+        return [torch.cat(parts).view(len(logits), -1, *parts[0].shape[1:]) for parts in found]
+
+
 def _launch(
     logits_BV: Tensor, parameters: Sampling, position: int, outputs: DeviceOutputs
 ) -> Callable[[Sequence[Tensor]], Tensor]:
@@ -364,15 +383,15 @@ def _launch(
     A card sends only its largest logits; all of them are copied later if a draw needs more.
     """
     if parameters.temperature <= 0:
-        place = outputs.add(logits_BV.argmax(dim=-1))
-        return lambda fetched: fetched[place]
+        likeliest = outputs.add_each(logits_BV, _likeliest)
+        return lambda fetched: likeliest(fetched)[0]
     if logits_BV.device.type != "cuda":  # the host has them already, or the device may lack float64
         place = outputs.add(logits_BV)
         return lambda fetched: sample(fetched[place], parameters, position)
-    places = [outputs.add(part) for part in candidates(logits_BV, parameters)]
+    found = outputs.add_each(logits_BV, _Search(parameters.top_k, parameters.temperature))
 
     def draw(fetched: Sequence[Tensor]) -> Tensor:
-        known = Candidates(*(fetched[place] for place in places))
+        known = Candidates(*found(fetched))
         ids_B = sample_candidates(known, logits_BV.shape[1], parameters, position)
         return sample(logits_BV, parameters, position) if ids_B is None else ids_B
 

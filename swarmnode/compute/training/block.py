@@ -81,6 +81,8 @@ class Block:
         self.number = number
         self.run = run
         self.parameters = dict(sorted(parameters.items()))
+        for name, parameter in self.parameters.items():  # of a frozen one no gradient is computed: its sums stay zero
+            parameter.requires_grad_(not run.treat(name, parameter.dim()).frozen)
         self.buffers = dict(sorted(buffers.items()))
         self.statistics = {name: buffer for name, buffer in self.buffers.items() if buffer.dtype != torch.bool}
         self.shapes = [tensor.shape for tensor in (*self.parameters.values(), *self.statistics.values())]

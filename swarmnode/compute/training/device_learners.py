@@ -67,7 +67,7 @@ class DeviceLearners:
 
     def count_of(self, block: int) -> int:
         """Return how many microbatches all devices together have counted for a block, see `Learner.count_of`."""
-        return count_of(block, self.counted, self.segment.units)
+        return count_of(block, self.counted, self.segment.units, self.run.microbatches)
 
     @property
     def gradient_bytes(self) -> int:

@@ -63,6 +63,7 @@ class Learner:
         self.run = run
         self.step = step
         self.recompute = recompute
+        segment.aim(run.known_recipe)
         self._autocast_dtype = autocast_dtype(segment.device, wanted=run.autocast)
         self.counted = dict.fromkeys(range(segment.start, segment.end), 0)
         parameters, buffers = segment.parameters(), segment.buffers()
@@ -116,25 +117,27 @@ class Learner:
     def forward(self, lease: int, index: int, start: int, end: int, values: Values, labels: Values = ()) -> Values:
         """Run layers [start, end) on microbatch `index` and keep the pass for `backward`.
 
-        Returns the values at boundary `end`, detached; at the model's end the mean loss, which needs `labels`.
+        Returns the values at boundary `end`, detached; at the model's end the mean loss, which needs `labels`. Held-out
+        microbatches go forward without dropout, and nothing is kept for gradients.
         Raises ValueError for a lease that is in flight, or an index or layers that do not exist, NotFinite for NaN or infinity.
         """
         if lease in self._saved:
             raise ValueError(f"lease {lease} is in flight already")
-        if not 0 <= index < self.run.microbatches:
-            raise ValueError(f"no microbatch {index}: a step has {self.run.microbatches}")
+        if not 0 <= index < self.run.passes_at(self.step):
+            raise ValueError(f"no microbatch {index}: step {self.step} has {self.run.passes_at(self.step)}")
         if not self.segment.start <= start < end <= self.segment.end:
             raise ValueError(f"layers [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
         saved = self._begin(index, start, end, labels)
-        outputs = self._fly(saved, values)
+        fly = self._evaluate if saved.evaluates else self._fly
+        outputs = fly(saved, values)
         is_sound = is_finite(outputs)
         if not is_sound and saved.in_float16:
             saved.autocast_dtype = None
-            outputs = self._fly(saved, values)
+            outputs = fly(saved, values)
             is_sound = is_finite(outputs)
         if not is_sound:
             self._blame(saved, values)
-        saved.shapes = tuple(output.shape for output in outputs)
+        saved.shapes, saved.entered = tuple(output.shape for output in outputs), len(values)
         self._saved[lease] = saved
         return outputs
 
@@ -148,6 +151,10 @@ class Learner:
         saved = self._saved.pop(lease, None)
         if saved is None:
             raise ValueError(f"lease {lease} is not in flight")
+        if saved.evaluates:
+            for unit in range(saved.start, saved.end):
+                self.counted[unit] |= 1 << saved.index
+            return (None,) * saved.entered
         units = [unit for unit in range(saved.start, saved.end) if not self._has(unit, saved.index)]
         if any(
             len({self._has(unit, saved.index) for unit in range(piece.start, piece.end)}) > 1 for piece in saved.pieces
@@ -188,7 +195,10 @@ class Learner:
         shares: Shares = ()
         if self.run.weighs_labels and end == self.segment.units:
             labels, shares = apart(labels, self.segment.means)
-        return SavedActivations(index, start, end, labels, seed, self._autocast_dtype, shares=shares)
+        evaluates = index >= self.run.microbatches
+        return SavedActivations(
+            index, start, end, labels, seed, self._autocast_dtype, shares=shares, evaluates=evaluates
+        )
 
     def _fly(self, saved: SavedActivations, values: Values) -> Values:
         """Run the forward pass piece by piece and return its outputs."""
@@ -198,6 +208,11 @@ class Learner:
         for start, end in pairwise(cuts):
             values = self._fly_piece(saved, start, end, values)
         return values
+
+    @torch.no_grad()
+    def _evaluate(self, saved: SavedActivations, values: Values) -> Values:
+        """Run the forward pass of a held-out microbatch and return its outputs."""
+        return self._passes.compute(saved, saved.start, saved.end, values)[0]
 
     def _cuts(self, index: int, start: int, end: int) -> list[int]:
         """Return the bounds of pieces: cuts between layers that have counted a microbatch and layers that have not.
@@ -325,7 +340,7 @@ class Learner:
 
     def count_of(self, block: int) -> int:
         """Return how many microbatches are counted here for a block; for the ends' shared block, by either end."""
-        return count_of(block, self.counted, self.segment.units)
+        return count_of(block, self.counted, self.segment.units, self.run.microbatches)
 
     def apart_squared_norm(self, blocks: Sequence[int]) -> float:
         """Return the squared norm of the mean gradient over only the microbatches that are counted here."""
@@ -415,11 +430,12 @@ class Learner:
         self._blocks[block].load(tensors)
 
 
-def count_of(block: int, counted: Mapping[int, int], units: int) -> int:
-    """Return how many microbatches are counted for a block of a model of `units` layers, by the masks of the held layers.
+def count_of(block: int, counted: Mapping[int, int], units: int, microbatches: int) -> int:
+    """Return how many of the first `microbatches`, which give gradients, are counted for a block of a model of `units` layers, by
+    the masks of the held layers.
 
     The ends' shared block counts those of either end. 0 if no end is held.
     """
     ends = [mask for unit, mask in counted.items() if unit in (0, units - 1)]
     masks = ends if block == SHARED else [counted[block]]
-    return max((mask.bit_count() for mask in masks), default=0)
+    return max(((mask & (1 << microbatches) - 1).bit_count() for mask in masks), default=0)

@@ -1,12 +1,14 @@
 """Layers of a causal language model, ready to be trained: a span whose weights are its own memory.
 
-Values at boundary 0: (ids_BT,). In between: (hidden_BTH,). At the end: the loss. Labels: (ids_BT,).
+Values at boundary 0: (ids_BT,). In between: (hidden_BTH,). At the end: the loss. Labels: (labels_BT,), ids
+or -100 where none counts.
+Rows of several documents carry a second value to every boundary, positions_BT: each token's place in its own document.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,8 +25,22 @@ from swarmnode.compute.serving.window import AttentionCache, sliding_layers
 from swarmnode.compute.training.randomness import CounterDropout, draws_dropout, reseed
 from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.errors import ProtocolError
+from swarmnode.swarm.records.recipe import Recipe
 
 NO_LABEL = -100
+PACKING_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "phi3", "gemma"})
+PACKING_FAMILIES |= {"gpt2", "gpt_neox", "mixtral", "granite", "smollm3"}
+"""Model types whose attention and positions take rows of several documents exactly (`tests/compute/training/test_packing.py`)"""
+
+
+def can_pack(config: Any, length: int) -> bool:
+    """Return whether a model of this config trains on rows of several documents as on each document alone.
+
+    A window or chunk of attention that is shorter than a row would be lost in the mask of documents.
+    """
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    short = any(isinstance(size, int) and size < length for size in windows)
+    return config.model_type in PACKING_FAMILIES and not (short and sliding_layers(config))
 
 
 class NothingKept(AttentionCache):
@@ -64,7 +80,9 @@ class SpanSegment(Segment):
         self.start, self.end = span.start, span.end
         self.units = span.family.units
         self.device = span.device
+        self.means = 1
         self._seed = 0
+        self._smoothing = self._z_loss = 0.0
         self._dropout = CounterDropout()
         self._drops = draws_dropout(span.model, span.config)
         self._cache = NothingKept(span.config)
@@ -80,6 +98,23 @@ class SpanSegment(Segment):
     def positions(self) -> int | None:
         """Most positions of the family's position table; None if positions have no limit."""
         return self.span.position_limit
+
+    def aim(self, recipe: Recipe) -> None:
+        self._smoothing, self._z_loss = recipe.label_smoothing, recipe.z_loss
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Turn dropout off in the `with` block, and the terms of the objective that are for training alone."""
+        drops, aims = self._drops, (self._smoothing, self._z_loss)
+        self._drops, self._smoothing, self._z_loss = False, 0.0, 0.0
+        if drops:
+            self.span.model.eval()
+        try:
+            yield
+        finally:
+            self._drops, (self._smoothing, self._z_loss) = drops, aims
+            if drops:
+                self.span.model.train()
 
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
         """Return the parameters by block, see `Segment`. A tied head's matrix has the embedding's name, wherever it is held."""
@@ -104,17 +139,23 @@ class SpanSegment(Segment):
     def forward(
         self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
     ) -> Values:
-        """Run layers [start, end), as `Segment.forward` describes. The loss is the mean over the B * (T - 1) tokens that have a
-        token before them."""
+        """Run layers [start, end), as `Segment.forward` describes. The loss is the mean over the tokens that have a label and a
+        token before them, times its share; 0 if there are none."""
         self._check(values, start)
         if end == self.units:
             self._check_labels(labels, values[0].shape[:2])
         self._seed = seed
         self._begin(start)
         x = self._here(values[0]) if start == 0 else values[0]
+        places_BT, mask_B1TT = self._documents(values[1]) if len(values) > 1 else (None, None)
         with self._dropout if self._drops else nullcontext():
-            output = self.span.forward(x, cache=self._cache, start=start, end=end)
-        return (next_token_loss(output, self._here(labels[0])),) if end == self.units else (output,)
+            output = self.span.forward(
+                x, cache=self._cache, attention_mask=mask_B1TT, position_ids=places_BT, start=start, end=end
+            )
+        if end < self.units:
+            return (output, *values[1:])
+        loss = next_token_loss(output, labels[0], smoothing=self._smoothing, z_loss=self._z_loss)
+        return (loss * shares[0] if shares else loss,)
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
         """Return made-up values: ids from the whole vocabulary, hidden states of usual size. See `Segment`."""
@@ -125,6 +166,13 @@ class SpanSegment(Segment):
 
     def _here(self, ids_BT: Tensor) -> Tensor:
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
+
+    def _documents(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the positions, and the mask_B1TT of rows of several documents: a token sees those before it in its own one."""
+        positions_BT = self._here(positions_BT)
+        documents_BT = (positions_BT == 0).cumsum(1)
+        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+        return positions_BT, same_BTT.tril()[:, None]
 
     def _reseeding(self, unit: int) -> Any:
         """Return a hook that reseeds before a layer's own code: earlier code may have drawn, and another split runs less of it."""
@@ -140,8 +188,10 @@ class SpanSegment(Segment):
 
     def _check(self, values: Values, start: int) -> None:
         """Raise ProtocolError if the values are not those of the boundary."""
-        if len(values) != 1:
-            raise ProtocolError(f"{len(values)} values at boundary {start} of a language model, which takes one")
+        if len(values) not in (1, 2):
+            raise ProtocolError(f"{len(values)} values at boundary {start} of a language model, which takes one or two")
+        if len(values) == 2:
+            self._check_places(values[1], values[0].shape[:2])
         if start == 0:
             self._check_ids(values[0])
         elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != self.span.hidden_size:
@@ -154,7 +204,20 @@ class SpanSegment(Segment):
         if len(labels) != 1 or labels[0].shape != shape:
             shapes = ", ".join(str(tuple(label.shape)) for label in labels)
             raise ProtocolError(f"the labels have the shape {shapes or None}, but the microbatch has {tuple(shape)}")
-        self._check_ids(labels[0])
+        self._check_ids(labels[0].masked_fill(labels[0] == NO_LABEL, 0))
+
+    def _check_places(self, positions_BT: Tensor, shape: torch.Size) -> None:
+        """Raise ProtocolError if positions do not count up from 0 in each document, or the family takes one document a row."""
+        if not can_pack(self.span.config, shape[1]):
+            raise ProtocolError("the model takes rows of one document only; train with --no-pack")
+        if positions_BT.dtype != torch.int64 or positions_BT.shape != shape:
+            raise ProtocolError(
+                f"positions have the wrong dtype or shape: {positions_BT.dtype} {tuple(positions_BT.shape)}"
+            )
+        next_BT = positions_BT[:, 1:]
+        counts_up = (next_BT == 0) | (next_BT == positions_BT[:, :-1] + 1)
+        if not (bool(counts_up.all()) and bool((positions_BT[:, 0] == 0).all())):
+            raise ProtocolError("positions do not count up from 0 in each document")
 
     def _check_ids(self, ids_BT: Tensor) -> None:
         if ids_BT.dtype != torch.int64 or ids_BT.dim() != 2 or ids_BT.shape[1] < 2 or ids_BT.numel() == 0:
@@ -171,13 +234,21 @@ class SpanSegment(Segment):
             raise ProtocolError(f"the microbatch has {count} positions, but the model only {self.positions}")
 
 
-def next_token_loss(logits_BTV: Tensor, ids_BT: Tensor) -> Tensor:
-    """Return the mean cross-entropy of each next token, in float32.
+def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor, *, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """Return the mean cross-entropy of each next token that has a label, in float32; 0 if none has.
+
+    `smoothing` gives that share of each label to the whole vocabulary. `z_loss` times the mean squared log-sum-exp of the logits is
+    added (PaLM, arXiv 2204.02311).
 
     A label excludes the last position, which avoids a copy of the logits.
     """
-    labels_BT = functional.pad(ids_BT[:, 1:], (0, 1), value=NO_LABEL)
-    return functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=NO_LABEL)
+    next_N = functional.pad(labels_BT[:, 1:], (0, 1), value=NO_LABEL).flatten()
+    logits_NV = logits_BTV.float().flatten(0, 1)
+    if (next_N == NO_LABEL).all():  # asked on the host, where labels are: a card is not waited for
+        return logits_NV.sum() * 0.0
+    next_N = next_N.to(logits_NV.device, non_blocking=logits_NV.device.type == "cuda")
+    loss = functional.cross_entropy(logits_NV, next_N, ignore_index=NO_LABEL, label_smoothing=smoothing)
+    return loss + z_loss * logits_NV[next_N != NO_LABEL].logsumexp(1).square().mean() if z_loss else loss
 
 
 def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str = "cpu") -> SpanSegment:

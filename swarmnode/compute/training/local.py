@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarmnode.compute.training.datasets.batches import Batches, Microbatch
 from swarmnode.compute.training.learner import Learner
@@ -18,7 +18,8 @@ from swarmnode.swarm.records.run import Run, check_run
 class StepSummary:
     """Summary of a finished step: its mean loss, its gradient norm before clipping, and its speed.
 
-    `peers` computed it. `expected_s` is its expected duration when it began; 0 if there was no estimate.
+    `peers` computed it. `expected_s` is its expected duration when it began; 0 if there was no estimate. `held_out_loss` is the
+    mean loss of held-out data, by the parameters before the step's update; None if the step did not evaluate.
     """
 
     step: int
@@ -28,6 +29,7 @@ class StepSummary:
     peers: int
     norm: float
     expected_s: float = 0.0
+    held_out_loss: float | None = None
 
 
 def train_locally(
@@ -49,12 +51,14 @@ def train_locally(
     learner = Learner(segment, run)
     for step in range(run.steps):
         began_s = clock()
-        losses = [_pass(learner, batches.microbatch(step, number, run), number) for number in range(run.microbatches)]
+        found = [_pass(learner, batches.microbatch(step, number, run), number) for number in range(run.passes_at(step))]
+        losses, held_out = found[: run.microbatches], found[run.microbatches :]
         norm = math.sqrt(learner.squared_norm(learner.blocks))
         learner.commit({}, norm)
         step_s = clock() - began_s
         tokens = run.batch * max(1, run.sequence)
-        yield StepSummary(step, math.fsum(losses) / len(losses), step_s, tokens / max(step_s, 1e-9), 1, norm)
+        summary = StepSummary(step, math.fsum(losses) / len(losses), step_s, tokens / max(step_s, 1e-9), 1, norm)
+        yield replace(summary, held_out_loss=math.fsum(held_out) / len(held_out)) if held_out else summary
 
 
 def _pass(learner: Learner, microbatch: Microbatch, number: int) -> float:

@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from swarmnode.compress.blockwise import rows_of
+from swarmnode.swarm.records.recipe import Treatment
 from swarmnode.swarm.records.run import Run
 
 CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
@@ -122,14 +123,19 @@ def _codes_by_bits(device: torch.device, signed: bool) -> Tensor:
 class Optimizer:
     """Optimiser of some parameters, with its memory (AdamW, arXiv 1711.05101; SGD with momentum).
 
-    Weight decay is for tensors of two and more dimensions only, as usual for language models: biases and norms keep
-    their size. `slots` holds for each memory ("exp_avg") the parameters' tensors by name, of their shapes. With adamw8bit those of
-    large parameters are codes, and further slots hold the magnitudes of their blocks ("exp_avg_absmax").
+    `run.treat` gives each parameter its rate and weight decay; frozen ones have no memory. `slots` holds for each memory
+    ("exp_avg") the parameters' tensors by name, of their shapes. With adamw8bit those of large parameters are codes, and further
+    slots hold the magnitudes of their blocks ("exp_avg_absmax").
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], run: Run) -> None:
         self.run = run
-        self.parameters = parameters
+        treatments = {name: run.treat(name, parameter.dim()) for name, parameter in parameters.items()}
+        self.parameters = {name: one for name, one in parameters.items() if not treatments[name].frozen}
+        self._groups: dict[Treatment, list[str]] = {}  # names by how they are treated, in order
+        for name in self.parameters:
+            self._groups.setdefault(treatments[name], []).append(name)
+        parameters = self.parameters
         is_adamw8bit = run.optimizer == "adamw8bit"
         self._quantized = {name for name, parameter in parameters.items() if is_adamw8bit and is_quantized(parameter)}
         slots = ADAMW_SLOTS if run.optimizer != "sgd" else ("momentum",) if run.momentum else ()
@@ -144,17 +150,16 @@ class Optimizer:
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the parameters by their `grad`, at the end of step `step` (from 0)."""
-        decayed = [name for name, parameter in self.parameters.items() if parameter.dim() >= 2]
-        others = [name for name, parameter in self.parameters.items() if parameter.dim() < 2]
-        for names, weight_decay in ((decayed, self.run.weight_decay), (others, 0.0)):
+        for treatment, names in self._groups.items():
+            rate = self.run.learning_rate_at(step) * treatment.learning_rate
             exact = [name for name in names if name not in self._quantized]
             if exact:
-                self._update_fused(exact, step, weight_decay)
+                self._update_fused(exact, step, rate, treatment.weight_decay)
             for name in names:
                 if name in self._quantized:
-                    self._update_quantized(name, step, weight_decay)
+                    self._update_quantized(name, step, rate, treatment.weight_decay)
 
-    def _update_fused(self, names: Sequence[str], step: int, weight_decay: float) -> None:
+    def _update_fused(self, names: Sequence[str], step: int, rate: float, weight_decay: float) -> None:
         run = self.run
         parameters: list[Tensor] = [self.parameters[name] for name in names]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -173,7 +178,7 @@ class Optimizer:
                 amsgrad=False,
                 beta1=run.betas[0],
                 beta2=run.betas[1],
-                lr=run.learning_rate_at(step),
+                lr=rate,
                 weight_decay=weight_decay,
                 eps=run.epsilon,
                 maximize=False,
@@ -187,13 +192,13 @@ class Optimizer:
             fused=fused,
             weight_decay=weight_decay,
             momentum=run.momentum,
-            lr=run.learning_rate_at(step),
+            lr=rate,
             dampening=0.0,
             nesterov=False,
             maximize=False,
         )
 
-    def _update_quantized(self, name: str, step: int, weight_decay: float) -> None:
+    def _update_quantized(self, name: str, step: int, rate: float, weight_decay: float) -> None:
         parameter, run = self.parameters[name], self.run
         assert parameter.grad is not None
         adamw8bit(
@@ -201,7 +206,7 @@ class Optimizer:
             parameter.grad,
             **{slot: tensors[name] for slot, tensors in self.slots.items()},
             step=step,
-            learning_rate=run.learning_rate_at(step),
+            learning_rate=rate,
             betas=run.betas,
             weight_decay=weight_decay,
             epsilon=run.epsilon,

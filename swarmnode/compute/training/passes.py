@@ -5,7 +5,7 @@ gradients in float16. Nothing is counted here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -141,7 +141,8 @@ class Passes:
         before = {unit: self._blocks[unit].save() for unit in range(start, end)}
         device = self._segment.device
         try:
-            with drawing(device), autocast(device, about.autocast_dtype, alone=self._alone):
+            evaluating = self._segment.evaluating() if about.evaluates else nullcontext()
+            with evaluating, drawing(device), autocast(device, about.autocast_dtype, alone=self._alone):
                 given = (about.labels, about.shares) if about.shares else (about.labels,)
                 outputs = self._segment.forward(inputs, start, end, about.seed, *given)
         finally:
@@ -162,6 +163,10 @@ class Passes:
         In float16 they are scaled meanwhile. If they overflow at every scale, the layer is computed again in float32.
         Raises NotFinite if the gradients that came to the pass's end are NaN or infinite.
         """
+        trained = [one for one in wanted if one.requires_grad]
+        if len(trained) < len(wanted):  # frozen ones have none
+            known = iter(self.gradients(about, piece, grads, trained))
+            return [next(known) if one.requires_grad else None for one in wanted]
         if not wanted or all(gradient is None for gradient in grads):
             return [None] * len(wanted)
         outputs = self._outputs(about, piece)

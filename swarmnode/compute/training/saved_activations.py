@@ -28,7 +28,8 @@ class SavedPiece:
 
 @dataclass
 class SavedActivations:
-    """Pass of microbatch `index` through neighbouring pieces of layers [start, end). `shapes` are its outputs'."""
+    """Pass of microbatch `index` through neighbouring pieces of layers [start, end). `shapes` are its outputs', `entered` the
+    number of values that came in. One that `evaluates` is of held-out data: it has no pieces and no gradients."""
 
     index: int
     start: int
@@ -40,6 +41,8 @@ class SavedActivations:
     shapes: tuple[torch.Size, ...] = ()
     changes: dict[int, Changes] = field(default_factory=dict)  # by unit
     shares: Shares = ()  # of its means over labels in those over the step's
+    evaluates: bool = False
+    entered: int = 0
 
     @property
     def in_float16(self) -> bool:

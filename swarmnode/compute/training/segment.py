@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
 
-from swarmnode.errors import CheckpointError, ProtocolError
+from swarmnode.errors import CheckpointError, ProtocolError, UsageError
+from swarmnode.swarm.records.recipe import Recipe
 from swarmnode.swarm.records.run import MAX_MICROBATCHES
 
 Shares = tuple[float, ...]
@@ -66,6 +68,15 @@ class Segment(ABC):
         Random numbers follow from (seed, layer) alone, so that another split, a recomputation or a replay draws the same.
         """
 
+    def aim(self, recipe: Recipe) -> None:
+        """Take over the objective of a run. Raises UsageError if the model cannot have it."""
+        if recipe.label_smoothing or recipe.z_loss:
+            raise UsageError("--label-smoothing and --z-loss are for language models that are split at their layers")
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Return a context in which passes are of held-out data: without dropout. Raises UsageError if the model cannot do that."""
+        raise UsageError("held-out data are for language models that are split at their layers: leave out --eval-every")
+
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
         """Return made-up values at a boundary, and labels, for a microbatch of `batch` samples.
 
@@ -107,6 +118,11 @@ class SplitSegment(Segment):
     def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
         """Return the buffers of all segments by layer, see `Segment`."""
         return {unit: named for one in self._segments for unit, named in one.buffers().items()}
+
+    def aim(self, recipe: Recipe) -> None:
+        """Take over the objective of a run on each device, see `Segment`."""
+        for one in self._segments:
+            one.aim(recipe)
 
     def forward(
         self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()

@@ -36,6 +36,7 @@ EXACT_ROOM = (
 )
 SPREAD = 1.5  # between comparisons over one model
 ADAPTED = 3.0  # through an adapter, whose products add to the noise: honest texts lay at 1.5 times the tolerance
+KV8 = "kv8"  # in a number format after "+": KV caches in 8 bits
 VOICES = 5  # peers whose noise is known before it counts
 MAX_VOICES = 64
 
@@ -95,8 +96,12 @@ NOISE: Mapping[tuple[str, Codec], Noise] = {
 def noise_of(number_format: str, codec: Codec) -> Noise:
     """Return the noise between honest replicas for `number_format` and `codec`; `UNKNOWN` if the table has no entry.
 
-    Quantised weights are the same numbers everywhere, so only the part of the format before the first "-" counts."""
-    return NOISE.get((number_format.partition("-")[0], codec), UNKNOWN)
+    Quantised weights are the same numbers everywhere, so only the part of the format before the first "-" counts. With KV caches
+    in 8 bits all dtypes have the noise of bfloat16: a key that tips over to the next step is off by as much."""
+    dtype, _, kept = number_format.partition("-")[0].partition("+")
+    is_rounded = kept == KV8 and (dtype, codec) in NOISE
+    known = "bfloat16" if is_rounded else f"{dtype}+{kept}" if kept else dtype
+    return NOISE.get((known, codec), UNKNOWN)
 
 
 @dataclass

@@ -61,12 +61,14 @@ class OutstandingLease:
 
 
 class StepLedger:
-    """Leases and counts of one step of `microbatches` microbatches over a model of `units` layers."""
+    """Leases and counts of one step of `microbatches` microbatches over a model of `units` layers. The first `trained` of them give
+    gradients (None: all); the others are held-out ones that go forward only."""
 
-    def __init__(self, step: int, units: int, microbatches: int) -> None:
+    def __init__(self, step: int, units: int, microbatches: int, trained: int | None = None) -> None:
         self.step = step
         self.units = units
         self.microbatches = microbatches
+        self.trained = microbatches if trained is None else trained
         self.everything = (1 << microbatches) - 1
         self.holdings: dict[PeerId, Holding] = {}  # the live replicas that take part
         self._losses: dict[int, float] = {}
@@ -154,8 +156,15 @@ class StepLedger:
 
     @property
     def loss(self) -> float:
-        """Mean over the microbatches whose loss is known; 0 if there are none."""
-        return math.fsum(self._losses.values()) / max(1, len(self._losses))
+        """Mean over the microbatches with gradients whose loss is known; 0 if there are none."""
+        known = [loss for number, loss in self._losses.items() if number < self.trained]
+        return math.fsum(known) / max(1, len(known))
+
+    @property
+    def held_out_loss(self) -> float | None:
+        """Mean loss of the held-out microbatches; None if the step has none, or the loss of one is unknown."""
+        known = [loss for number, loss in self._losses.items() if number >= self.trained]
+        return math.fsum(known) / len(known) if known and len(known) == self.microbatches - self.trained else None
 
     def report(
         self,
@@ -227,13 +236,14 @@ class StepLedger:
         return sum(mask.bit_count() for mask in self.holdings[peer].masks.values())
 
     def counts(self, peer: PeerId, units: Sequence[int]) -> int:
-        """Return the number of microbatches that `peer` has counted, at that one of the layers `units` where it has counted most.
-        0 if it holds none of them or has reported no counts."""
+        """Return the number of microbatches with gradients that `peer` has counted, at that one of the layers `units` where it has
+        counted most. 0 if it holds none of them or has reported no counts."""
         holding = self.holdings.get(peer)
         if holding is None:
             return 0
         held = (unit for unit in units if holding.span.start <= unit < holding.span.end)
-        return max((holding.mask(unit).bit_count() for unit in held), default=0)
+        trained = (1 << self.trained) - 1
+        return max(((holding.mask(unit) & trained).bit_count() for unit in held), default=0)
 
 
 def _bits(mask: int) -> list[int]:

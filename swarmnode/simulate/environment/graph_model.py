@@ -109,9 +109,9 @@ class GraphModel(Model):
 def load_model(source: str | Path, samples: int) -> Model:
     """Load the model that `--model` names.
 
-    `source` is a transformers config, a graph that `create --module` wrote (or the folder of either), or a module itself: a
-    factory "package.module:function" or an exported program "file.pt2". `samples` is the size of a graph's microbatches. Raises
-    UsageError or CheckpointError if the model cannot be read or split.
+    `source` is a transformers config, a graph that `create --module` wrote (or the folder of either), a GGUF file, a folder with
+    packed weights, or a module itself: a factory "package.module:function" or an exported program "file.pt2". `samples` is the size
+    of a graph's microbatches. Raises UsageError or CheckpointError if the model cannot be read or split.
     """
     from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source, module_name
     from swarmnode.compute.graph.partition import partition

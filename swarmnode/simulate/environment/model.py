@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -13,6 +14,7 @@ from swarmnode.codec.body import SHARED
 from swarmnode.compute.capacity.memory import STATE_BYTES, TRAINING_BYTES, UnitSizes, units_that_fit, usable_bytes
 from swarmnode.errors import UsageError
 from swarmnode.plan.view import Span
+from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME
 
 WEIGHT_BYTES = 2  # bf16 or fp16, as GPUs serve and train
 PARAMETER_BYTES = 4  # float32, as training begins
@@ -27,6 +29,8 @@ class Model:
     `parameters` counts all parameters of a unit, `active` those that one token uses (of a mixture's experts only some),
     `cache_bytes` the KV cache of one token. `hidden` is the width of the values between units. `shared` counts the parameters
     of the matrix that embedding and head share if they are tied, else it is 0; they count in both units.
+    `packed_bytes` are those of each unit's weights if the model's files have them packed, else empty; simulated nodes that serve
+    keep them packed, too.
     """
 
     name: str
@@ -35,12 +39,15 @@ class Model:
     cache_bytes: tuple[int, ...]
     hidden: int
     shared: int = 0
+    packed_bytes: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, path: str | Path) -> Model:
-        """Load the model of a transformers config: a config.json or a folder with it. Raises UsageError if there is no such file,
-        CheckpointError if it cannot be read or split."""
+        """Load the model of a transformers config (a config.json or a folder with it) or of packed weights (a GGUF file or a folder
+        with packed.json). Raises UsageError if there is no such file, CheckpointError if it cannot be read or split."""
         path = Path(path)
+        if (path.is_dir() and (path / PACKED_NAME).is_file()) or path.name.endswith(GGUF_SUFFIX):
+            return cls._of_packed(path)
         path = path / CONFIG_NAME if path.is_dir() else path
         if not path.is_file():
             raise UsageError(
@@ -51,6 +58,20 @@ class Model:
         config = load_config(path)
         name = path.parent.name if path.name == CONFIG_NAME else path.stem
         return cls.of_config(config, name or config.model_type)
+
+    @classmethod
+    def _of_packed(cls, path: Path) -> Model:
+        """Load a model whose weights are packed. Raises UsageError, CheckpointError."""
+        from swarmnode.compute.capacity.memory import unit_sizes
+        from swarmnode.compute.model.checkpoint import Checkpoint
+        from swarmnode.founding.model_source import outline
+
+        with tempfile.TemporaryDirectory(prefix="swarmnode-simulate-") as folder:
+            checkpoint = outline(str(path), Path(folder))[0]
+            assert isinstance(checkpoint, Checkpoint)  # packed weights are those of language models
+            model = cls.of_config(checkpoint.config, path.name.removesuffix(GGUF_SUFFIX))
+            sizes = unit_sizes(checkpoint, dtype=checkpoint.dtype, keeps_packed=True)
+        return replace(model, packed_bytes=sizes.weight_bytes)
 
     @classmethod
     def of_config(cls, config: Any, name: str) -> Model:
@@ -103,7 +124,8 @@ class Model:
     @cached_property
     def serving_sizes(self) -> UnitSizes:
         """Bytes of each unit for inference: weights, and cache of one token."""
-        return UnitSizes(tuple(count * WEIGHT_BYTES for count in self.parameters), self.cache_bytes)
+        weights = self.packed_bytes or tuple(count * WEIGHT_BYTES for count in self.parameters)
+        return UnitSizes(weights, self.cache_bytes)
 
     @cached_property
     def training_sizes(self) -> UnitSizes:
@@ -133,8 +155,9 @@ class Model:
     def loaded_bytes(self, span: Span, *, trains: bool, learnt: bool) -> int:
         """Return the bytes that a peer downloads to hold `span`. With `trains` these are parameters in float32 and, if
         `learnt`, AdamW's two moments."""
-        trained_bytes = STATE_BYTES if learnt else PARAMETER_BYTES
-        return (trained_bytes if trains else WEIGHT_BYTES) * sum(self.parameters[span.start : span.end])
+        if not trains:
+            return sum(self.serving_sizes.weight_bytes[span.start : span.end])
+        return (STATE_BYTES if learnt else PARAMETER_BYTES) * sum(self.parameters[span.start : span.end])
 
     def block_parameters(self, block: int) -> int:
         """Return the parameters of one block of gradients: a unit without the shared matrix, or the shared matrix alone

@@ -117,7 +117,8 @@ class Directory:
     """The live peers of a swarm. Call `start` before use and `close` at the end, which publishes a goodbye if this peer has
     announced itself.
 
-    A client never calls `announce` and needs no `sign`. In a swarm that has an owner `vouch` decides whose announcements
+    `check` raises ProtocolError for an announcement of another peer that breaks a rule of the swarm; it is left out like an invalid
+    one. A client never calls `announce` and needs no `sign`. In a swarm that has an owner `vouch` decides whose announcements
     count. `now` returns unix time in seconds.
     """
 
@@ -132,6 +133,7 @@ class Directory:
         known_peers: KnownPeers | None = None,
         vouch: Vouch | None = None,
         certificate: bytes = b"",
+        check: Callable[[Announcement], None] = lambda _announcement: None,
         now: Callable[[], float] = time.time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         on_crash: OnCrash | None = None,
@@ -143,6 +145,7 @@ class Directory:
         self.revision = 0
         self.dht_meter = DhtMeter()
         self._read = announcement_reader(swarm_id, verify, vouch)
+        self._check = check
         self._certificate = certificate  # sent with the own announcements
         self._sign = sign
         self._now = now
@@ -330,6 +333,8 @@ class Directory:
         for value in values:
             try:
                 announcement = self._read(value)
+                if announcement.peer != self.network.peer_id:
+                    self._check(announcement)
             except ProtocolError as error:
                 logger.debug("ignored a record: %s", error)
                 continue

@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from swarmnode.codec.body import DECODE_ERRORS, MAX_ADAPTER_CHARS, first_broken
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.swarm.records.least_products import LEAST
 from swarmnode.swarm.storage.content import (
     CHUNK_BYTES,
     HASH_BYTES,
@@ -29,6 +30,9 @@ from swarmnode.swarm.storage.content import (
 FORMAT = 1
 ADAPTERS_FORMAT = 3  # of a manifest with adapters: readers without adapters must refuse it; 2 was never used
 PACKED_FORMAT = 4  # of a manifest with packed weights, and perhaps adapters: older readers must refuse it
+QUANTISED_FORMAT = 5  # as 4, but the packed weights are those of a quantised checkpoint of safetensors
+ANY_PACKED = (PACKED_FORMAT, QUANTISED_FORMAT)
+LATER_FORMATS = (ADAPTERS_FORMAT, PACKED_FORMAT, QUANTISED_FORMAT)
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_FILES = 4096
 MAX_NAME_CHARS = 64
@@ -134,6 +138,7 @@ class Manifest(msgspec.Struct, frozen=True):
     owner: bytes = b""  # public key of the founder; in a private swarm it signs members in
     priority: str | UnsetType = UNSET  # CREDIT: peers with credit go first; UNSET: not in the bytes
     adapters: tuple[AdapterInfo, ...] | UnsetType = UNSET  # for sessions; UNSET: not in the bytes, as before adapters
+    products: str | UnsetType = UNSET  # least ones of packed weights: EXACT or FAST; UNSET: any, not in the bytes
 
     def file(self, name: str) -> FileContent | None:
         """Return the file of that name; None if there is none."""
@@ -190,10 +195,10 @@ def decode_manifest(raw: bytes | bytearray | memoryview) -> Manifest:
     _check_size(raw)
     try:
         newest = _format_decoder.decode(raw).format
-        if newest > FORMAT and newest not in (ADAPTERS_FORMAT, PACKED_FORMAT):
+        if newest > FORMAT and newest not in LATER_FORMATS:
+            known = ", ".join(map(str, (FORMAT, *LATER_FORMATS)))
             raise ProtocolError(
-                f"the manifest has format {newest}, this swarmnode knows {FORMAT}, {ADAPTERS_FORMAT} and {PACKED_FORMAT}: "
-                "upgrade swarmnode",
+                f"the manifest has format {newest}, this swarmnode knows {known}: upgrade swarmnode",
                 code=ErrorCode.VERSION,
             )
         manifest = _decoder.decode(raw)
@@ -250,11 +255,15 @@ def _check(manifest: Manifest) -> None:
         "a membership that this version knows (open, private)": manifest.membership in (OPEN, PRIVATE),
         "an owner's key of 32 bytes, or none": len(manifest.owner) in (0, OWNER_BYTES),
         "a priority that this version knows (credit)": manifest.priority in (UNSET, CREDIT),
-        "packed weights of a language model that is served, in format 4 and no other": (PACKED_NAME in names)
+        "a least kind of products that this version knows (exact, fast), of packed weights": manifest.products is UNSET
+        or (manifest.products in LEAST and manifest.format in ANY_PACKED),
+        "packed weights of a language model that is served, their index in format 4 and no other": (
+            PACKED_NAME in names
+        )
         == (manifest.format == PACKED_FORMAT)
-        and (PACKED_NAME not in names or (not is_graph and manifest.mode == SERVE)),
-        "adapters of a language model that is served, in format 3 or 4": (
-            manifest.format == PACKED_FORMAT or (manifest.adapters is not UNSET) == (manifest.format == ADAPTERS_FORMAT)
+        and (manifest.format not in ANY_PACKED or (not is_graph and manifest.mode == SERVE)),
+        "adapters of a language model that is served, in format 3, 4 or 5": (
+            manifest.format in ANY_PACKED or (manifest.adapters is not UNSET) == (manifest.format == ADAPTERS_FORMAT)
         )
         and (not adapters or (not is_graph and manifest.mode == SERVE)),
         "a bounded list of adapters": len(adapters) <= MAX_ADAPTERS,

@@ -15,6 +15,7 @@ from swarmnode.codec.body import DECODE_ERRORS, MAX_RUN_BYTES, first_broken
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec
 from swarmnode.config import COMPRESSIONS
 from swarmnode.errors import ProtocolError, UsageError
+from swarmnode.swarm.records.recipe import RECIPE, Recipe, Treatment, recipe_rules
 
 MAX_MICROBATCHES = 2048
 FINGERPRINT_BYTES = 32
@@ -71,6 +72,7 @@ class Run(msgspec.Struct, frozen=True):
     averaging: Averaging = Averaging()
     compression: Compression = Compression()
     label_weights: bool | msgspec.UnsetType = msgspec.UNSET  # absent from older runs, which keep their ids
+    recipe: Recipe | msgspec.UnsetType = msgspec.UNSET  # likewise
 
     @property
     def weighs_labels(self) -> bool:
@@ -81,6 +83,31 @@ class Run(msgspec.Struct, frozen=True):
     def microbatches(self) -> int:
         """Number of microbatches of one step."""
         return self.batch // self.microbatch
+
+    @property
+    def has_recipe(self) -> bool:
+        """Whether the run has a recipe. Those that earlier versions began have none."""
+        return self.recipe is not msgspec.UNSET
+
+    @property
+    def known_recipe(self) -> Recipe:
+        """Recipe of the run; if it has none, that by which earlier versions train: with its schedule, and without groups."""
+        return Recipe(self.schedule, groups=()) if self.recipe is msgspec.UNSET else self.recipe
+
+    def evaluations_at(self, step: int) -> int:
+        """Return the number of held-out microbatches that go forward in a step; their numbers follow the others'."""
+        if self.recipe is msgspec.UNSET or not self.recipe.evaluate_every:
+            return 0
+        is_due = step % self.recipe.evaluate_every == 0 or step == self.steps - 1
+        return self.recipe.evaluation if is_due else 0
+
+    def passes_at(self, step: int) -> int:
+        """Return the number of microbatches in a step, the held-out ones included."""
+        return self.microbatches + self.evaluations_at(step)
+
+    def treat(self, name: str, dimensions: int) -> Treatment:
+        """Return how a parameter is trained. Runs without a recipe decay all matrices."""
+        return self.known_recipe.treat(name, dimensions, self.weight_decay)
 
     @property
     def positions(self) -> int:
@@ -95,6 +122,9 @@ class Run(msgspec.Struct, frozen=True):
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of the update after step `step` (from 0): linear warm-up, then the schedule down to
         `final_share`."""
+        if self.recipe is not msgspec.UNSET:
+            factor = self.recipe.factor_at(step, self.steps, self.warmup_steps, self.final_share)
+            return self.learning_rate * factor
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.schedule == "constant":
@@ -136,7 +166,12 @@ def check_run(run: Run) -> None:
         f"at most {MAX_MICROBATCHES} microbatches in a step": run.batch // max(1, run.microbatch) <= MAX_MICROBATCHES,
         "a sequence length of 0 or more": 0 <= run.sequence <= 1 << 24,
         f"an optimizer out of {', '.join(OPTIMIZERS)}": run.optimizer in OPTIMIZERS,
-        f"a schedule out of {', '.join(SCHEDULES)}": run.schedule in SCHEDULES,
+        f"a schedule out of {', '.join(SCHEDULES)}": run.schedule in SCHEDULES
+        or (run.schedule == RECIPE and run.recipe is not msgspec.UNSET),
+        "a recipe only with the schedule that it names": run.schedule == RECIPE or run.recipe is msgspec.UNSET,
+        f"at most {MAX_MICROBATCHES} microbatches with the held-out ones": run.batch // max(1, run.microbatch)
+        + run.evaluations_at(0)
+        <= MAX_MICROBATCHES,
         "finite settings, none of them negative": all(math.isfinite(number) and number >= 0 for number in numbers),
         "betas below 1": max(run.betas) < 1,
         "a warm-up of 0 steps or more": 0 <= run.warmup_steps <= 1 << 31,
@@ -149,12 +184,14 @@ def check_run(run: Run) -> None:
         or (run.averaging.codec not in SPARSE_CODECS and not run.averaging.rank),
         "averaging by line without factors": not (run.averaging.by_line and run.averaging.rank),
         "a rank of which factors alternate": run.averaging.rank > 0 or not run.averaging.alternating,
-        "label weights of a module, or none": run.label_weights is msgspec.UNSET
-        or (run.weighs_labels and not run.sequence),
+        "label weights, or none": run.label_weights in (msgspec.UNSET, True),
         f"a compression out of {', '.join(COMPRESSIONS)}": run.compression.rule in COMPRESSIONS,
         f"a top-k ratio from 1 to {MAX_RATIO:g}": 1 <= run.compression.ratio <= MAX_RATIO,
     }
-    if (broken := first_broken(rules)) is not None:
+    broken = first_broken(rules)
+    if broken is None and run.recipe is not msgspec.UNSET:
+        broken = first_broken(recipe_rules(run.recipe))
+    if broken is not None:
         raise UsageError(f"the training needs {broken}")
 
 
@@ -163,7 +200,7 @@ def differences(own: Run, other: Run) -> list[str]:
     found = []
     for field in Run.__struct_fields__:
         here, there = getattr(own, field), getattr(other, field)
-        if field in ("averaging", "compression"):
+        if (field == "recipe" and msgspec.UNSET not in (here, there)) or field in ("averaging", "compression"):
             found += [_difference(f"{field} {name}", here, there, name) for name in here.__struct_fields__]
         elif field == "data":
             same = here == there

@@ -15,6 +15,7 @@ from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_messages import (
+    NOT_EVALUATED,
     Begin,
     Commit,
     Condition,
@@ -103,14 +104,14 @@ class StepLoop:
         return f"<StepLoop at step {self.step} of {self.run.steps}, {self._ledger!r}>"
 
     def _begin_step(self) -> None:
-        self._ledger = StepLedger(self.step, self.office.units, self.run.microbatches)
+        self._ledger = StepLedger(self.step, self.office.units, self.run.passes_at(self.step), self.run.microbatches)
         self.dispatcher.begin(self.run, self._ledger)
         self._began_at_s = self.office.clock()
 
     @property
     def counted(self) -> int:
         """Number of microbatches that all layers have counted in this step."""
-        return self.run.microbatches - len(self._ledger.missing())
+        return self._ledger.microbatches - len(self._ledger.missing())
 
     @property
     def expected_s(self) -> float:
@@ -404,6 +405,7 @@ class StepLoop:
         """End the step: tell all stages to commit it, report it to the trainers, and begin the next one."""
         assert self._all_reduce is not None
         usable, loss, norm = self.worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
+        held_out = self._ledger.held_out_loss
         self._times.note(FrameKind.REDUCE, self.office.clock() - self._all_reduce.began_s)
         self.averaging_groups.warm_starts.committed(self._all_reduce.groups, usable)
         self._all_reduce = None
@@ -417,7 +419,7 @@ class StepLoop:
             else:
                 member.command(word, wait_s=SAVE_S if saves else None)
         step_s = self.office.clock() - self._began_at_s
-        self._tell_step(loss, step_s, norm, len(usable), self.step)
+        self._tell_step(loss, step_s, norm, len(usable), self.step, held_out)
         self.step += 1
         self._claims.clear()
         self._begin_step()
@@ -459,9 +461,20 @@ class StepLoop:
             )
             self.office.decisions.note(Topic.TRAINING, "forecasts steps from measurements of stages and links", facts)
 
-    def _tell_step(self, loss: float, step_s: float, norm: float, peers: int, step: int | None = None) -> None:
+    def _tell_step(
+        self,
+        loss: float,
+        step_s: float,
+        norm: float,
+        peers: int,
+        step: int | None = None,
+        held_out: float | None = None,
+    ) -> None:
         done, expected_s = self.step - 1 if step is None else step, self.expected_s if step_s else 0.0
-        self.trainer_connections.tell(StepReport(done, self.run.id, loss, step_s, norm, peers, expected_s))
+        held_out_loss = NOT_EVALUATED if held_out is None else held_out
+        self.trainer_connections.tell(
+            StepReport(done, self.run.id, loss, step_s, norm, peers, expected_s, held_out_loss)
+        )
 
     def stop(self) -> None:
         """End the run, finished or stopped; the last good step stays."""

@@ -148,9 +148,10 @@ class SpotChecks:
     def remember(
         self, learner: DeviceLearners, body: Forward, payload: Buffer, labels: ReceivedLabels | None
     ) -> KeptMicrobatch | None:
-        """Return a record of a microbatch that is about to be computed; None if it was counted before or there is no room."""
+        """Return a record of a microbatch that is about to be computed; None if it was counted before, if it is held-out data,
+        which give no gradients, or if there is no room."""
         hop = body.route[body.hop]
-        again = learner.has_counted(body.number, hop.start, hop.end)
+        again = learner.has_counted(body.number, hop.start, hop.end) or body.number >= learner.run.microbatches
         return None if again else self.records.open(body, payload, labels)
 
     # -- checking

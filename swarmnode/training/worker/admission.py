@@ -17,7 +17,7 @@ def refusal_of(body: Forward | Labels, sender: PeerId, here: PeerId, run: Run, k
     """Return the reason to refuse a microbatch or labels of the current term, or None to admit them. `key` is the term's."""
     if body.run != run.id:
         return ErrorCode.WRONG_RUN
-    if body.number >= run.microbatches or body.route[body.hop].peer != here:
+    if body.number >= run.passes_at(body.step) or body.route[body.hop].peer != here:
         return ErrorCode.MALFORMED
     if sender != body.sender or not is_sealed(key, body):
         return ErrorCode.REFUSED
@@ -26,6 +26,8 @@ def refusal_of(body: Forward | Labels, sender: PeerId, here: PeerId, run: Run, k
 
 def is_of_its_size(values: Sequence[TensorInfo], run: Run) -> bool:
     """Return whether the values have as many samples and tokens as the run demands, so that the holder of a lease cannot exhaust
-    the memory. Always True for modules that are not language models: only the graph knows their shapes."""
+    the memory. In a run that weighs labels, the share of a microbatch may end them. Always True for modules that are not language
+    models: only the graph knows their shapes."""
     sample = (run.microbatch, run.sequence)
-    return not run.sequence or (bool(values) and all(info.shape[:2] == sample for info in values))
+    sized = values[:-1] if run.weighs_labels and len(values) > 1 and values[-1].shape == (1,) else values
+    return not run.sequence or (bool(sized) and all(info.shape[:2] == sample for info in sized))

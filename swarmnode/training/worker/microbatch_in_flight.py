@@ -327,10 +327,11 @@ class MicrobatchInFlight:
         """Return a context that times a pass and meters it. Only the first part counts the microbatch."""
         stage, came = self._stage, part is self._passed[0][0]
         assert stage.state.run is not None
-        tokens = stage.state.run.positions
+        tokens, trains = stage.state.run.positions, self.body.number < stage.state.run.microbatches
 
         def told(pass_s: float) -> None:
-            part.unit_time.note(units.units, pass_s)
+            if trains:  # there and back; held-out data only go there
+                part.unit_time.note(units.units, pass_s)
             part.executor.post(
                 partial(
                     stage.meter.note_pass,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dequantize.checkpoint import QuantisedCheckpoint
-from swarmnode.compute.model.dequantize.methods import AWQ_ORDER, unpack
+from swarmnode.compute.model.dequantize.integer_methods import AWQ_ORDER, unpack
 from swarmnode.compute.model.family import settings_of
 from swarmnode.compute.model.tensor_file import ShardWriter
 from swarmnode.errors import CheckpointError
@@ -92,11 +92,67 @@ def int8(weight_OI: Tensor) -> Packed:
     return {".weight": packed, ".SCB": largest}, packed * largest[:, None] / 127
 
 
+def gptq_symmetric(weight_OI: Tensor, bits: int) -> Packed:
+    values, _, scales = drawn(weight_OI, bits)
+    middle = 1 << bits - 1
+    zeros = torch.full((len(scales), len(weight_OI)), middle - 1)
+    plain = (values - middle) * scales.float().repeat_interleave(GROUP, 0)
+    beside = {".qzeros": pack(zeros.T, bits).T.contiguous(), ".scales": scales}
+    return {".qweight": pack(values, bits), **beside}, plain.T
+
+
+def compressed(weight_OI: Tensor, bits: int = 4, *, zeros: bool = False, shuffled: bool = False) -> Packed:
+    """pack-quantized of compressed-tensors, scales in bfloat16."""
+    values, zero_points, scales = (part.T for part in drawn(weight_OI, bits))
+    scales = scales.bfloat16()
+    group = torch.arange(values.shape[1]) // GROUP
+    group = group[torch.randperm(len(group))] if shuffled else group
+    beside = {".weight_scale": scales, ".weight_shape": torch.tensor(weight_OI.shape)}
+    beside |= {".weight_zero_point": pack(zero_points, bits)} if zeros else {}
+    beside |= {".weight_g_idx": group.int()} if shuffled else {}
+    offset = zero_points[:, group] if zeros else 1 << bits - 1
+    return {".weight_packed": pack(values.T, bits).T, **beside}, (values - offset) * scales[:, group].float()
+
+
+def compressed_bytes(weight_OI: Tensor) -> Packed:
+    packed, plain = int8(weight_OI)
+    scales = packed[".SCB"][:, None] / 127
+    return {".weight": packed[".weight"], ".weight_scale": scales}, plain
+
+
+def of_groups(form: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+W4A16 = of_groups("pack-quantized", num_bits=4, strategy="group", group_size=GROUP)
+W4A16_ASYMMETRIC = of_groups("pack-quantized", num_bits=4, strategy="group", group_size=GROUP, symmetric=False)
+W8A16 = of_groups("pack-quantized", num_bits=8, strategy="group", group_size=GROUP)
+FP8_BLOCKS = of_groups("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[48, 48])
+
+
+def fp8_blocks(weight_OI: Tensor) -> Packed:
+    packed, plain = fp8(weight_OI)
+    return {".weight": packed[".weight"], ".weight_scale": packed[".weight_scale_inv"]}, plain
+
+
 METHODS: dict[str, tuple[Callable[[Tensor], Packed], dict[str, Any]]] = {
     "gptq-4": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP}),
     "gptq-3": (lambda weight: gptq(weight, 3), {"quant_method": "gptq", "bits": 3, "group_size": GROUP}),
     "gptq-8": (lambda weight: gptq(weight, 8), {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
     "gptq-ordered": (lambda weight: gptq(weight, shuffled=True), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "gptq-symmetric": (lambda weight: gptq_symmetric(weight, 4), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "gptq-8-symmetric": (
+        lambda weight: gptq_symmetric(weight, 8),
+        {"quant_method": "gptq", "bits": 8, "group_size": 32},
+    ),
+    "gptq-2": (lambda weight: gptq(weight, 2), {"quant_method": "gptq", "bits": 2, "group_size": GROUP}),
+    "w4a16": (compressed, W4A16),
+    "w4a16-zeros": (lambda weight: compressed(weight, zeros=True), W4A16_ASYMMETRIC),
+    "w4a16-ordered": (lambda weight: compressed(weight, shuffled=True), W4A16),
+    "w8a16": (lambda weight: compressed(weight, 8), W8A16),
+    "w8a8": (compressed_bytes, of_groups("int-quantized", num_bits=8, strategy="channel")),
+    "fp8-blocks": (fp8_blocks, FP8_BLOCKS),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [48, 48]}),
     "fp8-rows": (fp8_rows, {"quant_method": "compressed-tensors", "format": "float-quantized"}),

@@ -54,10 +54,11 @@ class _Handler(BaseHTTPRequestHandler):
             if parts[4:5] == ["revision"] and parts[5] not in ("main", "v1", COMMIT):
                 self._send(b"", with_body, status=404, headers={"X-Error-Code": "RevisionNotFound"})
                 return
-            files = [{"rfilename": file.name} for file in self.server.folder.iterdir()]
+            root = self.server.folder
+            files = [{"rfilename": file.relative_to(root).as_posix()} for file in root.rglob("*") if file.is_file()]
             self._send(json.dumps({"id": "org/model", "sha": COMMIT, "siblings": files}).encode(), with_body)
             return
-        file = self.server.folder / parts[-1]
+        file = self.server.folder.joinpath(*parts[4:])
         if parts[:3] != ["org", "model", "resolve"] or not file.is_file():
             code = "EntryNotFound" if parts[:2] == ["org", "model"] else "RepoNotFound"
             self._send(b"", with_body, status=404, headers={"X-Error-Code": code})
@@ -75,7 +76,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if with_body:
             self.server.fetched.append(file.name)
-        weights = with_body and file.suffix == ".safetensors"
+        weights = with_body and file.suffix in (".safetensors", ".gguf")
         if weights and self.server.damage:
             self.server.damage -= 1
             body = body[:-1] + bytes([body[-1] ^ 1])

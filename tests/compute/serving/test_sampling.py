@@ -104,7 +104,9 @@ def test_the_largest_logits_alone_draw_the_same_or_say_that_they_are_too_few(
         logits_BV = torch.randn(2, vocabulary, generator=generator) * (position % 5 + 1)
         if position % 3 == 0:
             logits_BV = logits_BV.round()  # ties
-        ids_B = sample_candidates(candidates(logits_BV, parameters), vocabulary, parameters, position)
+        ids_B = sample_candidates(
+            candidates(logits_BV, parameters.top_k, parameters.temperature), vocabulary, parameters, position
+        )
         if ids_B is not None:
             drawn += 1
             assert torch.equal(ids_B, sample(logits_BV, parameters, position))

@@ -124,7 +124,7 @@ def test_values_that_do_not_fit_are_refused(checkpoint: Get) -> None:
         ((ids_BT.float(),), 0, "float32"),
         ((ids_BT[:, :1],), 0, "shape"),
         ((ids_BT,), 1, "hidden states"),
-        ((torch.zeros(2, 12, 32), ids_BT), 1, "2 values at boundary 1"),
+        ((torch.zeros(2, 12, 32), ids_BT, ids_BT), 1, "3 values at boundary 1"),
         ((torch.zeros(2, 12, 31),), 1, "hidden states"),
     ]:
         with pytest.raises(ProtocolError, match=text):

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.swarm.records.least_products import check_products
 from swarmnode.swarm.records.manifest import (
     GRAPH,
     MAX_MANIFEST_BYTES,
+    PACKED_FORMAT,
     TRAIN,
     Manifest,
     ModelInfo,
@@ -17,7 +19,7 @@ from swarmnode.swarm.records.manifest import (
     encode_manifest,
     swarm_id,
 )
-from swarmnode.swarm.storage.content import MAX_SMALL_BYTES, FileContent
+from swarmnode.swarm.storage.content import MAX_SMALL_BYTES, PACKED_NAME, FileContent
 
 
 def make_manifest(**changes):
@@ -56,6 +58,37 @@ def test_unknown_fields_are_ignored_and_missing_ones_take_defaults():
     fields["training"] = {"batch": 3}
     fields["model"]["colour"] = "blue"
     assert decode_manifest(msgspec.msgpack.encode(fields)) == make_manifest()
+
+
+def packed_manifest(**changes):
+    files = (FileContent(PACKED_NAME, 20, bytes(32)), FileContent("weights.gguf", 9_000_000, b"r" * 32))
+    return make_manifest(files=files, format=PACKED_FORMAT, **changes)
+
+
+@pytest.mark.parametrize("products", ["exact", "fast"])
+def test_least_products_of_packed_weights(products):
+    manifest = packed_manifest(products=products)
+    assert decode_manifest(encode_manifest(manifest)) == manifest
+    for wrong in (make_manifest(products=products), packed_manifest(products="plain"), packed_manifest(products="")):
+        with pytest.raises(ProtocolError, match="a least kind of products"):
+            encode_manifest(wrong)
+
+
+@pytest.mark.parametrize(
+    ("least", "passing", "failing"),
+    [
+        ("exact", ["float32"], ["packed", "bfloat16", "float32-nf4", "float32+kv8", ""]),
+        ("fast", ["float32", "packed", "bfloat16", "packed+kv8"], ["bfloat16-nf4", "float32-int8", ""]),
+        ("", ["bfloat16-nf4", ""], []),
+        ("unknown", ["bfloat16-nf4", ""], []),
+    ],
+)
+def test_number_formats_below_the_least_products(least, passing, failing):
+    for number_format in passing:
+        check_products(least, number_format)
+    for number_format in failing:
+        with pytest.raises(ProtocolError, match="and this swarm asks for"):
+            check_products(least, number_format)
 
 
 @pytest.mark.parametrize(

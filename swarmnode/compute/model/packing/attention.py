@@ -64,8 +64,8 @@ class _Attention(Prepared):
             strides[1], strides[2] = size_bytes * by_column, size_bytes * by_head
             strides[3] = 0 if shared else size_bytes * by_row
         self._sizes[2][0] = mask_NC.shape[1]
-        for place in (1, 2, 3):
-            self._strides[2][place] = mask_NC.element_size() * mask_NC.shape[1]
+        for axis in (1, 2, 3):
+            self._strides[2][axis] = mask_NC.element_size() * mask_NC.shape[1]
         threads().compute(self)
 
 

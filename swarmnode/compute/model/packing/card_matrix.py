@@ -80,6 +80,7 @@ class CardMatrix:
 
     def __init__(self, packed_OB: Tensor, form: Format, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
         self.form, self.outputs, self.inputs, self.dtype = form, len(packed_OB), inputs, dtype
+        self.name, self.nbytes = form.name, packed_OB.nbytes
         self._memory = packed_OB.reshape(-1).to(device)
         stored = DTYPES.get(form.name)
         if stored is not None and stored.itemsize >= dtype.itemsize:

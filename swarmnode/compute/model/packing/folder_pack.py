@@ -42,7 +42,7 @@ class FolderPack:
 
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
         self._checkpoint, self._recipe, self._family = checkpoint, recipe, checkpoint.family
-        if checkpoint.packed_file is not None:
+        if checkpoint.packed_file is not None or checkpoint.quantised is not None:
             raise CheckpointError(f"{checkpoint.path}: packed already; quantise the checkpoint that it was made of")
         check_tensors(checkpoint)
         model = build_on_meta(self._family.model_class, self._family.config)

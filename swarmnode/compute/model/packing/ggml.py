@@ -407,6 +407,7 @@ class GgmlMatrix:
         self, packed_OB: Tensor, form: Format, inputs: int, *, exact: bool = False, looked_up: bool = False
     ) -> None:
         self.form, self.outputs, self.inputs, self._exact = form, len(packed_OB), inputs, exact
+        self.name, self.nbytes = form.name, packed_OB.nbytes
         self._order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
         kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self._order is None
         self._memory = packed_OB.view(-1) if kept else aligned(packed_OB.nbytes)

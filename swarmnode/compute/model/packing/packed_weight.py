@@ -7,14 +7,14 @@ the place of the parameter, and torch calls its `__torch_function__`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.model.packing.card_matrix import CardMatrix
-from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix
+from swarmnode.compute.model.packing.ggml import FORMATS, Format, GgmlMatrix
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry, joined, read_packed
 from swarmnode.errors import CheckpointError
 
@@ -30,6 +30,23 @@ class _StandIn:
     device: torch.device
 
 
+class MatrixProducts(Protocol):
+    """Matrix (O, I) in a packed format, with its products."""
+
+    name: str
+    outputs: int
+    inputs: int
+    nbytes: int
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), both contiguous float32, or on a card both in the model's dtype."""
+        ...
+
+    def rows(self, numbers_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers in the dtype of its products."""
+        ...
+
+
 class PackedWeight(_StandIn):
     """Matrix (O, I) that stays packed: one or more parts, one above the other, in the place of a module's parameter.
 
@@ -37,35 +54,16 @@ class PackedWeight(_StandIn):
     them, on cards kernels do.
     """
 
-    def __init__(
-        self,
-        entries: Sequence[TensorEntry],
-        parts_OB: Sequence[Tensor],
-        dtype: torch.dtype,
-        *,
-        exact: bool,
-        looked_up: bool,
-        device: torch.device = CPU,
-    ) -> None:
-        self.forms = [FORMATS[entry.dtype] for entry in entries]
-        inputs = entries[0].shape[-1]
-        self.shape = torch.Size((sum(map(len, parts_OB)), inputs))
+    def __init__(self, parts: Sequence[MatrixProducts], dtype: torch.dtype, device: torch.device = CPU) -> None:
+        self.shape = torch.Size((sum(part.outputs for part in parts), parts[0].inputs))
         self.dtype, self.device = dtype, device
-        self.nbytes = sum(part.nbytes for part in parts_OB)
-        self._parts: list[GgmlMatrix] | list[CardMatrix]
-        parts = list(zip(self.forms, parts_OB, strict=True))
-        if device.type == "cpu":
-            self._takes = torch.float32
-            self._parts = [
-                GgmlMatrix(part_OB, form, inputs, exact=exact, looked_up=looked_up) for form, part_OB in parts
-            ]
-        else:
-            self._takes = dtype
-            self._parts = [CardMatrix(part_OB, form, inputs, dtype, device) for form, part_OB in parts]
+        self.nbytes = sum(part.nbytes for part in parts)
+        self._takes = torch.float32 if device.type == "cpu" else dtype
+        self._parts = list(parts)
 
     def __repr__(self) -> str:
-        names = "+".join(form.name for form in self.forms)
-        return f"PackedWeight({'x'.join(map(str, self.shape))}, {names}, {self.nbytes / 1e6:.1f} MB)"
+        names = "+".join(part.name for part in self._parts)
+        return f"{type(self).__name__}({'x'.join(map(str, self.shape))}, {names}, {self.nbytes / 1e6:.1f} MB)"
 
     @classmethod
     def __torch_function__(
@@ -114,6 +112,26 @@ class PackedWeight(_StandIn):
         """Return the rows (N, I) of these numbers in the model's dtype."""
         (part,) = self._parts
         return part.rows(ids_N).to(self.dtype)
+
+
+class TransposedWeight(PackedWeight):
+    """Matrix (I, O), as some families' experts have it: activations are multiplied with it by `x @ weight`."""
+
+    def __init__(self, parts: Sequence[MatrixProducts], dtype: torch.dtype) -> None:
+        super().__init__(parts, dtype)
+        self.shape = self.shape[::-1]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function in (Tensor.matmul, Tensor.__matmul__, torch.matmul) and isinstance(args[1], cls):
+            return _linear(args[0], args[1])
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 class PackedStack(_StandIn):
@@ -180,15 +198,22 @@ def read_weights(
 def _read_weight(
     parts: Sequence[TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: bool, device: torch.device
 ) -> PackedWeight | PackedStack:
+    forms = [FORMATS[part.dtype] for part in parts]
+    inputs = parts[0].shape[-1]
+
+    def matrix(part_OB: Tensor, form: Format, *, looked_up: bool) -> MatrixProducts:
+        if device.type == "cpu":
+            return GgmlMatrix(part_OB, form, inputs, exact=exact, looked_up=looked_up)
+        return CardMatrix(part_OB, form, inputs, dtype, device)
+
+    def weight(parts_OB: Sequence[Tensor], *, looked_up: bool) -> PackedWeight:
+        each = zip(parts_OB, forms, strict=True)
+        return PackedWeight([matrix(*part, looked_up=looked_up) for part in each], dtype, device)
+
     read = [read_packed(part) for part in parts]
     if read[0].ndim == 2:
-        return PackedWeight(parts, read, dtype, exact=exact, looked_up=looked_up, device=device)
-    return PackedStack(
-        [
-            PackedWeight(parts, matrices, dtype, exact=exact, looked_up=False, device=device)
-            for matrices in zip(*read, strict=True)
-        ]
-    )
+        return weight(read, looked_up=looked_up)
+    return PackedStack([weight(matrices, looked_up=False) for matrices in zip(*read, strict=True)])
 
 
 def held_by(model: nn.Module) -> Iterator[PackedWeight | PackedStack]:

@@ -22,6 +22,12 @@ from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME
 
 PART = "/"  # between the name of a tensor that was joined from several, and the number of one of these
 MAX_TOLD_CHARS = 40
+STORED_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+"""Dtypes by their names in safetensors"""
 
 
 @dataclass(frozen=True)
@@ -34,16 +40,30 @@ class TensorEntry:
     begin: int
     end: int
     heads: int = 0  # of a packed rotary projection whose rows llama.cpp has interleaved; 0: the rows are in order
+    values: int | None = (
+        None  # of a parameter that a quantised tensor stands for (0: its scales); None: is not quantised
+    )
+    memory: int | None = None  # bytes that it takes while it stays packed; None: as many as in the file
 
     @property
-    def is_packed(self) -> bool:
+    def is_gguf(self) -> bool:
         """Whether the tensor is in a format of GGUF."""
         return self.file.name.endswith(GGUF_SUFFIX)
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the tensor stays packed in memory: it is in a format of GGUF, or quantised."""
+        return self.is_gguf or self.values is not None
+
+    @property
     def elements(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
+        """Number of elements, of a quantised tensor those of the parameter that it stands for."""
+        return math.prod(self.shape) if self.values is None else self.values
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that it takes in memory while it stays packed."""
+        return self.nbytes if self.memory is None else self.memory
 
     @property
     def nbytes(self) -> int:
@@ -91,8 +111,8 @@ def _packed_entry(index: Path, name: str, value: Any) -> TensorEntry:
     return entry
 
 
-def read_packed(entry: TensorEntry) -> Tensor:
-    """Return the packed rows (..., bytes of a row) of a tensor as uint8, in the order of the model's outputs.
+def read_bytes(entry: TensorEntry) -> Tensor:
+    """Return the bytes of a tensor (uint8) in memory of their own: a mapped file that is cut short would end the process.
 
     Raises CheckpointError if the file cannot be read, or is shorter than when it was opened.
     """
@@ -107,6 +127,15 @@ def read_packed(entry: TensorEntry) -> Tensor:
         raise CheckpointError(f"{entry.file}: cannot be read: {error.strerror or error}") from error
     if filled < entry.nbytes:
         raise CheckpointError(f"{entry.file}: was cut short while it was read")
+    return packed_B
+
+
+def read_packed(entry: TensorEntry) -> Tensor:
+    """Return the packed rows (..., bytes of a row) of a tensor as uint8, in the order of the model's outputs.
+
+    Raises CheckpointError if the file cannot be read, or is shorter than when it was opened.
+    """
+    packed_B = read_bytes(entry)
     row_bytes = FORMATS[entry.dtype].row_bytes(entry.shape[-1])
     return turned(packed_B.view(*entry.shape[:-1], row_bytes), entry.heads)
 
@@ -123,6 +152,21 @@ def turned(rows_OB: Tensor, heads: int) -> Tensor:
 def dequantised(entry: TensorEntry) -> Tensor:
     """Return the values of a packed tensor as float32, in its shape. Raises CheckpointError if the file cannot be read."""
     return dequantise(read_packed(entry).reshape(-1), FORMATS[entry.dtype], entry.elements).view(entry.shape)
+
+
+class FileSlice:
+    """Tensor of a safetensors file that is read into memory of its own, with the interface of a safetensors slice."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self._entry = entry
+
+    def __getitem__(self, index: Any) -> Tensor:
+        dtype = STORED_DTYPES.get(self._entry.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self._entry.file}: has tensors of type {self._entry.dtype}, which are not read here"
+            )
+        return read_bytes(self._entry).view(dtype).view(self._entry.shape)[index]
 
 
 class PackedSlice:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.training.segment import Values
+from swarmnode.data.rules import DataSummary
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Run
 
@@ -72,6 +73,12 @@ class Batches(ABC):
     def samples(self, run: Run) -> int:
         """Return the number of different samples."""
 
+    def summary(self, run: Run) -> DataSummary:
+        """Return the numbers of samples and tokens, and how often the run's steps pass them."""
+        samples = self.samples(run)
+        tokens = samples * run.sequence
+        return DataSummary(samples, tokens, samples, 0, run.steps * run.batch / samples)
+
     @abstractmethod
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
         """Return the samples with these `numbers` as one microbatch."""
@@ -79,6 +86,16 @@ class Batches(ABC):
     def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
         """Return microbatch `number` of step `step`."""
         return self.rows(self._numbers(step, number, run), run)
+
+    def split(self, share: float, run: Run) -> tuple[Batches, Batches]:
+        """Return the first samples, and the last ones, which are that `share` of all. Raises UsageError if the samples have no
+        tokens, or there are too few."""
+        raise UsageError("held-out data are for language models that are split at their layers: leave out --eval-every")
+
+    def in_order(self, number: int, run: Run) -> Microbatch:
+        """Return microbatch `number` of the rows in their own order, for held-out data. Raises UsageError if the samples have no
+        tokens."""
+        raise UsageError("held-out data are for language models that are split at their layers: leave out --eval-every")
 
     def _numbers(self, step: int, number: int, run: Run) -> list[int]:
         """Return the numbers of the samples in microbatch `number` of `step`, in an order shuffled by the run's seed."""
@@ -103,7 +120,7 @@ class TokenBatches(Batches):
                 f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
                 "use the tokenizer that belongs to the model"
             )
-        self._tokens_N = tokens_N
+        self._tokens_N, self._vocabulary = tokens_N, vocabulary
         digest = hashlib.sha256(f"tokens {len(tokens_N)}\n".encode())
         digest.update(np.ascontiguousarray(tokens_N, dtype="<u4").data)
         self.fingerprint = digest.digest()
@@ -128,6 +145,19 @@ class TokenBatches(Batches):
                 "give more data or a shorter --sequence of at least 2"
             )
         return count
+
+    def split(self, share: float, run: Run) -> tuple[TokenBatches, TokenBatches]:
+        """Return the first windows, and the last ones, which are that `share` of all. Raises UsageError if there are too few."""
+        count = self.samples(run)
+        if count < 2:
+            raise UsageError("the data fill one sample, so none can be held out; give more data or --eval-data")
+        cut = run.sequence * min(count - 1, max(1, round(count * (1 - share))))
+        held_N = self._tokens_N[cut : count * run.sequence]
+        return TokenBatches(self._tokens_N[:cut], self._vocabulary), TokenBatches(held_N, self._vocabulary)
+
+    def in_order(self, number: int, run: Run) -> Microbatch:
+        """Return microbatch `number` of the windows in their own order."""
+        return self.rows([*range(number * run.microbatch, (number + 1) * run.microbatch)], run)
 
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
         """Return the samples with these `numbers`, windows of `run.sequence` tokens, as one microbatch. The tokens are also the

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from swarmnode.compute.training.datasets.batches import TokenBatches
+from swarmnode.data.records import DataRecord, holds_records, read_records
 from swarmnode.errors import UsageError
 
 TEXT_SUFFIXES = frozenset({".txt", ".py", ".md", ".rst", ".jsonl"})
@@ -19,9 +19,13 @@ Encode = Callable[[str], list[int]]
 
 
 def token_batches(
-    path: Path, vocabulary: int, encode: Encode | None = None, separator: int | None = None
+    path: Path,
+    vocabulary: int,
+    encode: Encode | None = None,
+    separator: int | None = None,
+    begin: int | None = None,
 ) -> TokenBatches:
-    """Read the text in a file or folder, for a model with a vocabulary of that size. Without `encode` each byte is a token.
+    """Read the text in a file or folder, for a model with a vocabulary of that size; see `read_corpus`.
 
     Raises UsageError if there is no text, or it has tokens that the model does not know.
     """
@@ -30,14 +34,16 @@ def token_batches(
             f"vocabulary mismatch: the swarm has no tokenizer, so each byte of the text is a token, and the model knows "
             f"{vocabulary} tokens, not {BYTE_VOCABULARY}"
         )
-    return TokenBatches(read_corpus(path, encode, separator), vocabulary)
+    return TokenBatches(read_corpus(path, encode, separator, begin), vocabulary)
 
 
-def read_corpus(path: Path, encode: Encode | None = None, separator: int | None = None) -> np.ndarray:
+def read_corpus(
+    path: Path, encode: Encode | None = None, separator: int | None = None, begin: int | None = None
+) -> np.ndarray:
     """Read all documents of a file, or of a folder's text files in the order of their names, as tokens (uint32_N).
 
-    A separator follows each document. Without `encode` each byte of the UTF-8 text is a token. Raises UsageError, which names the
-    file, if one is empty or no text.
+    `begin`, if it is not None, precedes each document, and a separator follows it. Without `encode` each byte of the UTF-8 text is
+    a token. Raises UsageError, which names the file, if one is empty or no text.
     """
     documents: list[np.ndarray] = []
     for document in _documents(path):
@@ -45,19 +51,18 @@ def read_corpus(path: Path, encode: Encode | None = None, separator: int | None 
             tokens = np.frombuffer(document.encode(), dtype=np.uint8).astype(np.uint32)
         else:
             tokens = np.asarray(encode(document), dtype=np.uint32)
-        documents.append(tokens)
-        documents.append(np.asarray([BYTE_SEPARATOR if separator is None else separator], dtype=np.uint32))
+        first = () if begin is None else (np.asarray([begin], dtype=np.uint32),)
+        documents += [*first, tokens, np.asarray([BYTE_SEPARATOR if separator is None else separator], dtype=np.uint32)]
     if not documents:
         raise UsageError(f"{path} is empty: there is no text to train on; give a file with text")
     return np.concatenate(documents)
 
 
 def _documents(path: Path) -> Iterator[str]:
-    for file in _files(path):
-        text = _read(file)
-        if file.suffix == ".jsonl":
-            yield from _lines_of(file, text)
-        elif text:
+    for file in [path] if holds_records(path) else _files(path):
+        if holds_records(file):
+            yield from map(_text_of, read_records(file))
+        elif text := _read(file):
             yield text
 
 
@@ -87,14 +92,11 @@ def _read(file: Path) -> str:
         ) from None
 
 
-def _lines_of(file: Path, text: str) -> Iterator[str]:
-    """Yield the "text" of each line of a JSON lines file. Raises UsageError if a line has none."""
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            try:
-                document = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                raise UsageError(f'{file}, line {number}: not a JSON object with a "text"; correct the line') from None
-            if not isinstance(document, str):
-                raise UsageError(f'{file}, line {number}: its "text" is not text; write a string there')
-            yield document
+def _text_of(record: DataRecord) -> str:
+    """Return the "text" of a record. Raises UsageError if it has none."""
+    if "text" not in record.fields:
+        raise UsageError(f'{record.place}: not a JSON object with a "text"; correct the record')
+    text = record.fields["text"]
+    if not isinstance(text, str):
+        raise UsageError(f'{record.place}: its "text" is not text; write a string there')
+    return text

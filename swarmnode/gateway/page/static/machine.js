@@ -135,7 +135,7 @@ class NodeCard {
       h("p", {}, sentence(node)),
       node.reason && h("p", { class: "why" }, `Reason: ${node.reason}.`),
     ]);
-    refill(this.stats, [node.memory, node.speed, node.span, card, cpu], () => statistics(node, card, cpu));
+    refill(this.stats, [node.memory, node.room, node.speed, node.span, card, cpu], () => statistics(node, card, cpu));
     this.showButtons(COMMANDS[node.state] ?? []);
     const lends = Object.entries(node.lends ?? {}).map(([name, value]) => LENDS[name]?.(value) ?? name);
     showList(this.lends, lends.length ? lends : ["all free resources, at any time"]);
@@ -180,11 +180,12 @@ function sentence({ state, swarm, span, sessions, device }) {
   return `It ${what} on ${device || "a device"}; ${sessions ? `${plural(sessions, "text")} in work now` : "no text in work now"}.`;
 }
 
-function statistics({ memory = [], speed, span }, card, cpu) {
+function statistics({ memory = [], room, speed, span }, card, cpu) {
   const degrees = memory.some((each) => each.is_card) ? card : cpu;
   const count = span ? span[1] - span[0] : 0;
   return [
     ...memory.map((each) => figure(memory.length > 1 ? each.device : "Memory", `${bytes(each.used_bytes)} in use`, meter(each), `${bytes(each.lent_bytes)} lent, of ${bytes(each.total_bytes)}`)),
+    room && figure("Room", `${number(room.units)} of ${plural(room.of, "layer")}`, null, `of the model fit${room.packed ? ", packed as in its file" : ""}`),
     speed?.decode > 0 && count > 0 && figure("Speed", pace(speed.decode), null, `one text, through its ${plural(count, "layer")}, as measured here`),
     speed?.training > 0 && count > 0 && figure("Training speed", pace(speed.training), null, `through its ${plural(count, "layer")}, as measured here`),
     degrees != null && figure("Temperature", celsius(degrees), null, memory.some((each) => each.is_card) ? "hottest card" : "CPU"),

@@ -1,0 +1,131 @@
+"""Options of a training's recipe, a file of them, and the text of such a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from swarmnode.cli.options.files import read_toml
+from swarmnode.errors import UsageError
+from swarmnode.terminal.option import Definition, definitions, file_key, option, path_option
+
+if TYPE_CHECKING:
+    from swarmnode.swarm.records.recipe import ParameterGroup, Recipe
+
+T = TypeVar("T")
+GROUPS = "groups"
+LEFT_OUT = frozenset({"recipe", "print_recipe", "data", "eval_data", "freeze"})
+
+
+@dataclass(frozen=True)
+class RecipeOptions:
+    """Options of a training's objective and of the parameters that it changes."""
+
+    recipe: Path | None = path_option(
+        "Read options and groups of parameters from this TOML file; options that you give override it.", metavar="FILE"
+    )
+    print_recipe: bool = option(False, "Print all options of the recipe as such a file, and end.")
+    freeze: list[str] = option(
+        [], "Leave parameters with such names unchanged, for example '*embed*'. Repeatable.", metavar="PATTERN"
+    )
+    label_smoothing: float = option(0.0, "Share of each label that goes to the whole vocabulary.")
+    z_loss: float = option(0.0, "Factor of the squared log-sum-exp of the logits in the loss; PaLM's is 1e-4.")
+    decay_steps: int = option(0, "With --schedule hf-wsd: steps of the decay at the end.")
+
+    def made(self, schedule: str, groups: Iterable[ParameterGroup]) -> Recipe:
+        """Return the recipe with this schedule and the groups of a file, which come after the frozen ones. Raises UsageError if it
+        is not valid."""
+        import msgspec
+
+        from swarmnode.swarm.records.recipe import NO_DECAY, ParameterGroup, Recipe
+
+        frozen = [{"match": pattern, "frozen": True} for pattern in self.freeze]
+        given = [*msgspec.convert(frozen, list[ParameterGroup]), *groups]
+        fields = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "decay_steps": self.decay_steps}
+        try:
+            return msgspec.convert(
+                {"schedule": schedule, "groups": tuple(dict.fromkeys((*given, *NO_DECAY))), **fields}, Recipe
+            )
+        except msgspec.ValidationError as error:
+            raise UsageError(f"the recipe is not valid: {error}") from None
+
+
+def read_recipe(path: Path | None) -> tuple[dict[str, Any], list[ParameterGroup]]:
+    """Return the options in a recipe's file by their keys, and its groups of parameters; empty if `path` is None.
+
+    Raises UsageError if it cannot be read, or a group is not valid.
+    """
+    import msgspec
+
+    from swarmnode.swarm.records.recipe import ParameterGroup
+
+    if path is None:
+        return {}, []
+    values = read_toml(path, path, what="a recipe")
+    try:
+        groups = msgspec.convert(_strict(values.pop(GROUPS, [])), list[ParameterGroup])
+    except (msgspec.ValidationError, UsageError) as error:
+        raise UsageError(f"{path}: a group of parameters is not valid: {error}") from None
+    return values, groups
+
+
+def _strict(groups: Any) -> Any:
+    """Return the groups unchanged. Raises UsageError if one has a key that no group has."""
+    known = {"match", "learning_rate", "weight_decay", "frozen"}
+    for group in groups if isinstance(groups, list) else ():
+        if isinstance(group, dict) and (strange := group.keys() - known):
+            raise UsageError(f"it has no key {min(strange)}; choose among {', '.join(sorted(known))}")
+    return groups
+
+
+def with_file(settings: T, values: Mapping[str, Any]) -> T:
+    """Return settings with the options of a file wherever they have their defaults. Raises UsageError for a value of a wrong
+    type."""
+    usual, found = type(settings)(), dict[str, Any]()
+    for name, definition in definitions(type(settings)).items():
+        key = _key(definition, name)
+        if key in values and getattr(settings, name) == getattr(usual, name):
+            found[name] = _value(key, values[key], definition.typed)
+    return dataclasses.replace(settings, **found) if found else settings  # type: ignore[type-var]
+
+
+def _key(definition: Definition, name: str) -> str:
+    """Return the key of an option in a recipe's file; of one that can be turned off, that which turns it on."""
+    return file_key(definition.flag(name).split("/")[0])
+
+
+def _value(key: str, value: Any, typed: Any) -> Any:
+    kinds = {float: (int, float), list[str]: (list,)}.get(typed, (typed,))
+    if type(value) not in kinds:
+        raise UsageError(f"the recipe's {key} is {value!r}, which is of another type; see --print-recipe")
+    return float(value) if typed is float else value
+
+
+def check_keys(values: Mapping[str, Any], *classes: type) -> None:
+    """Raise UsageError if a key of a recipe's file belongs to no option of the settings classes."""
+    known = {_key(definition, name) for cls in classes for name, definition in definitions(cls).items()}
+    if strange := sorted(values.keys() - known):
+        raise UsageError(f"a recipe has no key {strange[0]}; see --print-recipe")
+
+
+def recipe_text(groups: Iterable[ParameterGroup], *settings: Any) -> str:
+    """Return all options of the settings, and the groups, as a recipe's file (TOML)."""
+    return "\n".join([*_lines(settings), *(line for group in groups for line in _group_lines(group))])
+
+
+def _lines(settings: Iterable[Any]) -> Iterator[str]:
+    for one in settings:
+        for name, definition in definitions(type(one)).items():
+            if name not in LEFT_OUT and (value := getattr(one, name)) is not None:
+                yield f"{_key(definition, name)} = {json.dumps(value)}"
+
+
+def _group_lines(group: ParameterGroup) -> Iterator[str]:
+    yield from ("", f"[[{GROUPS}]]", f"match = {json.dumps(group.match)}")
+    for name in ("learning_rate", "weight_decay", "frozen"):
+        if (value := getattr(group, name)) is not None:
+            yield f"{name} = {json.dumps(value)}"

@@ -1,0 +1,55 @@
+"""Options of a training's steps: their number and size, the optimiser and its learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from swarmnode.terminal.option import option
+
+SCHEDULES = ("constant", "linear", "cosine", "hf-constant", "hf-linear", "hf-cosine", "hf-wsd")
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Options of a training run. Each is the field of Run with the same name; `schedule` is the recipe's."""
+
+    steps: int = option(0, "Updates in the whole run.", show_default=False)
+    batch: int = option(32, "Samples per step.")
+    microbatch: int = option(0, "Samples that are computed together; default: 4.", show_default=False)
+    sequence: int = option(0, "Tokens per sample; default: 128.", show_default=False)
+    optimizer: str = option(
+        "adamw",
+        "Optimiser; adamw8bit needs a quarter of AdamW's memory, for nearly the same steps.",
+        metavar="adamw|adamw8bit|sgd",
+    )
+    learning_rate: float = option(3e-4, "Highest learning rate.", "--lr")
+    schedule: str = option(
+        "cosine",
+        "Learning rate after the warm-up: linear and cosine end at --final-share; hf-...: as in transformers, down to 0.",
+        metavar="|".join(SCHEDULES),
+    )
+    warmup_steps: int = option(0, "Steps during which the learning rate rises.", "--warmup")
+    final_share: float = option(0.1, "Share of the learning rate at the end of linear and cosine.")
+    clip: float = option(1.0, "Largest norm of the whole gradient; 0 turns clipping off.")
+    weight_decay: float = option(0.1, "Weight decay of matrices; norms, biases and embeddings have none.")
+    momentum: float = option(0.0, "Momentum of sgd.")
+    beta1: float = option(0.9, "AdamW's share of the mean gradient that is kept.")
+    beta2: float = option(0.95, "AdamW's share of the mean squared gradient that is kept.")
+    epsilon: float = option(1e-8, "AdamW's smallest divisor.")
+    seed: int = option(0, "Seed of the order of samples and of dropout.")
+    autocast: bool = option(
+        True,
+        "Multiply in 16 bits on GPUs that are faster at it: bfloat16 and TF32 since Ampere, float16 on Volta and Turing.",
+        "--autocast/--no-autocast",
+    )
+    checkpoint_steps: int = option(50, "Machines save their state every this many steps.")
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a Run with a recipe. Steps of 0, which follow from the epochs, are 1."""
+        from swarmnode.swarm.records.recipe import RECIPE
+
+        fields = dataclasses.asdict(self)
+        betas = fields.pop("beta1"), fields.pop("beta2")
+        return {**fields, "steps": self.steps or 1, "betas": betas, "schedule": RECIPE}

@@ -1,0 +1,155 @@
+"""Products of quantised matrices: by ggml if a format of GGUF holds them without loss, else some dequantised rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.dequantize.float_methods import Mxfp4
+from swarmnode.compute.model.dequantize.packed_matrix import Grid, Method, PackedMatrix
+from swarmnode.compute.model.packing.ggml import FORMATS, TILE_ELEMENTS, GgmlMatrix, aligned
+from swarmnode.compute.model.packing.packed_weight import MatrixProducts
+from swarmnode.compute.model.packing.quantised_folders.blocks import BLOCK, WHOLE_NUMBERS, WholeNumbers, mxfp4_rows
+
+LARGEST_GROWTH = 1.5  # of the bytes in memory over those in the file: a larger format is not worth its faster products
+
+
+class TiledMatrix:
+    """Matrix (O, I) that keeps the bytes of its file. To multiply, it dequantises as many rows as the processor's cache holds."""
+
+    def __init__(self, method: Method, matrix: PackedMatrix) -> None:
+        self.name = type(method).__name__
+        self.outputs, self.inputs = method.shape(matrix)
+        self._method, self._matrix = method, matrix
+        self.nbytes = self._matrix.nbytes
+        self._cuts = list(_cuts(method, matrix, self.outputs, self.inputs))
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), both float32."""
+        y_RO = torch.empty(len(x_RI), self.outputs)
+        for first, last in self._cuts:
+            rows = self._method.rows(self._matrix, first, last)
+            torch.mm(x_RI, self._method.dequantize(rows).t(), out=y_RO[:, first:last])
+        return y_RO
+
+    def rows(self, numbers_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers as float32."""
+        found_NI = torch.empty(len(numbers_N), self.inputs)
+        for first, last in self._cuts:
+            here_N = (first <= numbers_N) & (numbers_N < last)
+            if here_N.any():
+                tile_OI = self._method.dequantize(self._method.rows(self._matrix, first, last))
+                found_NI[here_N] = tile_OI[numbers_N[here_N] - first]
+        return found_NI
+
+
+class OrderedMatrix:
+    """Matrix whose inputs are in another order than those of `matrix`: input i of that one is input order_I[i] here."""
+
+    def __init__(self, matrix: MatrixProducts, order_I: Tensor) -> None:
+        self.name, self.outputs, self.inputs = matrix.name, matrix.outputs, matrix.inputs
+        self._matrix, self._order_I = matrix, order_I.int()
+        self.nbytes = matrix.nbytes + self._order_I.nbytes
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), both float32."""
+        return self._matrix.multiply(x_RI.index_select(1, self._order_I))
+
+    def rows(self, numbers_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers as float32."""
+        found_NI = torch.empty(len(numbers_N), self.inputs)
+        found_NI[:, self._order_I] = self._matrix.rows(numbers_N)
+        return found_NI
+
+
+class ScaledMatrix:
+    """Matrix whose row o is that of `matrix` times scales_O[o]."""
+
+    def __init__(self, matrix: MatrixProducts, scales_O: Tensor) -> None:
+        self.name, self.outputs, self.inputs = matrix.name, matrix.outputs, matrix.inputs
+        self._matrix, self._scales_O = matrix, scales_O
+        self.nbytes = matrix.nbytes + scales_O.nbytes
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), both float32."""
+        return self._matrix.multiply(x_RI).mul_(self._scales_O)
+
+    def rows(self, numbers_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers as float32."""
+        return self._matrix.rows(numbers_N) * self._scales_O[numbers_N, None]
+
+
+def packed_matrix(method: Method, matrix: PackedMatrix, *, exact: bool) -> MatrixProducts:
+    """Return the matrix (O, I) for products; its tensors are copied or rewritten. Raises CheckpointError if they do not fit."""
+    outputs, inputs = method.shape(matrix)
+    if inputs % BLOCK == 0:
+        for form in WHOLE_NUMBERS:
+            if outputs * FORMATS[form.name].row_bytes(inputs) > LARGEST_GROWTH * matrix.nbytes:
+                break
+            if (written := _written(form, method, matrix, exact=exact)) is not None:
+                return written
+    return TiledMatrix(method, matrix)
+
+
+def packed_experts(method: Mxfp4, matrix: PackedMatrix, *, exact: bool) -> Iterator[MatrixProducts]:
+    """Yield the matrices (O, I) of a layer's experts in MXFP4. Raises CheckpointError if the tensors do not fit together."""
+    _, outputs, inputs = method.shape(matrix)
+    form = FORMATS["MXFP4"]
+    for blocks_OGB, scales_OG in zip(matrix.packed, matrix["_scales"], strict=True):
+        rows_OB = aligned(outputs * form.row_bytes(inputs)).view(outputs, -1)
+        rows_OB.copy_(mxfp4_rows(blocks_OGB, scales_OG))
+        yield GgmlMatrix(rows_OB, form, inputs, exact=exact)
+
+
+def _cuts(method: Method, matrix: PackedMatrix, outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
+    """Yield the rows [first, last) of tiles of about TILE_ELEMENTS numbers."""
+    step = method.step(matrix)
+    height = max(step, TILE_ELEMENTS // inputs // step * step)
+    for first in range(0, outputs, height):
+        yield first, min(first + height, outputs)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Groups of a matrix's blocks of 32 inputs, and the order of inputs that makes each group whole; None: the order is kept."""
+
+    group_B: Tensor
+    order_I: Tensor | None
+
+    @classmethod
+    def of(cls, group_I: Tensor) -> _Blocks | None:
+        """Return the groups of blocks; None if a block lies in several groups in any order."""
+        for order_I in (None, torch.argsort(group_I, stable=True)):
+            blocks_BE = (group_I if order_I is None else group_I[order_I]).view(-1, BLOCK)
+            if (blocks_BE == blocks_BE[:, :1]).all():
+                return cls(blocks_BE[:, 0], order_I)
+        return None
+
+
+def _written(form: WholeNumbers, method: Method, matrix: PackedMatrix, *, exact: bool) -> MatrixProducts | None:
+    """Return the matrix in a format of GGUF; None if that would change a value."""
+    outputs, inputs = method.shape(matrix)
+    kind = FORMATS[form.name]
+    rows_OB = aligned(outputs * kind.row_bytes(inputs)).view(outputs, -1)
+    scales_O = torch.ones(outputs)
+    blocks: _Blocks | None = None
+    for first, last in _cuts(method, matrix, outputs, inputs):
+        grid = method.grid(method.rows(matrix, first, last))
+        blocks = blocks or (None if grid is None else _Blocks.of(grid.group_I))
+        if grid is None or blocks is None or not form.holds(grid.integers_OI):
+            return None
+        if grid.scales_OG.shape[1] == 1:
+            scales_O[first:last] = grid.scales_OG[:, 0]
+            grid = Grid(grid.integers_OI, torch.ones_like(grid.scales_OG), grid.group_I)
+        halves_OG = grid.scales_OG.half()
+        if not torch.equal(halves_OG.float(), grid.scales_OG):
+            return None
+        integers_OI = grid.integers_OI if blocks.order_I is None else grid.integers_OI[:, blocks.order_I]
+        rows_OB[first:last] = form.rows(integers_OI, halves_OG[:, blocks.group_B])
+    found: MatrixProducts = GgmlMatrix(rows_OB, kind, inputs, exact=exact)
+    if not (scales_O == 1).all():
+        found = ScaledMatrix(found, scales_O)
+    return found if blocks is None or blocks.order_I is None else OrderedMatrix(found, blocks.order_I)

@@ -1,0 +1,132 @@
+"""Quantised parameters of a span that stay packed: their places in the model, whose classes rename tensors and join experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from swarmnode.compute.model.dequantize.float_methods import Mxfp4
+from swarmnode.compute.model.family import Family
+from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, TransposedWeight
+from swarmnode.compute.model.packing.quantised_folders.quantised_matrix import packed_experts, packed_matrix
+from swarmnode.compute.model.packing.quantised_folders.quantised_tensors import QuantisedTensors
+from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
+from swarmnode.errors import CheckpointError
+
+Held = dict[str, PackedWeight | PackedStack]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Place of packed tensors in a model's parameter: for each of its matrices the names of the parts, from above. A parameter
+    of several matrices is `stacked`."""
+
+    parts: Sequence[Sequence[str]]
+    stacked: bool
+
+    @property
+    def names(self) -> set[str]:
+        return {name for matrix in self.parts for name in matrix}
+
+
+@lean()
+def read_quantised(
+    quantised: QuantisedTensors, slices: Mapping[str, Any], family: Family, dtype: torch.dtype, *, exact: bool
+) -> tuple[dict[str, Any], Held]:
+    """Return the slices that a model is filled from, and the weights that stay packed by the names of its parameters.
+
+    Quantised tensors that the model does not multiply as matrices, such as an embedding, are among the slices as the parameters
+    that they make. Raises CheckpointError if tensors do not fit together.
+    """
+    packed = {quantised.parameter(name): name for name in slices if name in quantised.packed}
+    looked_up = f"{family.input_embedding}.weight"
+    held: Held = {}
+    for target, place in _places(family, [*plain_slices(quantised, slices), *packed]).items():
+        if target != looked_up and place.names <= packed.keys():
+            weight = _read(quantised, slices, place, packed, dtype, exact=exact)
+            if weight is not None:
+                held[target] = weight
+                packed = {name: stored for name, stored in packed.items() if name not in place.names}
+    return plain_slices(quantised, slices, packed.values()), held
+
+
+def plain_slices(quantised: QuantisedTensors, slices: Mapping[str, Any], names: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the slices that are not quantised, and the parameters that the packed tensors `names` make, to be dequantised."""
+    others = {name: each for name, each in slices.items() if name not in quantised.packed | quantised.beside}
+    return {**others, **quantised.slices(slices, names)}
+
+
+def _read(
+    quantised: QuantisedTensors,
+    slices: Mapping[str, Any],
+    place: _Place,
+    packed: Mapping[str, str],
+    dtype: torch.dtype,
+    *,
+    exact: bool,
+) -> PackedWeight | PackedStack | None:
+    """Return the weight at a place; None if it cannot stay packed. `packed` has the packed tensors by their parameters."""
+    method = quantised.method
+    parts = [[quantised.matrix(packed[name], slices) for name in matrix] for matrix in place.parts]
+    try:
+        if isinstance(method, Mxfp4):
+            experts = packed_experts(method, parts[0][0], exact=exact)
+            return PackedStack([TransposedWeight([matrix], dtype) for matrix in experts])
+        if any(len(method.shape(part)) != 2 for matrix in parts for part in matrix):
+            return None
+        weights = [
+            PackedWeight([packed_matrix(method, part, exact=exact) for part in matrix], dtype) for matrix in parts
+        ]
+    except (ValueError, TypeError, RuntimeError, LookupError) as error:
+        name = packed[place.parts[0][0]]
+        raise CheckpointError(f"{name} cannot be read: {error}; use the model's plain weights") from error
+    return PackedStack(weights) if place.stacked else weights[0]
+
+
+def _places(family: Family, names: Iterable[str]) -> dict[str, _Place]:
+    """Return where tensors of a checkpoint belong in the model, by its parameters, from transformers' table of renamed tensors
+    and joined experts. Parameters that are made in another way are left out."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    model = build_on_meta(family.model_class, family.config)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    try:
+        mapping: list[Any] = get_model_conversion_mapping(model)
+        renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        found: dict[str, dict[str | None, list[str]]] = {}
+        for name in sorted(names, key=dot_natural_key):
+            target, source = rename_source_key(name, renamings, converters, model.base_model_prefix, shapes)
+            if target not in shapes and name in shapes:
+                target, source = name, None
+            found.setdefault(target, {}).setdefault(source, []).append(name)
+    except FOREIGN_ERRORS:
+        return {}
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    places = {}
+    for target, sources in found.items():
+        pattern = next(iter(sources))
+        if sources.keys() == {None} and target in shapes:
+            places[target] = _Place([sources[None]], stacked=False)
+        elif target in shapes and pattern is not None and None not in sources:
+            converter = by_pattern[pattern]
+            order = [sources.get(pattern, []) for pattern in converter.source_patterns]
+            if _joins_experts(converter) and {len(each) for each in order} == {shapes[target][0]}:
+                places[target] = _Place(list(zip(*order, strict=True)), stacked=True)
+    return places
+
+
+def _joins_experts(converter: Any) -> bool:
+    """Return whether a converter stacks the matrices of experts, and joins the parts of each one above the other."""
+    from transformers.core_model_loading import Concatenate, MergeModulelist
+
+    operations = converter.operations
+    stacks = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
+    if len(converter.source_patterns) == 1:
+        return stacks and len(operations) == 1
+    return stacks and len(operations) == 2 and isinstance(operations[1], Concatenate) and operations[1].dim == 1

@@ -1,0 +1,77 @@
+"""Batches of samples with labels of their own: conversations, pairs and documents, padded or packed into rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmnode.compute.training.datasets.batches import Batches, Microbatch
+from swarmnode.data.rows import NO_LABEL, Rows
+from swarmnode.data.rules import DataSummary
+from swarmnode.errors import UsageError
+from swarmnode.swarm.records.run import Run
+
+
+class SampleBatches(Batches):
+    """Batches of rows. Inputs are (ids_BT int64,), of packed rows also positions_BT int64; labels are labels_BT int64 and the
+    microbatch's share of the step's labels."""
+
+    def __init__(self, rows: Rows, vocabulary: int) -> None:
+        """Take the rows; `vocabulary` is the model's. Raises UsageError if a token is outside of it."""
+        if (highest := int(rows.ids_NT.max())) >= vocabulary:
+            raise UsageError(
+                f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
+                "use the tokenizer that belongs to the model"
+            )
+        self.content, self._vocabulary = rows, vocabulary
+        self.fingerprint = rows.fingerprint
+        self._labels_N = (rows.labels_NT != NO_LABEL).sum(axis=1)
+
+    def __repr__(self) -> str:
+        return f"<SampleBatches of {len(self._labels_N)} rows, {self.fingerprint.hex()[:12]}>"
+
+    def samples(self, run: Run) -> int:
+        """Return the number of rows."""
+        return len(self._labels_N)
+
+    def summary(self, run: Run) -> DataSummary:
+        """Return the numbers of samples and tokens, and how often the run's steps pass them."""
+        content = self.content
+        epochs = run.steps * run.batch / self.samples(run)
+        return DataSummary(content.samples, content.tokens, self.samples(run), content.cut, epochs)
+
+    def split(self, share: float, run: Run) -> tuple[SampleBatches, SampleBatches]:
+        """Return the first rows, and the last ones, which are that `share` of all. Raises UsageError if there are too few."""
+        trained, held_out = self.content.split(share)
+        return SampleBatches(trained, self._vocabulary), SampleBatches(held_out, self._vocabulary)
+
+    def rows(self, numbers: list[int], run: Run) -> Microbatch:
+        """Return the rows with these `numbers` as one microbatch, its labels without a share."""
+        content = self.content
+        given = (content.ids_NT, content.positions_NT) if content.is_packed else (content.ids_NT,)
+        return Microbatch(
+            tuple(_tensor(values_NT, numbers) for values_NT in given), (_tensor(content.labels_NT, numbers),)
+        )
+
+    def in_order(self, number: int, run: Run) -> Microbatch:
+        """Return microbatch `number` of the rows in their own order, with its share of the labels of all held-out microbatches."""
+        count = run.evaluations_at(0)
+        rows = [range(one * run.microbatch, (one + 1) * run.microbatch) for one in range(count)]
+        counts_M = [self._labels_N[[*numbers]].sum() for numbers in rows]
+        return self._weighed(self.rows([*rows[number]], run), counts_M[number] / np.mean(counts_M))
+
+    def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
+        """Return microbatch `number` of step `step`. The last label is its share: its labels over the mean of the step's
+        microbatches."""
+        made = super().microbatch(step, number, run)
+        counts_M = [self._labels_N[self._numbers(step, one, run)].sum() for one in range(run.microbatches)]
+        return self._weighed(made, counts_M[number] / np.mean(counts_M))
+
+    @staticmethod
+    def _weighed(made: Microbatch, share: float) -> Microbatch:
+        return made._replace(labels=(*made.labels, torch.tensor([share], dtype=torch.float32)))
+
+
+def _tensor(values_NT: np.ndarray, numbers: list[int]) -> Tensor:
+    return torch.from_numpy(values_NT[numbers].astype(np.int64))

@@ -1,0 +1,73 @@
+"""A swarm evaluates on held-out data by the parameters of the step, whoever dies meanwhile, and learns as without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from swarmnode.client.training.preparation import prepare
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.local import train_locally
+from swarmnode.data.rules import DataRules
+from swarmnode.errors import UsageError
+from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.recipe import RECIPE, Recipe
+from tests.net.virtual import in_virtual_time
+from tests.node.test_chat_training import SETTINGS, save_chat_model, save_chats
+from tests.node.virtual_swarm import VirtualSwarm
+
+STEPS = SETTINGS.steps
+RULES = DataRules(held_out_share=0.3, evaluate_every=2)
+RUN = msgspec.structs.replace(SETTINGS, schedule=RECIPE, recipe=Recipe("hf-cosine"))
+
+
+@in_virtual_time
+async def test_a_swarm_evaluates_as_one_process_does(tmp_path: Path) -> None:
+    model, data = tmp_path / "model", tmp_path / "chats.jsonl"
+    save_chat_model(model)
+    save_chats(data, 40)
+    async with VirtualSwarm(tmp_path) as swarm:
+        manifest = swarm.create(model, mode=TRAIN).manifest
+        assert manifest is not None
+        await swarm.bootstrap()
+        for number, span in enumerate(("0:2", "2:4", "2:4")):
+            swarm.node(f"node-{number}", span, compress="none")
+        for member in swarm.members.values():
+            await member.wait_for("ready")
+        trainer = swarm.trainer("first", data, RUN, RULES)
+        await trainer.wait_for_step(2)
+        await swarm.members["node-2"].kill()
+        assert await trainer.finish() == STEPS
+        again = swarm.trainer("again", data, RUN, RULES)
+        assert await again.finish() == STEPS
+        assert again.losses == trainer.losses and again.fed == 0, "the run is over: the swarm tells of it once more"
+    run, batches = prepare(manifest, model, data, RUN, RULES)
+    segment = load_segment(Checkpoint(model), 0, manifest.model.units, device=torch.device("cpu"))
+    alone = list(train_locally(segment, run, batches))
+    assert [trainer.losses[step] for step in range(STEPS)] == pytest.approx([one.loss for one in alone], rel=1e-3)
+    held_out = {one.step: one.held_out_loss for one in alone if one.held_out_loss is not None}
+    assert sorted(held_out) == [0, 2, 4, 5]
+    assert trainer.held_out == pytest.approx(held_out, rel=1e-3)
+
+
+async def test_held_out_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    model, data = tmp_path / "model", tmp_path / "chats.jsonl"
+    save_chat_model(model)
+    save_chats(data, 40)
+    swarm = VirtualSwarm(tmp_path)
+    manifest: Any = swarm.create(model, mode=TRAIN).manifest
+    text = tmp_path / "a.txt"
+    text.write_text("words " * 400)
+    for rules, told in (
+        (DataRules(held_out=text, evaluate_every=2), "of another kind"),
+        (DataRules(held_out_share=1e-9, evaluate_every=2), "fewer than a microbatch"),
+    ):
+        with pytest.raises(UsageError, match=told):
+            prepare(manifest, model, data, RUN, rules)
+    run, batches = prepare(manifest, model, text, RUN, RULES)
+    assert run.evaluations_at(0) and batches.microbatch(0, run.microbatches, run).inputs[0].shape == (2, 48)
