@@ -35,6 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import uvloop
 from copying import held_out, repeats, trained_model
 from delaying_relay import DelayingRelay, free_port
+from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parents[2]))  # trained models belong to the tests
 
@@ -42,6 +43,7 @@ from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.serving.client.generation import Generation
+from swarmnode.serving.drafting.lookup import LookupDrafter
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.trained import SMOLLM2, trained
 
@@ -298,13 +300,45 @@ async def measured(kind: Kind, pairs: int, delay_s: float, model: Path) -> dict[
     return row
 
 
+def turns_alone(ids: Sequence[int], prompt: Sequence[int], count: int) -> int:
+    """Return the turns in which a look-up with `count` guesses at a time gets through the answer `ids`, without a network."""
+    drafter = LookupDrafter()
+    drafter.push(prompt)
+    done = turns = 0
+    while done < len(ids):
+        proposed = drafter.propose((), count)
+        right = next(
+            (at for at, token in enumerate(proposed) if ids[done + at : done + at + 1] != [token]), len(proposed)
+        )
+        drafter.push(ids[done : done + right + 1])
+        done, turns = done + right + 1, turns + 1
+    return turns
+
+
+def copies_alone(texts: int = 40, characters: int = 1200) -> dict[str, Any]:
+    """Return the tokens of a turn by number of guesses, for edited copies in SmolLM2's tokens, without a model or a network."""
+    model = trained(SMOLLM2)
+    tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+    pairs = [(tokenizer(prompt).input_ids, tokenizer(copy).input_ids) for prompt, copy in held_out(texts, characters)]
+    tokens = sum(len(copy) for _, copy in pairs)
+    turns = {count: sum(turns_alone(copy, prompt, count) for prompt, copy in pairs) for count in (4, 8, 16)}
+    return {
+        "possible": {count: count + 1 for count in turns},
+        "tokens_per_turn": {count: round(tokens / some, 2) for count, some in turns.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--delay-ms", type=float, default=25.0)
     parser.add_argument("--copying", type=Path, help="folder of the copying model; by default trained and cached")
+    parser.add_argument("--alone", action="store_true", help="only count the turns of edited copies, without a network")
     options = parser.parse_args()
+    if options.alone:
+        print(json.dumps(copies_alone()))
+        return
     report: dict[str, Any] = {}
     for name in options.rows:
         kind = KINDS[name]
