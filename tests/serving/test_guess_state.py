@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import pytest
@@ -118,8 +118,8 @@ def test_what_was_computed_for_an_earlier_turn_counts_up_to_the_lowest_cut(
 
 
 def test_guesses_in_flight_are_bounded_and_judged_in_their_order() -> None:
-    text, budget = [*range(10, 60)], Steady(4)
-    lead = DraftLead(Oracle(text), budget, most=3, begin=0, clock=lambda: 1.0)
+    text, budget, counts = [*range(10, 60)], Steady(4), Counter[tuple[str, str]]()
+    lead = DraftLead(Oracle(text), budget, most=3, begin=0, clock=lambda: 1.0, counts=counts)
     lead.know(text[:5])
     assert lead.propose(100) == [], "nothing has come round the ring"
     lead.heard(5)
@@ -128,7 +128,7 @@ def test_guesses_in_flight_are_bounded_and_judged_in_their_order() -> None:
     assert lead.propose(9) == [text[8]], "the text ends at position 9"
     assert not lead.judge(99) and lead.in_flight == 0
     assert (budget.accepted, budget.rejected) == (2, 2)
-    assert (lead.counts.drafted.total(), lead.counts.accepted.total(), lead.counts.wasted.total()) == (4, 2, 2)
+    assert counts == {("oracle", "accepted"): 2, ("oracle", "wasted"): 2}
     lead.cut(3)
     assert lead.end == 3
     lead.pause()
@@ -137,7 +137,7 @@ def test_guesses_in_flight_are_bounded_and_judged_in_their_order() -> None:
 
 def test_the_time_of_a_turn_is_that_of_the_position_before_the_token() -> None:
     now_s, budget = [0.0], Steady(4)
-    lead = DraftLead(Oracle([]), budget, most=4, begin=0, clock=lambda: now_s[0])
+    lead = DraftLead(Oracle([]), budget, most=4, begin=0, clock=lambda: now_s[0], counts=Counter())
     lead.sent(10, 13)
     now_s[0] = 0.5
     lead.heard(11)

@@ -33,13 +33,13 @@ from swarmnode.codec.sampling import (
 )
 from swarmnode.codec.tensors import AUTO, COMPRESSIONS, codec_named
 from swarmnode.errors import UsageError
+from swarmnode.measuring.meters import ACCEPTED, WASTED
 from swarmnode.net.links.hop import Entry
 from swarmnode.serving.client.client_session import ClientSession, SessionStats
 from swarmnode.serving.client.prefix_cache import Beginnings, SharedText
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry
+from swarmnode.serving.drafting.drafter import LOOKUP, NO_DRAFTS
 from swarmnode.swarm.records.manifest import SERVING_CODECS
-
-NO_DRAFTS, LOOKUP = "off", "lookup"  # values of `GenerateOptions.drafts`
 
 
 @dataclass(frozen=True)
@@ -364,6 +364,8 @@ class RingStream:
         result.ids.append(output.ids[0])
         result.accepted_drafts += output.guessed
         result.wasted_drafts += output.wasted
+        meter.drafts[ACCEPTED] += output.guessed
+        meter.drafts[WASTED] += output.wasted
         result.trace = self.session.trace_id.hex()
         result.seconds = elapsed_s
         result.route = self.session.route

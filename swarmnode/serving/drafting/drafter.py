@@ -11,6 +11,8 @@ from typing import Protocol
 
 from swarmnode.codec.messages import Open
 
+NO_DRAFTS, LOOKUP = "off", "lookup"  # a client's choices of guesses, besides "auto" and the name of a draft model
+
 
 class Drafter(Protocol):
     """Proposer of tokens that may follow a text.

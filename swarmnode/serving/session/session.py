@@ -152,7 +152,8 @@ class StageSession:
         drafting = self.host.drafting(self.opened) if self._feeds_itself and self.opened.drafts else None
         if drafting is None:
             return None
-        return DraftLead(*drafting, most=self.opened.drafts, begin=begin, clock=self.pipeline.clock)
+        clock, counts = self.pipeline.clock, self.host.meter.drafts
+        return DraftLead(*drafting, most=self.opened.drafts, begin=begin, clock=clock, counts=counts)
 
     # -- a new epoch
 
