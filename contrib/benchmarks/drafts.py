@@ -285,15 +285,15 @@ KINDS = {
 }
 
 
-async def measured(kind: Kind, pairs: int, delay_s: float, model: Path) -> dict[str, Any]:
-    """Measure a row, with an oracle's beside it."""
+async def measured(kind: Kind, pairs: int, delay_s: float, model: Path, *, oracle_too: bool) -> dict[str, Any]:
+    """Measure a row, if `oracle_too` with an oracle's beside it."""
     delay_s = delay_s if kind.delay_s is None else kind.delay_s
     found = kind.works(pairs if kind.at_once == 1 else kind.at_once)
     works = [[work] for work in found] if kind.at_once == 1 else [(found * kind.at_once)[: kind.at_once]] * pairs
     async with Ring.over(model, delay_s) as ring:
         await ring.run(works[0], "off")  # connections are made, and speeds known
         row = (await ring.pairs(works, kind.drafts)).report()
-        if kind.drafts != "off":
+        if oracle_too and kind.drafts != "off":
             oracle = (await ring.with_oracle(works)).report()
             row["of_oracle"] = round(row["speed_up"] / oracle["speed_up"], 3)
             row["oracle"] = {name: oracle[name] for name in ("speed_up", "quartiles", "tokens_per_turn", "different")}
@@ -334,6 +334,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--delay-ms", type=float, default=25.0)
     parser.add_argument("--copying", type=Path, help="folder of the copying model; by default trained and cached")
+    parser.add_argument(
+        "--no-oracle", dest="oracle", action="store_false", help="leave out the proposer that knows the text"
+    )
     parser.add_argument("--alone", action="store_true", help="only count the turns of edited copies, without a network")
     options = parser.parse_args()
     if options.alone:
@@ -343,7 +346,9 @@ def main() -> None:
     for name in options.rows:
         kind = KINDS[name]
         model = (options.copying or trained_model()) if kind.copies else trained(SMOLLM2)
-        report[name] = uvloop.run(measured(kind, options.pairs, options.delay_ms / 1e3, model))
+        report[name] = uvloop.run(
+            measured(kind, options.pairs, options.delay_ms / 1e3, model, oracle_too=options.oracle)
+        )
         print(name, json.dumps(report[name]), file=sys.stderr)
     print(json.dumps({"pairs": options.pairs, "delay_ms": options.delay_ms, "rows": report}, indent=1))
 
