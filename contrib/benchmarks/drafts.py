@@ -257,7 +257,7 @@ class Ring:
             plain, plain_s = await self.run(together, "off")
             known = [[*await self.ids(work), *one.ids] for work, one in zip(together, plain, strict=True)]
             self.texts.write_text(json.dumps(known))
-            drafted, drafted_s = await self.run(together, "oracle")
+            drafted, drafted_s = await self.run(together, "auto")
             row.note(plain, drafted, (plain_s, drafted_s))
         return row
 

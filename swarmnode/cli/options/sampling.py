@@ -59,9 +59,9 @@ class SamplingOptions:
     )
     drafts: str = option(
         LOOKUP,
-        "Write faster by guessing tokens ahead; the text stays the same. Guesses come from prompt and answer (lookup), from "
-        "anything that the first machine has (auto), or from a draft model. The last machine sees wrong guesses.",
-        metavar="off|lookup|auto|MODEL",
+        "Write faster by guessing tokens ahead; the text stays the same. Guesses come from prompt, answer and schema (lookup), "
+        "or from anything that the first machine has (auto). The last machine sees wrong guesses.",
+        metavar="off|lookup|auto",
     )
     adapter: str = option("", "Use this adapter of the swarm; `status` lists them.", metavar="NAME")
     logprobs: int | None = option(

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from swarmnode.codec.messages import Open
 
-NO_DRAFTS, LOOKUP = "off", "lookup"  # a client's choices of guesses, besides "auto" and the name of a draft model
+NO_DRAFTS, LOOKUP, ANY_DRAFTS = DRAFT_SOURCES = "off", "lookup", "auto"  # a client's choices of guesses
 
 
 class Drafter(Protocol):
