@@ -68,7 +68,7 @@ class StageConfig:
         "auto"  # codec of tensors between stages in training: auto, a codec, or a top-k rule; a run may override it
     )
     throttle_units_per_s: float | None = None  # compute no faster than this, to have unequal peers on one machine
-    capture: str = "auto"  # decode steps as CUDA graphs if the device and the model family can
+    capture: str = "auto"  # decode steps are replayed if the device and the model family can
     min_holders: int = 2  # back up the states of units that fewer nodes train on other peers' disks; below 2: none
     share: float = 1.0  # largest share of the time that serving may keep the device busy
     audit_share: float = 0.03  # share of the training compute spent on recomputing replicas' microbatches

@@ -23,6 +23,7 @@ from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.swarm.records.invite import sign_swarm
 from swarmnode.swarm.records.manifest import (
     ADAPTERS_FORMAT,
+    ANY_PACKED,
     CAUSAL_LM,
     CREDIT,
     FORMAT,
@@ -161,7 +162,7 @@ def create_swarm(
     if mode == TRAIN:
         check_vocabulary(model_source.vocabulary, [file.name for file in model_source.files])
     number = _format(model_source, adapters)
-    if products and number != PACKED_FORMAT:
+    if products and number not in ANY_PACKED:
         raise UsageError(
             f"--products {products} is for packed weights (a GGUF file), and {model_source.folder.name} has none"
         )

@@ -24,7 +24,7 @@ from swarmnode.swarm.peers.standing import parse_trust
 from swarmnode.swarm.storage.swarmfile import save_swarm
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time
-from tests.node.audited_swarm import hop_in_use, span_of, three_by_two
+from tests.node.audited_swarm import compute_anew, hop_in_use, span_of, three_by_two
 from tests.node.audited_swarm import results as audit_results
 from tests.node.conftest import Founded
 from tests.node.turns import Turns
@@ -216,6 +216,7 @@ async def test_a_hop_that_leaves_the_adapter_out_is_found(adapted: Adapted, tmp_
         span = span_of(liar)
         forward = span.forward
         span.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "adapter": ""})  # type: ignore[method-assign]
+        compute_anew(liar)
         await ask_until(client, lambda: bool(client.auditor.standing.shunned))
         assert client.auditor.standing.shunned == {liar.peer}
 

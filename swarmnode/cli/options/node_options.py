@@ -82,7 +82,9 @@ class NodeOptions:
         "Keep the KV caches of sessions as computed, or in 8 bits: about twice as many sessions fit.",
         metavar="|".join(KV_FORMS),
     )
-    capture: str = option("auto", "On a GPU, replay decoding steps as CUDA graphs if possible.", metavar="auto|off")
+    capture: str = option(
+        "auto", "Replay decoding steps if possible: as CUDA graphs, or on a CPU as flat programs.", metavar="auto|off"
+    )
     memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: the free memory.", "--memory")
     max_cache_bytes: int | None = size_option(
         "Disk space for weights and others' training states; default: most of the free space.",

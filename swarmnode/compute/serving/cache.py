@@ -184,6 +184,7 @@ class CachePool:
     def close_all(self) -> None:
         """Free the KV caches of all sessions and release their memory."""
         for cohort in self.cohorts:
+            cohort.give_up()
             cohort.buffers.clear()
         self.sessions.clear()
         self.budget.close()

@@ -1,17 +1,19 @@
-"""Decode steps as CUDA graphs: a repeated step is recorded once, and then costs the host one launch for all layers.
+"""Decode steps that are recorded once and replayed: as CUDA graphs, one launch for all layers, and on the CPU as flat programs.
 
-A graph reads and writes the same memory at every replay. So its inputs lie in permanent buffers, and it sees the caches of its
-cohort as `StaticColumns`. It is made for one cohort, whose buffers it knows, and forgotten with it.
+A recorded step reads and writes the same memory at every replay. So its inputs lie in permanent buffers, and it sees the caches
+of its cohort as `StaticColumns`. It is made for one cohort, whose buffers it knows, and forgotten with it.
 
 Which families can be captured is not known by name. After some steady steps one step is tried, captured and replayed. Then the
-ordinary pass runs, which overwrites what the replay wrote, and results and times of the two are compared. A replay reads all
-columns of the buffers, masked, so with many rows and long caches it may cost more than the launches that it saves. If the
-family's code cannot be captured, all passes stay ordinary; if numbers differ or the replay is slower, those of this cohort.
+ordinary pass runs, which overwrites what the replay wrote, and results and times of the two are compared. If attention goes by
+position, as with fast packed weights, both must have the same bits. A replay reads all columns of the buffers, masked, so with
+many rows and long caches it may cost more than it saves. If the family's code cannot be captured, all passes stay ordinary; if
+numbers differ or the replay is slower, those of this cohort.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -22,8 +24,10 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.device_fault import card_answers, forget_traceback
+from swarmnode.compute.model.packing.attention import BY_POSITION
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import Cohort
+from swarmnode.compute.serving.flat_program import Recorder
 from swarmnode.compute.serving.window import AttentionCache
 from swarmnode.compute.stopwatch import Stopwatch, synchronize
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
@@ -49,6 +53,7 @@ class StaticColumns(AttentionCache):
         self._store = cohort.store
         self._first_kept = first_kept(cohort)
         self._capacity, self._windows = cohort.capacity, cohort.windows  # not the cohort: it ends with its last session
+        self._places: dict[int, Tensor] = {}
 
     def __repr__(self) -> str:
         return f"StaticColumns({len(self._buffers)} layers of up to {self.get_max_length()} columns)"
@@ -65,12 +70,18 @@ class StaticColumns(AttentionCache):
         cohort.zero_from(cohort.end + 1)
         self.column.fill_(cohort.end)
 
+    def restart(self) -> None:
+        """Forget what the last pass computed of `column`: a pass that is recorded computes it itself."""
+        self._places = {}
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values (rows, heads, 1, dim) and return all columns of the layer. Called by attention."""
-        place_1 = (self.column - self._first_kept.get(layer_idx, 0)).view(1)
-        return self._store.write_at(self._buffers[layer_idx], key_states, value_states, place_1)
+        first = self._first_kept.get(layer_idx, 0)
+        if first not in self._places:
+            self._places[first] = (self.column - first).view(1)
+        return self._store.write_at(self._buffers[layer_idx], key_states, value_states, self._places[first])
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:  # type: ignore[override]
         """Return the number of columns in use, on the device, as transformers' own static cache does."""
@@ -120,7 +131,10 @@ class CapturedDecode:
 
     def __init__(self, span: ModelSpan, ledger: MemoryLedger | None = None, stopwatch: Stopwatch | None = None) -> None:
         self.span = span
-        self.stopwatch = stopwatch or Stopwatch(span.device)
+        clock = time.thread_time if _is_alone(span.device) else time.perf_counter
+        self.stopwatch = stopwatch or Stopwatch(span.device, clock=clock)
+        has_same_bits = getattr(span.config, "_attn_implementation", "") == BY_POSITION
+        self._tolerance = 0.0 if has_same_bits else TOLERANCES.get(span.dtype, 0.0)
         self.refusal = ""  # why this model's steps are not captured
         self.replays = 0
         self._ledger = ledger or MemoryLedger()
@@ -151,6 +165,13 @@ class CapturedDecode:
             return ordinary()
         return self._compare(cohort, candidate, x, ordinary)
 
+    def close(self) -> None:
+        """Forget all captured steps, and the memory that they hold."""
+        for captured in self._captured.values():
+            if captured is not None:
+                captured.close()
+        self._captured.clear()
+
     def _compare(self, cohort: Cohort, candidate: _CapturedStep, x: Tensor, ordinary: Callable[[], Tensor]) -> Tensor:
         """Return the ordinary pass's output. Keep the candidate if it gave the same in no more time."""
         candidate.replay(cohort, x)  # the first replay of a graph also brings it to the card
@@ -158,6 +179,10 @@ class CapturedDecode:
         output, ordinary_s = self._timed(ordinary)
         is_kept = self._agree(replayed, output) and replay_s <= ordinary_s
         self._captured[cohort] = candidate if is_kept else None
+        if is_kept:
+            cohort.when_given_up.append(candidate.close)
+        else:
+            candidate.close()
         log.info("a captured step of %r takes %.1e s, an ordinary one %.1e s", cohort, replay_s, ordinary_s)
         return output
 
@@ -175,27 +200,42 @@ class CapturedDecode:
         """Count a steady step of the cohort. Returns whether its passes should be captured now: after every STEADY_STEPS steps,
         if the cohort has room for some more and neither a capture of its own nor a refusal."""
         steps = self._steady[cohort] = self._steady.get(cohort, 0) + 1
-        is_wanted = not self.refusal and cohort not in self._captured
+        is_wanted = not self.refusal and cohort not in self._captured and not any(map(len, self.span.packings))
         return is_wanted and steps % STEADY_STEPS == 0 and cohort.capacity - cohort.end >= LEAST_COLUMNS
 
     def _capture(self, cohort: Cohort, x: Tensor, shape: StepShape) -> _CapturedStep | None:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         try:
-            step = _CapturedStep(self.span, cohort, x, shape, self._reserve(cohort))
-            step.capture(self._pool)
+            step = self._recorded(cohort, x, shape) if self._is_on_cpu else self._graph(cohort, x, shape)
         except (Full, torch.OutOfMemoryError) as error:
             log.info("no memory to capture steps of %r: %s", cohort, error)
             forget_traceback(error)
             return None
         except Exception as error:  # a family's code may raise anything
-            if not card_answers():
+            if not self._is_on_cpu and not card_answers():
                 raise
             self.refusal = f"{type(error).__name__}: {error}"
             log.info("decode steps of %r are not captured: %s", self.span, self.refusal)
             forget_traceback(error)
             return None
         return step
+
+    def _graph(self, cohort: Cohort, x: Tensor, shape: StepShape) -> _CapturedStep:
+        """Return a step captured as a CUDA graph."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        step = _CapturedStep(self.span, cohort, x, shape, self._reserve(cohort))
+        step.capture(self._pool)
+        return step
+
+    def _recorded(self, cohort: Cohort, x: Tensor, shape: StepShape) -> _CapturedStep:
+        """Return a step recorded as a flat program."""
+        step = _CapturedStep(self.span, cohort, x, shape, self._reserve(cohort))
+        step.record()
+        return step
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self.span.device.type == "cpu"
 
     def _reserve(self, cohort: Cohort) -> Reservation:
         """Reserve memory for the values that a graph keeps between its kernels. Raises Full."""
@@ -207,7 +247,7 @@ class CapturedDecode:
         sound_B = ordinary_BTX.isfinite().flatten(1).all(1)
         far_B = (replayed_BTX - ordinary_BTX).float().abs().flatten(1).amax(1)
         deviation_B = ordinary_BTX.float().flatten(1).std(1)
-        close_B = far_B <= TOLERANCES.get(ordinary_BTX.dtype, 0.0) * deviation_B
+        close_B = far_B <= self._tolerance * deviation_B
         agree = bool((close_B | ~sound_B).all())
         if not agree:
             log.warning(
@@ -221,6 +261,7 @@ class _CapturedStep:
 
     def __init__(self, span: ModelSpan, cohort: Cohort, x: Tensor, shape: StepShape, memory: Reservation) -> None:
         self.shape = shape
+        self._memory = memory
         weakref.finalize(self, memory.release)
         self.columns = StaticColumns(cohort)
         self._span = span
@@ -228,9 +269,22 @@ class _CapturedStep:
         self._columns_C = torch.arange(cohort.capacity, device=cohort.device)
         self._first_R1 = torch.zeros(cohort.rows, 1, dtype=torch.int64, device=cohort.device)
         self._rows: list[int] | None = None
-        self._graph: Any = None
+        self._run: Callable[[], None] | None = None
         self._output: Tensor | None = None
         self._prepare(cohort, x)
+
+    def close(self) -> None:
+        """Free the memory of the step, which cannot be replayed afterwards."""
+        self._run = self._output = None
+        self._memory.release()
+
+    def record(self) -> None:
+        """Compute the step, and record it as a flat program. Raises any error of the family's code, or Full."""
+        with Recorder() as recorder:
+            self._output = self._forward()
+        program = recorder.program()
+        self._memory.resize(program.nbytes)
+        self._run = program.run
 
     def capture(self, pool: Any) -> None:
         """Record the step without computing it. Raises any error of the family's code.
@@ -239,15 +293,16 @@ class _CapturedStep:
         """
         with _waiting_refused():
             self._forward()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._output = self._forward()
+        self._run = graph.replay
 
     def replay(self, cohort: Cohort, x: Tensor) -> Tensor:
         """Run the captured step on `x`. Returns its output, which the next replay overwrites."""
         self._prepare(cohort, x)
-        self._graph.replay()
-        assert self._output is not None
+        assert self._run is not None and self._output is not None
+        self._run()
         return self._output
 
     def _prepare(self, cohort: Cohort, x: Tensor) -> None:
@@ -258,6 +313,7 @@ class _CapturedStep:
             self._first_R1.copy_(torch.tensor(self._rows)[:, None], non_blocking=True)
 
     def _forward(self) -> Tensor:
+        self.columns.restart()
         column = self.columns.column
         mask_RC = (self._columns_C >= self._first_R1) & (self._columns_C <= column)
         return self._span.forward(
@@ -270,6 +326,11 @@ class _CapturedStep:
             end=self.shape.end,
             adapter=self.shape.adapter,
         )
+
+
+def _is_alone(device: torch.device) -> bool:
+    """Return whether one thread computes all, so that its own time says how long, whatever else the machine does."""
+    return device.type == "cpu" and torch.get_num_threads() == 1
 
 
 @contextmanager

@@ -16,7 +16,7 @@ cache gives that column to the family's masks. Columns are counted alike for all
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,11 +88,18 @@ class Cohort(AttentionCache):
             window: max(0, self.end - window.kept) if capacity > window.columns else 0 for window in windows.values()
         }
         self.first_columns: list[int] = []
+        self.when_given_up: list[Callable[[], None]] = []
         self._mask_RC: Tensor | None = None
         self._first_R1: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"Cohort({len(self.members)} sessions, {self.rows} rows, columns {self.end} of {self.capacity})"
+
+    def give_up(self) -> None:
+        """Tell all that know the buffers (`when_given_up`) that they are about to be freed."""
+        for told in self.when_given_up:
+            told()
+        self.when_given_up.clear()
 
     def columns_of(self, member: CachedSession) -> slice:
         """Return the columns of the cache that hold the positions of a member of the cohort."""
@@ -266,6 +273,8 @@ def regroup(
     """
     cohorts = [Cohort(members, capacity, device, windows, store) for members, capacity in groups]
     olds = {id(old): old for cohort in cohorts for old in _cohorts_of(cohort.members)}
+    for old in olds.values():
+        old.give_up()
     try:
         for layer in sorted({layer for old in olds.values() for layer in old.buffers}):
             for cohort in cohorts:

@@ -35,7 +35,8 @@ WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
 class RunnerConfig:
     """Bounds of a runner: memory for KV caches, and positions (rows x T) that one pass may take from a prompt.
 
-    `windows` replaces the windows of sliding layers. `capture` replays decode steps as CUDA graphs, on CUDA devices. `kv` is the
+    `windows` replaces the windows of sliding layers. `capture` replays decode steps: as CUDA graphs, or as flat
+    programs on the CPU. `kv` is the
     form of the caches: "plain" or "int8".
     """
 
@@ -111,7 +112,7 @@ class StageRunner:
         self._switch = switching_position(span.config)
         self._longest_shared = min(LONGEST_SHARED, self._longest_pass)
         self._sessions: dict[Hashable, _Opened] = {}
-        is_captured = config.capture and span.device.type == "cuda"
+        is_captured = config.capture and span.device.type in ("cuda", "cpu")
         self.captured = CapturedDecode(span, ledger) if is_captured else None
 
     def __repr__(self) -> str:
@@ -173,6 +174,8 @@ class StageRunner:
         """Free all sessions, and the span unless `keep_span`. Nothing can run here afterwards."""
         self._sessions.clear()
         self.pool.close_all()
+        if self.captured is not None:
+            self.captured.close()
         self.span.adapters.clear()
         if not keep_span:
             self.span.close()

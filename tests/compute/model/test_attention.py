@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarmnode.compute.model.packing.attention import NAME, attention_by_position
+from swarmnode.compute.model.packing.attention import BY_POSITION, attention_by_position
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
@@ -66,7 +66,7 @@ def test_fast_products_give_a_session_the_same_bits_in_any_company(
     save(tmp_path / "tiny.gguf", form=form)
     checkpoint = pack(tmp_path / "tiny.gguf", tmp_path / "packed")
     span = load_span(checkpoint, 0, checkpoint.units, dtype=dtype, products="fast")
-    assert span.config._attn_implementation == NAME
+    assert span.config._attn_implementation == BY_POSITION
     random = torch.Generator().manual_seed(2)
     texts = [torch.randint(3, 200, (1, LENGTH + at), generator=random) for at in range(SESSIONS)]
     alone = [one_by_one(span, ids_BT) for ids_BT in texts]

@@ -32,7 +32,7 @@ with lean():
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-NAME = "swarmnode_by_position"
+BY_POSITION = "swarmnode_by_position"
 NUMBERS = {torch.float32: FORMATS["F32"].number, torch.bfloat16: FORMATS["BF16"].number}
 MASK_NUMBER = FORMATS["F16"].number
 
@@ -53,8 +53,8 @@ class _Attention(Prepared):
         self._sizes = [numbers_at(tensor + SIZES_AT) for tensor in (k, v, mask)]
         self._strides = [numbers_at(tensor + STRIDES_AT) for tensor in (k, v, mask)]
 
-    def compute(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], *, shared: bool) -> None:
-        """Compute y of (q, k, v, mask, y). The queries belong to different rows, or to the same one if `shared`."""
+    def place(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], *, shared: bool) -> None:
+        """Take (q, k, v, mask, y). The queries belong to different rows, or to the same one if `shared`."""
         _, k, v, mask_NC, _ = tensors
         for place, tensor in zip(self._places, tensors, strict=True):
             place.value = tensor.data_ptr()
@@ -64,8 +64,11 @@ class _Attention(Prepared):
             strides[1], strides[2] = size_bytes * by_column, size_bytes * by_head
             strides[3] = 0 if shared else size_bytes * by_row
         self._sizes[2][0] = mask_NC.shape[1]
-        for axis in (1, 2, 3):
-            self._strides[2][axis] = mask_NC.element_size() * mask_NC.shape[1]
+        for dimension in (1, 2, 3):
+            self._strides[2][dimension] = mask_NC.element_size() * mask_NC.shape[1]
+
+    def __call__(self) -> None:
+        """Compute y of the tensors that were placed last."""
         threads().compute(self)
 
 
@@ -96,14 +99,24 @@ def attention_by_position(
     y_BTHW = torch.empty(rows, count, heads, value.shape[3])
     scale = 1 / math.sqrt(width) if scaling is None else scaling
     kind = NUMBERS[key.dtype], rows if count == 1 else count, heads, key.shape[1], width, value.shape[3], scale
-    prepared = threads().prepared(_Attention, *kind)
-    if count == 1:
-        prepared.compute((q_BTHD, key, value, mask_BTC.view(rows, -1), y_BTHW), shared=False)
-    else:
-        for row in range(rows):
-            only = slice(row, row + 1)
-            prepared.compute((q_BTHD[row], key[only], value[only], mask_BTC[row], y_BTHW[row]), shared=True)
+    parts = [slice(None)] if count == 1 else [slice(row, row + 1) for row in range(rows)]
+    for part in parts:
+        mask_NC, y = mask_BTC[part].view(-1, mask_BTC.shape[2]), y_BTHW[part]
+        _attend((q_BTHD[part], key[part], value[part], mask_NC, y), kind, shared=count > 1)
     return y_BTHW.to(query.dtype), None
+
+
+def _attend(tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], kind: tuple[Any, ...], *, shared: bool) -> None:
+    here = threads()
+    if here.recorder is None:
+        prepared = here.prepared(_Attention, *kind)
+    else:
+        ggml = library()
+        assert ggml is not None
+        prepared = _Attention(ggml, *kind)
+        here.recorder.note(prepared, tensors[-1])
+    prepared.place(tensors, shared=shared)
+    prepared()
 
 
 def _full_mask(mask: Tensor | None, rows: int, count: int, columns: int) -> Tensor:
@@ -127,6 +140,6 @@ def attend_by_position(model: Any) -> None:
     """Let a model compute attention in this way, if its family leaves the choice and torch's attention would be used."""
     if library() is None or model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
         return
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention_by_position)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _mask)
-    model.config._attn_implementation = NAME
+    ALL_ATTENTION_FUNCTIONS.register(BY_POSITION, attention_by_position)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(BY_POSITION, _mask)
+    model.config._attn_implementation = BY_POSITION

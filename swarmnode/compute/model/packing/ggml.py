@@ -210,6 +210,11 @@ def numbers_at(address: int) -> Any:
     return (c_int64 * 4).from_address(address)
 
 
+def address_at(place: int) -> c_void_p:
+    """Return the pointer at an address. A change of its value changes the tensor there."""
+    return c_void_p.from_address(place)
+
+
 def aligned(size: int) -> Tensor:
     """Return new memory (uint8) of `size` bytes at an address that ggml accepts."""
     memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
@@ -248,7 +253,7 @@ class Prepared:
     def __init__(self, ggml: _Library) -> None:
         self._ggml = ggml
         self.context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
-        self.graph = ggml.new_graph(self.context, 8, False)
+        self.graph = ggml.new_graph(self.context, 16, False)
 
     def __del__(self) -> None:
         self._ggml.free(self.context)
@@ -293,6 +298,7 @@ class _Thread(threading.local):
         self._ggml = ggml
         self._backend = _Backend(ggml)
         self._threads = 0
+        self.recorder: Any = None  # takes calls that torch does not see, while a pass is recorded
         self._prepared: OrderedDict[Hashable, Any] = OrderedDict()
         self._last_split: tuple[Tensor, str, Tensor] | None = None
 
@@ -408,10 +414,10 @@ class GgmlMatrix:
     ) -> None:
         self.form, self.outputs, self.inputs, self._exact = form, len(packed_OB), inputs, exact
         self.name, self.nbytes = form.name, packed_OB.nbytes
-        self._order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
-        kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self._order is None
+        self.order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
+        kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self.order is None
         self._memory = packed_OB.view(-1) if kept else aligned(packed_OB.nbytes)
-        if self._order is not None:
+        if self.order is not None:
             self._interleave(packed_OB.contiguous())
         elif not kept:
             self._memory.copy_(packed_OB.reshape(-1))
@@ -425,7 +431,10 @@ class GgmlMatrix:
 
     def rows(self, numbers_N: Tensor) -> Tensor:
         """Return the rows (N, I) of these numbers as float32. Only for a matrix that is looked up."""
-        assert self._order is None
+        assert self.order is None
+        if (recorder := threads().recorder) is not None:
+            rows_NI: Tensor = recorder.calling(self.rows, numbers_N)
+            return rows_NI
         packed_NB = self._memory.view(self.outputs, -1)[numbers_N]
         return dequantise(packed_NB.view(-1), self.form, numbers_N.numel() * self.inputs).view(-1, self.inputs)
 
@@ -436,8 +445,12 @@ class GgmlMatrix:
             raise ValueError(f"activations of width {self.inputs} are needed, not {tuple(x_RI.shape)}")
         if len(x_RI) == 0:
             return torch.empty(0, self.outputs)
+        recorder = threads().recorder
+        if recorder is not None:
+            y_RO: Tensor = recorder.calling(self.multiply, x_RI) if self._exact else recorder.product(self, x_RI)
+            return y_RO
         if not self._exact:
-            return self._product(x_RI, FORMATS[F32], len(x_RI), apart=len(x_RI) > 1 and not self._rows_agree())
+            return self._product(x_RI, FORMATS[F32], len(x_RI), apart=self.takes_rows_apart(len(x_RI)))
         if not self.form.activations or len(x_RI) > FEW_ROWS:
             return self._dequantised_product(x_RI)
         x_form = ACTIVATIONS[self.form.activations]
@@ -449,9 +462,19 @@ class GgmlMatrix:
             y_RO = part_RO.add(y_RO, alpha=1 / STEP)
         return y_RO
 
-    def _rows_agree(self) -> bool:
-        """Return whether ggml gives a row the same bits beside other rows as alone. Tried once for each kind of matrix."""
-        kind = self.form.name, self.inputs, self._order is not None
+    @property
+    def address(self) -> int:
+        """Address of the packed bytes."""
+        return self._memory.data_ptr()
+
+    def takes_rows_apart(self, rows: int) -> bool:
+        """Return whether fast products take each of several rows apart, since ggml gives a row other bits beside others.
+
+        This is tried once for each kind of matrix.
+        """
+        if rows == 1:
+            return False
+        kind = self.form.name, self.inputs, self.order is not None
         if kind not in _agreeing:
             outputs = min(self.outputs, TRIED_OUTPUTS)
             x_RI = torch.randn(max(TRIED_ROWS), self.inputs, generator=torch.Generator().manual_seed(0))
@@ -460,7 +483,7 @@ class GgmlMatrix:
                 torch.equal(self._product(x_RI[:rows], FORMATS[F32], rows, outputs=outputs), alone_RO[:rows])
                 for rows in TRIED_ROWS
             )
-        return _agreeing[kind]
+        return not _agreeing[kind]
 
     def _product(
         self, x: Tensor, x_form: Format, rows: int, *, apart: bool = False, outputs: int | None = None
@@ -469,9 +492,9 @@ class GgmlMatrix:
         y_RO = torch.empty(rows, outputs or self.outputs)
         here = threads()
         product = here.prepared(_Product, self.form, x_form, y_RO.shape[1], self.inputs, rows, apart)
-        product.weight.value, product.x.value, product.y.value = self._memory.data_ptr(), x.data_ptr(), y_RO.data_ptr()
-        if self._order is not None:
-            product.buffer.value, product.extra.value = self._order.buffer, self._order.extra
+        product.weight.value, product.x.value, product.y.value = self.address, x.data_ptr(), y_RO.data_ptr()
+        if self.order is not None:
+            product.buffer.value, product.extra.value = self.order.buffer, self.order.extra
         here.compute(product)
         return y_RO
 

@@ -1,0 +1,212 @@
+"""Passes on the CPU as flat programs: what a family's own forward asks torch to compute, without its modules.
+
+A pass is recorded once, at fixed places in memory. torch tells of each operator, and ggml's products and attention of themselves.
+Views cost nothing afterwards, as their memory stays where it is. All other operators write into the results of the recorded pass.
+Products of packed matrices with the same activations (queries, keys and values; gate and up) become one computation of ggml.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from swarmnode.compute.model.packing.ggml import GgmlMatrix, library, threads
+from swarmnode.compute.model.packing.joined_products import MOST_JOINED, FixedProduct, JoinedProducts
+
+Call = Callable[[], object]
+REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+COPIES = ("contiguous", "clone", "_to_copy", "to")  # operators that give their first argument's values
+
+
+class CannotBeRecorded(Exception):
+    """The pass needs values of tensors on the host, or random numbers: another pass may go another way."""
+
+
+@dataclass
+class _Entry:
+    """A call of the program, or a product that is not joined with others yet, and the storages that it writes."""
+
+    call: Call | FixedProduct
+    written: set[int]
+
+
+class FlatProgram:
+    """Recorded pass. It reads and writes the memory of the pass that was recorded."""
+
+    def __init__(self, calls: Sequence[Call], kept: Sequence[Tensor]) -> None:
+        self._calls = list(calls)
+        self._kept = list(kept)
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+        self.nbytes = sum(storages.values())
+
+    def __repr__(self) -> str:
+        return f"FlatProgram({len(self._calls)} calls, {self.nbytes / 1e6:.1f} MB)"
+
+    def run(self) -> None:
+        """Compute the pass again. Raises RuntimeError if an operator fails."""
+        for call in self._calls:
+            call()
+
+
+class Recorder(TorchDispatchMode):
+    """Recorder of one pass: `with Recorder() as recorder: …`, then `program()`."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._entries: list[_Entry] = []
+        self._kept: list[Tensor] = []
+        self._is_paused = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would import its compiler, which takes 100 MB and two seconds."""
+        return False
+
+    def __enter__(self) -> Recorder:
+        if library() is not None:
+            threads().recorder = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if library() is not None:
+            threads().recorder = None
+
+    def __torch_dispatch__(
+        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        result = function(*args, **given)
+        if not self._is_paused:
+            self._record(function, args, given, result)
+        return result
+
+    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        inputs, results = list(_tensors((args, kwargs))), list(_tensors(result))
+        if any(tag in function.tags for tag in REFUSED) and not _is_harmless(function, args, kwargs, inputs):
+            raise CannotBeRecorded(f"{function} depends on values, or on random numbers")
+        if function._schema.is_mutable:
+            self.note(partial(function._op, *args, **kwargs), *_written(function, args, kwargs))
+            return
+        fresh = [tensor for tensor in results if _storage(tensor) not in {_storage(each) for each in inputs}]
+        self._kept += fresh
+        name = function._schema.name.split("::")[1]
+        if fresh and not name.startswith("empty") and not name.startswith("new_empty"):
+            self.note(_again(function, name, args, kwargs, results), *fresh)
+
+    def note(self, call: Call, *writes: Tensor) -> None:
+        """Take a call, made in the recorded pass, into the program. `writes` are the tensors that it writes."""
+        self._entries.append(_Entry(call, {_storage(tensor) for tensor in writes}))
+
+    def calling(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return function(x), and take its call as a whole into the program."""
+        self._is_paused, threads().recorder = True, None
+        try:
+            y = function(x)
+        finally:
+            self._is_paused, threads().recorder = False, self
+        self._kept += [x, y]
+        self.note(lambda: y.copy_(function(x)), y)
+        return y
+
+    def product(self, matrix: GgmlMatrix, x_RI: Tensor) -> Tensor:
+        """Return the fast product (R, O) of a matrix, and take it into the program."""
+        self._is_paused = True
+        try:
+            y_RO = torch.empty(len(x_RI), matrix.outputs)
+            product = FixedProduct(matrix, x_RI, y_RO)
+            JoinedProducts([product])()
+        finally:
+            self._is_paused = False
+        self._kept += [x_RI, y_RO]
+        self._entries.append(_Entry(product, {_storage(y_RO)}))
+        return y_RO
+
+    def program(self) -> FlatProgram:
+        """Return the program of all calls so far. A product moves up to an earlier one with the same, unchanged activations."""
+        calls: list[Call | list[FixedProduct]] = []
+        groups: dict[tuple[int, torch.Size], list[FixedProduct]] = {}
+        for entry in self._entries:
+            if not isinstance(entry.call, FixedProduct):
+                calls.append(entry.call)
+                groups = {key: group for key, group in groups.items() if _storage(group[0].x_RI) not in entry.written}
+                continue
+            key = entry.call.x_RI.data_ptr(), entry.call.x_RI.shape
+            if key not in groups or len(groups[key]) == MOST_JOINED:
+                groups[key] = []
+                calls.append(groups[key])
+            groups[key].append(entry.call)
+        return FlatProgram([JoinedProducts(call) if isinstance(call, list) else call for call in calls], self._kept)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested arguments or results."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+def _is_harmless(function: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> bool:
+    """Return whether an operator that may depend on values does not: a look-up by numbers, or attention without dropout."""
+    if "index" in function.name():
+        return all(tensor.dtype is not torch.bool for tensor in inputs[1:])
+    given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+    if "dot_product" in function.name():
+        return not given.get("dropout_p")
+    return "dropout" in function.name() and not (given.get("p") and given.get("train"))
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the arguments that an operator writes, by its schema."""
+    values = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+    return list(_tensors([values.get(argument.name) for argument in function._schema.arguments if argument.is_write]))
+
+
+def _again(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> Call:
+    """Return a call that computes an operator again, into the results that it gave."""
+    if name in COPIES and len(results) == 1:
+        return partial(results[0].copy_, args[0])
+    into = _with_out(function)
+    if into is not None and len(results) == len(into[1]):
+        return partial(_short(name, into[0]), *args, **kwargs, **dict(zip(into[1], results, strict=True)))
+
+    def compute() -> None:
+        for result, new in zip(results, _tensors(function._op(*args, **kwargs)), strict=True):
+            result.copy_(new)
+
+    return compute
+
+
+def _short(name: str, usual: Any) -> Any:
+    """Return torch's own function for a common operator, whose call takes half the time of the dispatcher's, else `usual`."""
+    return getattr(torch, name) if name in ("mul", "add", "sub", "neg", "rsqrt", "pow", "cat") else usual
+
+
+@lru_cache(maxsize=1024)
+def _with_out(function: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """Return the form of an operator that writes into given tensors, and the names of these arguments; None if it has none."""
+    wanted = [(argument.name, str(argument.type)) for argument in function._schema.arguments]
+    packet = function.overloadpacket
+    for name in packet.overloads():
+        other = getattr(packet, name)
+        outs = [argument.name for argument in other._schema.arguments if argument.is_out]
+        rest = [(argument.name, str(argument.type)) for argument in other._schema.arguments if not argument.is_out]
+        if outs and rest == wanted:
+            return other._op, tuple(outs)
+    return None
