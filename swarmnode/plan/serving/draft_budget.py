@@ -10,7 +10,7 @@ A wrong guess costs a turn, and behind it guesses are computed in vain. Every w 
 unless rows cannot be computed or proposed that fast. T(0) = R.
 
 Rows take time from other sessions. At a full hop each computed row is a row less for the others. If the busiest hop computes rows
-during a share u of its time, one more row takes about u tokens from them. So the window is the w with the most
+of others during a share u of its time, one more row takes about u tokens from them. So the window is the w with the most
 
     W(w) = 1 / T(w)  -  u ((1 + (1 - a) w) / T(w) - 1 / R)
 
@@ -35,6 +35,7 @@ FIRST_REST, LONGEST_REST = 16, 1024  # turns without guesses before a retry
 PROBE = 2  # guesses of a retry
 UNEQUAL = 2.0  # times the load that is known here: another hop may be busier, and passes take longer than their rows
 QUIET = 0.2  # share of time for rows below which a ring is not crowded
+FULL = 0.9  # share above which a hop has no time for guesses
 OVER_S = 2.0  # of the measured load
 FEW = 4  # other sessions with which a ring is not crowded, as far as is known before the first turn
 SURE = 0.999  # the highest acceptance that is believed
@@ -65,8 +66,10 @@ class RowCost(NamedTuple):
         return cls(max(0.0, step_s - position_s), min(step_s, position_s), sharing)
 
     def crowding(self, turn_s: float) -> float:
-        """Return the share of the time that the hop computes rows: as measured, at least a row of each session in a turn."""
-        return min(1.0, UNEQUAL * max(self.load, (1 + self.sharing) * self.position_s / turn_s))
+        """Return the share of the time that the hop computes rows of other sessions: as measured, at least a row of each in a
+        turn. All sessions count as equally busy."""
+        rows = max(self.load, (1 + self.sharing) * self.position_s / turn_s)
+        return min(1.0, UNEQUAL * rows) * self.sharing / (1 + self.sharing)
 
 
 FREE = RowCost(0.0, 0.0)
@@ -179,7 +182,7 @@ class MeasuredBudget:
         if not self._turn_s:
             return 0 if cost.sharing > FEW else self._max_window
         crowding = cost.crowding(self._least_turn_s)
-        if crowding >= 1:
+        if crowding > FULL:
             return 0
         return min(proposer.allowed, self._max_window) if crowding > QUIET else self._max_window
 
