@@ -432,7 +432,8 @@ class StageSession:
     def _left(self, job: Job, run: Pass, sent_s: float) -> None:
         """Record in the trace that the result of `job` was sent at `sent_s`, and report the time of a single step."""
         (began_s, ended_s, jobs), came_s = run, job.submitted_s
-        self.trace.note(job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs)
+        times_s = {"came_s": came_s, "began_s": began_s, "ended_s": ended_s, "sent_s": sent_s}
+        self.trace.note(job.end, job.count, **times_s, batch=jobs, guessed=job.end - job.first_guessed)
         if not self._freed:
             self._note_computed(job, run)
             if job.count == 1 and not job.guessed:
