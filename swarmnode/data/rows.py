@@ -23,7 +23,7 @@ class Rows:
     """Rows of tokens, all of one length.
 
     `ids_NT` (uint32) are tokens, `labels_NT` (int32) the same or -100 where no label counts, and `positions_NT` (int32) the places
-    of the tokens in their samples: a sample begins where it is 0. `held_N2` counts the samples and the tokens in each row, and
+    of the tokens in their samples: each sample begins with 0. `held_N2` counts the samples and the tokens in each row, and
     `cut` the samples that were longer than a row.
     """
 

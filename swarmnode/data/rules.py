@@ -1,4 +1,4 @@
-"""Rules by which data becomes samples, beside the settings of a run: what counts in the loss, packing, epochs, held-out data."""
+"""Rules that turn data into samples, beside the settings of a run: tokens that count, packing, epochs, held-out data."""
 
 from __future__ import annotations
 

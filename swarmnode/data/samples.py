@@ -129,8 +129,8 @@ def conversation(
 ) -> list[TokenSample]:
     """Return the samples of a conversation.
 
-    Answers are found by the template's own marks. Without marks they are the tokens by which the conversation up to an answer is
-    longer than the one before it. A template that writes earlier answers in another way than the last one gives a sample
+    Answers are found by the template's own marks. Without marks they are the tokens that an answer adds to the conversation
+    before it. A template that writes earlier answers in another way than the last one gives a sample
     for each answer, whose loss is on the last answer alone.
 
     Raises CheckpointError if the template cannot be used.
@@ -176,7 +176,7 @@ def _after(begin: int, tokens: Sequence[int], loss: LearntTokens) -> list[bool]:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the number of tokens with which both begin: a tokenizer may join the last letters of a prompt with what follows."""
+    """Return the length of the common beginning: a tokenizer may join the last letters of a prompt with the next ones."""
     pairs = zip(left, right, strict=False)
     return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
 

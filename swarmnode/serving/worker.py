@@ -344,7 +344,8 @@ class Worker:
 
         All work on the device is launched first, and waited for only once.
         """
-        inputs, outputs = DeviceInputs(self.runner.span.device, self.runner.span.dtype), DeviceOutputs()
+        inputs = DeviceInputs(self.runner.span.device, self.runner.span.dtype)
+        outputs = DeviceOutputs(self.runner.captured_works)
         places = [[inputs.add(info, payload) for info, payload in job.parts] for job in batch]
         finishes: dict[int, Finish] = {}
         ready: list[Job] = []

@@ -25,6 +25,14 @@ LAYERS = 3
 POSITIONS = 64  # of GPT-2's table
 
 
+@pytest.fixture(autouse=True)
+def waiting_allowed() -> Iterator[None]:
+    """A test that fails while waiting is refused leaves others as they are."""
+    yield
+    if torch.cuda.get_sync_debug_mode():
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.fixture
 def cards() -> Iterator[SimulatedCards]:
     """Both simulated cards, reset; what needs them to be counted or limited is not tested on a real one."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS
+from swarmnode.compute.serving.captured_works import USES
 from swarmnode.compute.serving.device_transfers import DeviceOutputs
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
@@ -27,8 +28,7 @@ from tests.llama import save_llama
 CARD = torch.device("cuda", 1)
 VOCABULARY = 128_256
 LAUNCHES = (38, 47)  # before anything was done about them
-# By sessions; candidates of draws are searched for ROWS_SEARCHED at a time.
-LINK_LAUNCHES = {1: (20, 29, 37), 8: (21, 31, 38), 32: (21, 31, 74)}
+LINK_LAUNCHES = {1: (9, 15, 17), 8: (10, 17, 18), 32: (10, 17, 18)}  # by sessions
 DRAW_BYTES = 12_308  # 1025 logits with their ids, and the logarithm of the sum
 
 
@@ -68,7 +68,7 @@ async def decode_counts(cards: SimulatedCards, checkpoint: Checkpoint, span: tup
     assert hop.runner.captured is not None
     hop.runner.captured.stopwatch = Dictated(CARD, replay_s=1.0, ordinary_s=2.0)
     await hop.worker.start()
-    for _ in range(STEADY_STEPS + 4):
+    for _ in range(max(STEADY_STEPS, USES) + 4):
         before = cards.counts(CARD.index)
         await hop.step()
     after = cards.counts(CARD.index)

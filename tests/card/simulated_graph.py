@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from enum import IntEnum
@@ -98,11 +99,20 @@ def graph_answers(on_waiting: Callable[[Waiting], None]) -> dict[str, Any]:
         with torch.inference_mode():
             recorded.forget_results()
 
+    modes = [0]
+
+    def set_mode(mode: str | int) -> None:
+        """As torch does: it warns once, and has set the mode by then."""
+        on_waiting(Waiting.RAISES if mode == "error" else Waiting.GOES)
+        modes.append(2 if mode == "error" else 0)
+        if len(modes) == 2:
+            warnings.warn("Synchronization debug mode is a prototype feature (simulated)", stacklevel=1)
+
     return {
         "CUDAGraph": SimulatedGraph,
         "graph": graph,
         "graph_pool_handle": lambda: (0, next(pools)),
-        "get_sync_debug_mode": lambda: 0,
-        "set_sync_debug_mode": lambda mode: on_waiting(Waiting.RAISES if mode == "error" else Waiting.GOES),
+        "get_sync_debug_mode": lambda: modes[-1],
+        "set_sync_debug_mode": set_mode,
         "is_current_stream_capturing": lambda: bool(capturing),
     }

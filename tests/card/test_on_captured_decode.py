@@ -23,6 +23,7 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.compute.stopwatch import Stopwatch, Tell
+from swarmnode.config import INT8_KV, PLAIN
 from swarmnode.ledger import Account, MemoryLedger
 from tests.numerics.families import tiny_config
 
@@ -65,11 +66,12 @@ def open_runner(
     start: int = 0,
     ledger: MemoryLedger | None = None,
     replay_s: float = 1.0,
+    kv: str = PLAIN,
 ) -> StageRunner:
     """A runner whose ordinary passes take two seconds for all that it knows."""
     span = load_span(checkpoint, start, checkpoint.units, device=card, check=False)
     windows = {layer: Window(size, slack=8, room=16) for layer, size in sliding_layers(span.config).items()}
-    runner = StageRunner(span, RunnerConfig(1 << 24, windows=windows, capture=capture), ledger=ledger)
+    runner = StageRunner(span, RunnerConfig(1 << 24, windows=windows, capture=capture, kv=kv), ledger=ledger)
     if runner.captured is not None:
         runner.captured.stopwatch = Dictated(card, replay_s, 2.0)
     return runner
@@ -123,6 +125,20 @@ def test_a_captured_step_is_the_ordinary_one(
     captured, ordinary = (open_runner(checkpoint, card, capture=capture, start=start) for capture in (True, False))
     same(captured, ordinary)
     assert decoder(captured).replays > STEADY_STEPS and ordinary.captured is None
+
+
+@pytest.mark.parametrize("spoil", [-1, 20])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_a_captured_step_reads_caches_in_8_bits(
+    model_type: str, spoil: int, checkpoint_of: CheckpointOf, card: torch.device
+) -> None:
+    """Also behind scales that were NaN, and cut off again."""
+    checkpoint = checkpoint_of(model_type)
+    captured, ordinary = (
+        open_runner(checkpoint, card, capture=capture, start=1, kv=INT8_KV) for capture in (True, False)
+    )
+    same(captured, ordinary, spoil=spoil)
+    assert decoder(captured).replays > 0
 
 
 def test_a_captured_step_goes_through_its_adapter(checkpoint_of: CheckpointOf, card: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,16 @@ from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
+from swarmnode.config import EXACT, FAST, PLAIN, StageConfig
+from swarmnode.founding.model_source import from_checkpoint
+from swarmnode.measuring.hardware import Hardware
 from tests.card.simulated import SimulatedCards
 from tests.card.test_on_captured_decode import Dictated
+from tests.card.test_on_nodes import CACHE_TOKENS
 from tests.card.test_on_quantised import PROMPTS, Text, write
 from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
+from tests.net.virtual import in_virtual_time
+from tests.node.virtual_swarm import VirtualSwarm, sees_ready
 
 ABSOLUTE, RELATIVE = 1e-4, 1e-3
 SPARE_BYTES = 1 << 16  # norms, buffers and the tables of codes
@@ -114,3 +121,38 @@ def test_packed_products_wait_for_no_card(
         after = cards.counts(card.index)
         assert after.launches > before.launches
         assert number == 0 or (after.waits, after.uploads) == (before.waits, before.uploads)
+
+
+def test_a_card_keeps_weights_packed_and_is_what_its_dtype_says(
+    cards: SimulatedCards, card: torch.device, checkpoint_of: Callable[..., Checkpoint]
+) -> None:
+    """No Triton is here: only an owner that chose the products has packed weights then."""
+    checkpoint = checkpoint_of(save_llama_gguf, "Q4_0")
+
+    def probed(**chosen: Any) -> tuple[str, str, int]:
+        found = Hardware.probe(checkpoint, StageConfig(device=str(card), cache_tokens=CACHE_TOKENS, **chosen))
+        return found.products, found.number_format, sum(found.sizes.weight_bytes)
+
+    plain, fast, exact = probed(), probed(products="fast", dtype="bfloat16"), probed(products="exact")
+    assert plain[0] == PLAIN and fast[:2] == (FAST, "bfloat16") and exact[:2] == (EXACT, "float32")
+    assert fast[2] < plain[2] / 2 and exact[2] < plain[2]
+
+
+@in_virtual_time
+async def test_a_node_serves_packed_weights_on_a_card(
+    cards: SimulatedCards, card: torch.device, tmp_path: Path
+) -> None:
+    save_llama_gguf(tmp_path / "tiny.gguf", form="Q4_0")
+    source = from_checkpoint(str(tmp_path / "tiny.gguf"), tmp_path / "packed", packs=True)
+    texts_told = {}
+    for name, products in (("packed", EXACT), ("plain", PLAIN)):
+        async with VirtualSwarm(tmp_path / name) as swarm:
+            swarm.create(source)
+            await swarm.bootstrap()
+            stage: dict[str, Any] = {"device": str(card), "dtype": "float32", "products": products, "capture": "off"}
+            member = swarm.node("volunteer", cache_tokens=CACHE_TOKENS, **stage)
+            await member.wait_for("ready")
+            async with swarm.client() as client:
+                await sees_ready(client, 1)
+                texts_told[name] = (await client.generate([5, 80, 3, 61], max_new_tokens=8)).ids
+    assert texts_told["packed"] == texts_told["plain"] and len(texts_told["plain"]) == 8

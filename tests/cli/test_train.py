@@ -278,3 +278,60 @@ def test_a_trainer_whose_swarm_is_not_there(school: Path, tmp_path: Path) -> Non
     done = invoke("train", str(school / "text.swarm"), *data, "--patience", "0.2", home=tmp_path)
     assert_clear(done, 1, "cannot be reached")
     assert_clear(invoke("train", str(school / "text.swarm"), *data, "--out", "x", home=tmp_path), 2, "--local")
+
+
+def test_evaluation_epochs_and_a_recipe_in_a_file(school: Path) -> None:
+    """What a recipe prints is a recipe; options that are given override it; the log has the losses of held-out data."""
+    printed = train(school, "text", "--print-recipe", "--epochs", "2", "--sequence", "32", "--freeze", "*wte*")
+    assert printed.returncode == 0 and "epochs = 2.0" in printed.stdout and "frozen = true" in printed.stdout
+    recipe = school / "recipe.toml"
+    recipe.write_text(printed.stdout)
+    again = train(school, "text", "--recipe", "recipe.toml", "--print-recipe")
+    assert again.stdout == printed.stdout
+    options = ("--recipe", "recipe.toml", "--schedule", "hf-cosine", "--lr", "1e-2", "--data", "data.txt")
+    evaluates = ("--eval-share", "0.1", "--eval-every", "2", "--log", "held.jsonl", "--out", "held")
+    done = train(school, "text", *options, *evaluates)
+    assert done.returncode == 0, done.stderr
+    assert "Data: 72 samples, 2,304 tokens; 2.22 epochs" in done.stdout and "held out " in done.stdout
+    lines = [json.loads(line) for line in (school / "held.jsonl").read_text().splitlines()]
+    held = {line["step"]: line["held_out_loss"] for line in lines if "held_out_loss" in line}
+    assert sorted(held) == [0, 2, 4] and held[4] < held[0] and len(lines) == 5
+    before, after = (AutoModelForCausalLM.from_pretrained(school / name) for name in ("text-weights", "held"))
+    assert torch.equal(before.transformer.wte.weight, after.transformer.wte.weight), "frozen"
+    assert not torch.equal(before.transformer.wpe.weight, after.transformer.wpe.weight)
+    stopped = train(school, "text", *options, *evaluates[:4], "--eval-patience", "1", "--lr", "0")
+    assert stopped.returncode == 0 and "Stopped early after 3 steps: the held-out loss was lowest" in stopped.stdout
+
+
+def test_a_training_in_this_process_goes_on_with_its_optimiser(school: Path) -> None:
+    options = ("--data", "data.txt", "--steps", "6", "--batch", "8", "--sequence", "32", "--lr", "1e-2")
+    whole = [json.loads(line) for line in train(school, "text", *options, "--json").stdout.splitlines()]
+    short = train(school, "text", *options, "--json", "--state", "kept", "--checkpoint-steps", "3")
+    assert [json.loads(line)["loss"] for line in short.stdout.splitlines()] == [line["loss"] for line in whole]
+    again = train(school, "text", *options, "--state", "kept", "--checkpoint-steps", "3")
+    assert again.returncode == 0 and "Nothing to do: all 6 steps of this run are done" in again.stdout
+    assert_clear(train(school, "text", *options, "--state", "kept"), 2, "other settings or data")
+    assert_clear(train(school, "text", *options, "--state", "config"), 2, "holds no state of a training")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ((), "Give either --steps or --epochs"),
+        (("--steps", "3", "--epochs", "1"), "Give either --steps or --epochs"),
+        (("--steps", "3", "--eval-every", "2"), "--eval-share"),
+        (("--steps", "3", "--eval-patience", "2"), "--eval-patience needs --eval-every"),
+        (("--steps", "3", "--schedule", "zigzag"), "a schedule out of"),
+        (("--steps", "3", "--freeze", "[a]"), "without brackets"),
+        (("--steps", "3", "--label-smoothing", "2"), "the recipe is not valid"),
+        (("--steps", "3", "--recipe", "none.toml"), "no such file"),
+        (("--steps", "3", "--recipe", "strange.toml"), "a recipe has no key colour"),
+        (("--steps", "3", "--recipe", "typed.toml"), "the recipe's lr is 'fast'"),
+        (("--steps", "3", "--recipe", "group.toml"), "it has no key rate"),
+    ],
+)
+def test_a_recipe_that_is_not_one_is_refused(school: Path, options: tuple[str, ...], told: str) -> None:
+    (school / "strange.toml").write_text('colour = "red"')
+    (school / "typed.toml").write_text('lr = "fast"')
+    (school / "group.toml").write_text('[[groups]]\nmatch = "*"\nrate = 3')
+    assert_clear(train(school, "text", "--data", "data.txt", *options), 2, told)

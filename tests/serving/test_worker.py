@@ -33,6 +33,7 @@ class EchoRunner:
         self.span: Any = SimpleNamespace(
             start=0, end=2, vocab_size=100, device=torch.device("cpu"), dtype=torch.float32
         )
+        self.captured_works = None
         self.act: Callable[[Sequence[StepInput]], object] = lambda _works: None
         self.opened: set[object] = set(range(10))
         self.fails: dict[object, Exception] = {}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """Options of what is written down of each step."""
+    """Options of the records of each step."""
 
     log: Path | None = path_option("Write a JSON line per step to this file.")
     tensorboard: Path | None = path_option("Write losses for TensorBoard into this folder.", metavar="DIR")
@@ -40,15 +40,17 @@ class LocalOptions:
 
     local: bool = option(False, "Train in this process instead, for comparison.")
     out: Path | None = path_option("With --local: write the trained model there.", metavar="DIR")
+    state: Path | None = path_option("With --local: keep the state there, and go on from it.", metavar="DIR")
     device: str = option("auto", "With --local: auto, cpu, cuda, cuda:1 or mps.")
     threads: int = option(0, "With --local: CPU threads; default: all.", show_default=False)
     force: bool = option(False, "Replace a checkpoint in --out.")
 
     def __post_init__(self) -> None:
         """Check that the other options come with `local`. Raises UsageError if they do not."""
-        if not self.local and (self.out is not None or self.force or self.device != "auto" or self.threads):
+        paths = self.out is not None or self.state is not None
+        if not self.local and (paths or self.force or self.device != "auto" or self.threads):
             raise UsageError(
-                "--out, --force, --device and --threads need --local; to write a swarm's model, use `swarmnode export`"
+                "--out, --state, --force, --device and --threads need --local; to write a swarm's model, use `swarmnode export`"
             )
 
 
@@ -124,7 +126,10 @@ def train(
         output = None if target is None else OutputFolder(target, alone.force)
         what = (known, watch.home, data, settings, meter, stop)
         async with watch.over(known.name, meter.readings):
-            return await train_here(*what, place=place, rules=rules, output=output, patience_s=patience)
+            state = None if alone.state is None else alone.state.absolute()
+            done = await train_here(*what, place=place, rules=rules, output=output, state=state, patience_s=patience)
+            is_new.append(bool(meter.last))
+            return done
 
     work = train_alone if alone.local else train_with_others
     with training_view(as_json=as_json, log=records.log, tensorboard=records.tensorboard) as view:
@@ -152,7 +157,8 @@ def _say_where_it_stands(done: int, settings: Run, alone: LocalOptions, swarm: s
     missing."""
     saved = f"; the model is in {alone.out}" if alone.out is not None else ""
     if done < settings.steps:
-        goes_on = "" if alone.local else "; the swarm keeps them, and the same command continues"
+        goes_on = "; the swarm keeps them, and the same command continues" if not alone.local else ""
+        goes_on = "; the same command continues" if alone.state is not None else goes_on
         fail(f"stopped after {done} of {counted(settings.steps, 'step')}{goes_on}{saved}")
     next_step = "" if alone.local else f". Next: swarmnode export {shlex.quote(swarm)} OUT"
     say(f"Done: {counted(done, 'step')}{saved}{next_step}", err=as_json)

@@ -109,6 +109,11 @@ class TrainerMeter:
         self._waiting = True
         self._listener.waiting(why, missing)
 
+    @property
+    def last(self) -> StepSummary | None:
+        """Summary of the last finished step; None before the first one."""
+        return self._last
+
     def readings(self) -> Readings:
         """Yield the metrics of the trainer: waiting time, tokens and, after the first step, its results."""
         yield Reading(table.TRAINER_WAITING, self._waiting)

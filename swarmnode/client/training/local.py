@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training import lm
 from swarmnode.compute.training.local import StepSummary, train_locally
 from swarmnode.compute.training.segment import Segment
+from swarmnode.compute.training.snapshot import LocalState
 from swarmnode.data.rules import DataRules
 from swarmnode.errors import CheckpointError, NotFinite
 from swarmnode.swarm.records.manifest import CAUSAL_LM, Manifest
@@ -56,10 +57,12 @@ async def train_here(
     place: LocalDevice,
     rules: DataRules = DataRules(),
     output: OutputFolder | None = None,
+    state: Path | None = None,
     patience_s: float = 60.0,
 ) -> int:
     """Train the whole model until the run is over or `stop` is set, and return the number of finished steps.
 
+    With `state`, a folder, the training goes on from the state in it, with the optimiser's memory, and writes it.
     The model is written to `output` at the end, even if the training was stopped or met a loss that is not finite; then the last
     good step is written and NotFinite is raised. Raises UsageError if data, settings and model do not fit, CheckpointError,
     LocalError.
@@ -74,7 +77,8 @@ async def train_here(
     done = 0
     bad: NotFinite | None = None
     try:
-        done = await _listen(train_locally(segment, run, batches), listener, stop)
+        there = None if state is None else LocalState(state)
+        done = await _listen(train_locally(segment, run, batches, state=there), listener, stop, run.steps)
     except NotFinite as error:
         bad = error
     if output is not None:
@@ -87,17 +91,20 @@ async def train_here(
     return done
 
 
-async def _listen(steps: Iterator[StepSummary], listener: Listener, stop: asyncio.Event) -> int:
-    """Compute the steps one by one in a thread of their own, and return the number of finished steps."""
+async def _listen(
+    steps: Generator[StepSummary, None, None], listener: Listener, stop: asyncio.Event, count: int
+) -> int:
+    """Compute the steps one by one in a thread of their own, and return the number of finished steps, of `count` in all."""
     loop = asyncio.get_running_loop()
     done = 0
     with ThreadPoolExecutor(1, thread_name_prefix="training") as thread:
         while not stop.is_set():
             report = await loop.run_in_executor(thread, next, steps, None)
             if report is None:
-                break
+                return count
             done = report.step + 1
             listener.step(report)
+        await loop.run_in_executor(thread, steps.close)  # it may have a state to write
     return done
 
 

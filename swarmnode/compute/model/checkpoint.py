@@ -169,13 +169,11 @@ class Checkpoint:
         return slices
 
     def read_slices(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the named tensors as slices like `open_slices`. Those that are quantised are not mapped, but read when asked for.
-
-        Raises CheckpointError if a file cannot be read.
-        """
-        names = set(names)
-        quantised = {name for name in names if self.entries[name].values is not None}
-        return {**self.open_slices(names - quantised), **{name: FileSlice(self.entries[name]) for name in quantised}}
+        """Return the named tensors as slices like `open_slices`. Those of a quantised checkpoint are read when asked for, not
+        mapped. Raises CheckpointError if a file cannot be read."""
+        if self.quantised is None:
+            return self.open_slices(names)
+        return {name: FileSlice(self.entries[name]) for name in names}
 
 
 @lean()

@@ -90,8 +90,10 @@ class Family(ModelTrace):
         return sum(heads * dim for heads, dim in self.cache_shapes[unit - 1])
 
     def cache_bytes_per_token(self, unit: int, itemsize: int, kv: str = PLAIN) -> int:
-        """Return the bytes that the KV cache of one unit keeps per token and row, in elements of `itemsize` bytes or, if `kv` is
-        "int8", of one byte with a scale per head; 0 for the embedding and the head."""
+        """Return the bytes that the KV cache of one unit keeps per token and row; 0 for the embedding and the head.
+
+        Elements take `itemsize` bytes; if `kv` is "int8" they take one byte, and each head has a scale.
+        """
         elements = self.cache_elements_per_token(unit)
         if kv == PLAIN or not elements:
             return elements * itemsize

@@ -38,14 +38,14 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     That is so if tensors are missing, have other shapes than the config says or no floating-point numbers, or if the
     checkpoint has weights that the model would ignore.
     """
-    family, entries = checkpoint.family, checkpoint.entries
+    family, entries, quantised = checkpoint.family, checkpoint.entries, checkpoint.quantised
     shapes = {
         name: (entry.shape, FLOATS[entry.dtype])
         for name, entry in entries.items()
-        if entry.dtype in FLOATS and not entry.is_packed
+        if entry.dtype in FLOATS and not (entry.is_gguf or (quantised is not None and quantised.is_quantised(name)))
     }
     packed: dict[str, Any] = dict(packed_slices({name: entry for name, entry in entries.items() if entry.is_gguf}))
-    if (quantised := checkpoint.quantised) is not None:
+    if quantised is not None:
         stored = checkpoint.open_slices(quantised.packed | quantised.beside)
         packed |= quantised.slices(stored, quantised.packed)
     shapes |= {name: (tuple(packed_slice.get_shape()), torch.float32) for name, packed_slice in packed.items()}

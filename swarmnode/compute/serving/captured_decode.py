@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -337,8 +338,10 @@ def _is_alone(device: torch.device) -> bool:
 def _waiting_refused() -> Iterator[None]:
     """Make operators that the host would wait for raise RuntimeError, on all threads, for one step."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # torch warns of this mode once, after setting it
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)

@@ -14,13 +14,11 @@ from torch import Tensor
 from swarmnode.codec.tensors import FLOAT_DTYPES, MAX_ELEMENTS, Codec, TensorInfo, check_tensor
 from swarmnode.compress.alike import decode_alike, encode_alike, goes_together, info_of
 from swarmnode.compress.codecs import Buffer, decode, decode_in_place, encode_in_place
+from swarmnode.compute.serving.captured_works import CapturedWorks, Work
 from swarmnode.errors import ProtocolError
 
 ALIGNMENT_BYTES = 8  # of each input within a transfer: that of the widest elements
 
-
-Work = Callable[[Sequence[Tensor]], Sequence[Tensor]]
-"""Function for tensors of one shape: its results have a row (S, …) for each"""
 
 Rows = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Function from the fetched tensors to one tensor's rows of the results of its Work"""
@@ -39,7 +37,8 @@ class DeviceOutputs:
     all sessions as for one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, works: CapturedWorks | None = None) -> None:
+        self._works = works  # replays what is computed; None: nothing is replayed
         self._parts: list[Tensor] = []
         self._alike: dict[Hashable, tuple[Work, list[Tensor]]] = {}  # what is to be computed together
         self._results: dict[Hashable, list[int]] = {}  # its places
@@ -86,7 +85,8 @@ class DeviceOutputs:
     def fetch(self) -> list[Tensor]:
         """Return all added tensors on the host, by number. Those on a device come in one copy."""
         for key, (work, tensors) in self._alike.items():
-            self._results[key] = [self.add(result) for result in work(tensors)]
+            results = work(tensors) if self._works is None else self._works.run(work, tensors)
+            self._results[key] = [self.add(result) for result in results]
         self._alike = {}
         # Wide elements first: then all are aligned without padding.
         far = [number for number, part in enumerate(self._parts) if part.device.type != "cpu"]

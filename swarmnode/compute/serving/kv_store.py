@@ -1,4 +1,4 @@
-"""Forms in which a cohort keeps keys and values: as they come, or in 8 bits with a scale for each head and position.
+"""Forms of the keys and values in a cohort: plain, or in 8 bits with a scale for each head and position.
 
 Every buffer is (rows, heads, columns, X), so cohorts move, cut, reorder and copy all forms in the same way, and copied positions
 have the same bytes.
@@ -59,8 +59,8 @@ class PlainStore(KvStore):
 class Int8Store(KvStore):
     """Keys and values in 8 bits: per head and position `dim` values of int8 and the scale of their largest in bfloat16.
 
-    Attention gets them back in the dtype in which they came, a copy of one layer at a time, the newest positions too: a position
-    computed in a prompt sees what a decoded one sees.
+    Attention gets a copy of one layer at a time, in the dtype of the new keys. The newest positions are read back, too, so that a
+    position of a prompt sees what a decoded one sees.
     """
 
     def allocate(self, keys: Tensor, values: Tensor, rows: int, columns: int) -> Buffers:

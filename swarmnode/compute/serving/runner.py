@@ -19,6 +19,7 @@ from swarmnode.compute.model.family import switching_position
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
+from swarmnode.compute.serving.captured_works import CapturedWorks
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
 from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
 from swarmnode.compute.throttle import Throttle
@@ -114,6 +115,7 @@ class StageRunner:
         self._sessions: dict[Hashable, _Opened] = {}
         is_captured = config.capture and span.device.type in ("cuda", "cpu")
         self.captured = CapturedDecode(span, ledger) if is_captured else None
+        self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
 
     def __repr__(self) -> str:
         return f"StageRunner({self.span!r}, {len(self._sessions)} sessions, {self.pool!r})"
@@ -176,6 +178,8 @@ class StageRunner:
         self.pool.close_all()
         if self.captured is not None:
             self.captured.close()
+        if self.captured_works is not None:
+            self.captured_works.clear()
         self.span.adapters.clear()
         if not keep_span:
             self.span.close()

@@ -28,6 +28,7 @@ from swarmnode.errors import ProtocolError
 from swarmnode.swarm.records.recipe import Recipe
 
 NO_LABEL = -100
+MOST_PACKED = 4096
 PACKING_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "phi3", "gemma"})
 PACKING_FAMILIES |= {"gpt2", "gpt_neox", "mixtral", "granite", "smollm3"}
 """Model types whose attention and positions take rows of several documents exactly (`tests/compute/training/test_packing.py`)"""
@@ -36,8 +37,11 @@ PACKING_FAMILIES |= {"gpt2", "gpt_neox", "mixtral", "granite", "smollm3"}
 def can_pack(config: Any, length: int) -> bool:
     """Return whether a model of this config trains on rows of several documents as on each document alone.
 
-    A window or chunk of attention that is shorter than a row would be lost in the mask of documents.
+    A window or chunk of attention that is shorter than a row would be lost in the mask of documents. That of a longer row than
+    `MOST_PACKED` tokens would take more memory than its activations.
     """
+    if length > MOST_PACKED:
+        return False
     windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     short = any(isinstance(size, int) and size < length for size in windows)
     return config.model_type in PACKING_FAMILIES and not (short and sliding_layers(config))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 from swarmnode.compute.training.datasets.batches import Batches, Microbatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment
+from swarmnode.compute.training.snapshot import LocalState
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Run, check_run
 
@@ -33,9 +34,16 @@ class StepSummary:
 
 
 def train_locally(
-    segment: Segment, run: Run, batches: Batches, *, clock: Callable[[], float] = time.perf_counter
-) -> Iterator[StepSummary]:
+    segment: Segment,
+    run: Run,
+    batches: Batches,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    state: LocalState | None = None,
+) -> Generator[StepSummary, None, None]:
     """Train the whole model and yield a summary of each step.
+
+    With `state`, go on from it, and write it every `run.checkpoint_steps` steps and at the end, also if the iterator is closed.
 
     Raises UsageError if run, data and model do not fit, NotFinite if a loss or gradient is not finite. Such a step is not
     committed: the parameters stay as the last good step left them.
@@ -49,7 +57,23 @@ def train_locally(
             f"layers [{segment.start}:{segment.end}): load all layers"
         )
     learner = Learner(segment, run)
-    for step in range(run.steps):
+    if state is None:
+        yield from _steps(learner, batches, clock)
+        return
+    state.load(learner)
+    try:
+        for summary in _steps(learner, batches, clock):
+            yield summary
+            if learner.step % run.checkpoint_steps == 0 and learner.step < run.steps:
+                state.save(learner)
+    finally:
+        state.save(learner)
+
+
+def _steps(learner: Learner, batches: Batches, clock: Callable[[], float]) -> Generator[StepSummary, None, None]:
+    """Train the steps that are left, and yield a summary of each."""
+    run = learner.run
+    for step in range(learner.step, run.steps):
         began_s = clock()
         found = [_pass(learner, batches.microbatch(step, number, run), number) for number in range(run.passes_at(step))]
         losses, held_out = found[: run.microbatches], found[run.microbatches :]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from swarmnode.compute.model.tensor_file import write_tensors
-from swarmnode.errors import CheckpointError
+from swarmnode.compute.training.learner import Learner
+from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.swarm.storage.states import StateStore
+
+STATE_FILE, BLOCK_FILE = "state.json", "block-{}.safetensors"
 
 
 def write_step(store: StateStore, step: int, states: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -44,6 +49,55 @@ def read_block(path: Path, *, step: int, block: int, run: bytes) -> dict[str, Te
         if found.get(key) != wanted:
             raise CheckpointError(f"{path}: a state of {key} {found.get(key)}, not {wanted}; fetch it again")
     return tensors
+
+
+class LocalState:
+    """Folder with the state of a training in one process: a file for each block, and `state.json` with its run and step."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __repr__(self) -> str:
+        return f"LocalState({self.folder})"
+
+    def load(self, learner: Learner) -> None:
+        """Let a learner go on from the state; do nothing if the folder does not exist or is empty.
+
+        Raises UsageError if the folder holds another run's state or something else, CheckpointError if the state is damaged.
+        """
+        if not self.folder.exists() or not any(self.folder.iterdir()):
+            return
+        try:
+            told = json.loads((self.folder / STATE_FILE).read_bytes())
+            step, run = int(told["step"]), str(told["run"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise UsageError(f"{self.folder} holds no state of a training; name another folder") from None
+        if run != learner.run.id.hex():
+            raise UsageError(
+                f"{self.folder} holds the state of a training with other settings or data; give those, or another folder"
+            )
+        for block in learner.blocks:
+            path = self.folder / BLOCK_FILE.format(block)
+            learner.load(block, read_block(path, step=step, block=block, run=learner.run.id))
+        learner.step = step
+
+    def save(self, learner: Learner) -> None:
+        """Write the state of a learner between two steps, in place of the one before. Raises LocalError if it cannot be written."""
+        partial, old = (self.folder.parent / f".{self.folder.name}.{end}" for end in ("partial", "old"))
+        try:
+            for left in (partial, old):
+                shutil.rmtree(left, ignore_errors=True)
+            partial.mkdir(parents=True)
+            for block in learner.blocks:
+                path = partial / BLOCK_FILE.format(block)
+                write_block(path, learner.state(block), step=learner.step, block=block, run=learner.run.id)
+            (partial / STATE_FILE).write_text(json.dumps({"step": learner.step, "run": learner.run.id.hex()}))
+            if self.folder.exists():
+                self.folder.rename(old)
+            partial.rename(self.folder)
+            shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            raise LocalError(f"cannot write {self.folder}: {error.strerror or error}; choose another folder") from None
 
 
 def _metadata(step: int, block: int, run: bytes) -> dict[str, str]:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from swarmnode.compute.capacity.memory import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.dequantize.methods import method_of
+from swarmnode.compute.model.dequantize.packed_matrix import PackedMatrix
 from swarmnode.compute.model.packing.ggml import FORMATS, dequantise, library
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by
 from swarmnode.compute.model.packing.quantised_folders.blocks import WHOLE_NUMBERS, mxfp4_rows
@@ -105,6 +107,25 @@ def test_rows_are_those_of_the_plain_matrix(llama: Path, tmp_path: Path) -> None
         assert isinstance(weight, PackedWeight)
         ids = torch.tensor([63, 0, 31, 32])
         torch.testing.assert_close(weight.rows(ids), expected[ids], rtol=1e-6, atol=1e-7)
+
+
+@needs_ggml
+@pytest.mark.parametrize("tied", [True, False])
+def test_embedding_and_head_keep_their_two_bytes(tmp_path: Path, tied: bool) -> None:
+    save_llama(tmp_path / "llama", layers=2, tie_word_embeddings=tied)
+    expected = quantise(tmp_path / "llama", tmp_path / "quantised", "w4a16")
+    file = tmp_path / "quantised" / "model.safetensors"
+    tensors = load_file(file)
+    ends = [name for name in tensors if name in ("model.embed_tokens.weight", "lm_head.weight")]
+    assert len(ends) == 2 - tied
+    for name in ends:
+        expected[name] = tensors[name] = tensors[name].bfloat16()
+    save_file(tensors, file)
+    checkpoint = Checkpoint(tmp_path / "quantised")
+    span = check_products(checkpoint, in_float32(expected, tmp_path / "plain", tmp_path / "llama"))
+    assert [part.name for part in matrices(span)].count("BF16") == len(ends)
+    counted = sum(unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True).weight_bytes)
+    assert span.weight_bytes < counted + 1024
 
 
 @needs_ggml
@@ -204,3 +225,13 @@ def test_scales_that_float16_cannot_hold_stay_as_they_are(llama: Path, tmp_path:
     plain = load_span(checkpoint, 0, 4, dtype=torch.float32, check=False)
     ids_BT = torch.arange(20)[None]
     assert torch.allclose(logits(span, ids_BT), logits(plain, ids_BT), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_all_float8_numbers_are_read(dtype: torch.dtype) -> None:
+    packed = torch.arange(256, dtype=torch.uint8).view(dtype).view(4, 64)
+    packed = torch.where(packed.float().isfinite(), packed.view(torch.uint8), 0).view(dtype)
+    scales = torch.tensor([[1.0], [0.37], [256.0], [3e-5]])
+    matrix = PackedMatrix("weight", packed, {"_scale": scales}, {})
+    values = method_of({"quant_method": "fp8"}).dequantize(matrix)
+    assert torch.equal(values, packed.float() * scales)

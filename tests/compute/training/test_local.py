@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,7 +16,9 @@ from swarmnode.compute.training.datasets.batches import ArrayBatches, TokenBatch
 from swarmnode.compute.training.datasets.corpus import read_corpus
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.local import StepSummary, train_locally
-from swarmnode.errors import NotFinite, UsageError
+from swarmnode.compute.training.segment import Segment
+from swarmnode.compute.training.snapshot import LocalState
+from swarmnode.errors import CheckpointError, NotFinite, UsageError
 from tests.compute.training.conftest import VOCABULARY, make_run
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
 
@@ -68,3 +71,25 @@ def test_what_does_not_fit_is_told() -> None:
         next(train_locally(ToySegment(), make_run(batch=12, microbatch=4), batches))
     with pytest.raises(UsageError, match=r"whole model, not layers \[1:3\)"):
         next(train_locally(ToySegment(1, 3), run, batches))
+
+
+def test_a_run_goes_on_from_its_state(checkpoint: Get, text: TokenBatches, tmp_path: Path) -> None:
+    """The losses are those of a run that was never stopped; a damaged or another run's state is refused."""
+    run = make_run(data=text.fingerprint, steps=6, sequence=16, batch=12, microbatch=4, checkpoint_steps=100)
+    model, state = checkpoint("gpt2-dropout"), LocalState(tmp_path / "state")
+
+    def segment() -> Segment:
+        return load_segment(model, 0, model.units)
+
+    whole = [report.loss for report in train_locally(segment(), run, text)]
+    steps = train_locally(segment(), run, text, state=state)
+    first = [next(steps).loss, next(steps).loss]
+    steps.close()
+    rest = list(train_locally(segment(), run, text, state=state))
+    assert [*first, *(report.loss for report in rest)] == whole and rest[0].step == 2
+    assert list(train_locally(segment(), run, text, state=state)) == [], "it is over"
+    with pytest.raises(UsageError, match="other settings or data"):
+        next(train_locally(segment(), msgspec.structs.replace(run, seed=8), text, state=state))
+    (tmp_path / "state" / "block-1.safetensors").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="not readable"):
+        next(train_locally(segment(), run, text, state=state))

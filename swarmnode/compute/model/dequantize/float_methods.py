@@ -18,6 +18,7 @@ NESTED = (".nested_absmax", ".nested_quant_map")
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
 FOUR_BIT_VALUES, NESTED_VALUES = 16, 256
 SCALES = ("_scale_inv", "_scale")  # under either name the factor that the numbers are multiplied by
+CHECKED_AT_ONCE = 1 << 22
 MXFP4_GROUP = 32
 MXFP4_BIAS = 127
 MXFP4_NAN = 255
@@ -71,20 +72,39 @@ class Fp8(Method):
         if matrix.outputs is None:
             self.shape(matrix)
         _, scale = self._scale(matrix)
-        weight, scale = matrix.packed.float(), scale.float()
-        for dimension, size in enumerate(weight.shape):
+        values, power = _float8(matrix.packed)
+        scale = scale.float() * power
+        for dimension, size in enumerate(values.shape[:-1]):
             if scale.shape[dimension] > 1:
-                length = self._block_length(dimension - weight.ndim, size, scale.shape[dimension])
+                length = self._block_length(dimension - values.ndim, size, scale.shape[dimension])
                 scale = scale.repeat_interleave(length, dimension).narrow(dimension, 0, size)
-        return weight * scale
+        inputs, groups = values.shape[-1], scale.shape[-1]
+        length = self._block_length(-1, inputs, groups)
+        if length * groups == inputs:
+            values.unflatten(-1, (groups, length)).mul_(scale[..., None])
+            return values
+        return values.mul_(scale.repeat_interleave(length, -1)[..., :inputs])
 
     def check_finite(self, matrix: PackedMatrix) -> None:
         super().check_finite(matrix)
-        for part in matrix.packed.split(max(1, (1 << 22) // matrix.packed[0].numel())):
-            if not part.float().isfinite().all():
+        mask, first = (0x7F, 0x7F) if matrix.packed.dtype is torch.float8_e4m3fn else (0x7C, 0x7C)
+        for part in matrix.packed.split(max(1, CHECKED_AT_ONCE // matrix.packed[0].numel())):
+            if ((part.view(torch.uint8) & mask) == first).any():
                 raise CheckpointError(
                     f"{matrix.name} holds values that are no finite numbers; fetch the checkpoint again"
                 )
+
+
+def _float8(packed: Tensor) -> tuple[Tensor, float]:
+    """Return float8 numbers as float32, and the power of two that they must be multiplied by.
+
+    Moved by bits they are float16 numbers, which takes a fifteenth of the time of torch's conversion. NaN is not kept.
+    """
+    bits = packed.view(torch.int8).short()
+    if packed.dtype is torch.float8_e5m2:
+        return bits.bitwise_left_shift_(8).view(torch.float16).float(), 1.0
+    bits.bitwise_left_shift_(7).bitwise_and_(~0x4000)
+    return bits.view(torch.float16).float(), 256.0  # the exponents' bias is 7 instead of 15
 
 
 @dataclass(frozen=True)
@@ -138,20 +158,26 @@ class FourBit(Method):
         shape = [int(size) for size in state["shape"]]
         if matrix.outputs is not None:
             shape[0] = matrix.outputs
-        bytes_N = matrix.packed.flatten()
-        indices = torch.stack([bytes_N >> 4, bytes_N & 0xF], 1).flatten()[: math.prod(shape)]
         scales = matrix[".absmax"]
         if ".nested_absmax" in matrix.beside:
-            nested = int(state["nested_blocksize"])
-            scales = _by_blocks(matrix, ".nested_quant_map", scales, matrix[".nested_absmax"], nested)
-            scales = scales + float(state["nested_offset"])
-        return _by_blocks(matrix, ".quant_map", indices, scales, int(state["blocksize"])).reshape(shape)
+            nested, table = int(state["nested_blocksize"]), matrix[".nested_quant_map"].float()
+            scales = _scaled(table[scales.int()], matrix[".nested_absmax"], nested) + float(state["nested_offset"])
+        matrix.require(scales.is_floating_point(), "its scales are no numbers")
+        numbers = _pairs(matrix[".quant_map"].float(), matrix.packed.flatten())[: math.prod(shape)]
+        return _scaled(numbers, scales, int(state["blocksize"])).reshape(shape)
 
 
-def _by_blocks(matrix: PackedMatrix, table: str, indices: Tensor, scales: Tensor, block: int) -> Tensor:
-    values = matrix[table].float()
-    matrix.require(scales.is_floating_point(), "its scales are no numbers")
-    return values[indices.int()] * scales.float().repeat_interleave(block)[: len(indices)]
+def _pairs(table_E: Tensor, bytes_N: Tensor) -> Tensor:
+    """Return the numbers (2N) of two indices in each byte. Both come at once, from a table of all bytes."""
+    pairs = torch.stack([table_E.repeat_interleave(len(table_E)), table_E.repeat(len(table_E))], 1)
+    return pairs.view(torch.int64).flatten().index_select(0, bytes_N.int()).view(torch.float32)
+
+
+def _scaled(numbers: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Return numbers times the scale of each `block` of them; the last one may be shorter. They are changed in place."""
+    if len(numbers) == len(scales) * block:
+        return numbers.view(-1, block).mul_(scales.float()[:, None]).flatten()
+    return numbers.mul_(scales.float().repeat_interleave(block)[: len(numbers)])
 
 
 def _state(matrix: PackedMatrix) -> dict[str, Any]:

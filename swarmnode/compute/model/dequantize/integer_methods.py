@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.dequantize.packed_matrix import Grid, Method, PackedMatrix, in_order
+from swarmnode.compute.model.dequantize.packed_matrix import Grid, Method, PackedMatrix, combine, in_order
 
 WORD_BITS = 32
 AWQ_BITS = 4
@@ -33,6 +33,15 @@ def unpack(words_WC: Tensor, bits: int) -> Tensor:
     first_bit = torch.arange(words.shape[0] * WORD_BITS // bits) * bits
     word, shift = first_bit // WORD_BITS, (first_bit % WORD_BITS)[:, None]
     return (words[word] >> shift | following[word] << (WORD_BITS - shift)) & ((1 << bits) - 1)
+
+
+def unpack_rows(words_OW: Tensor, bits: int) -> Tensor:
+    """Return the values (O, V) of streams along dimension 1, as `unpack` does of those along dimension 0."""
+    if 8 % bits != 0:
+        return unpack(words_OW.mT, bits).mT
+    bytes_OB = words_OW.contiguous().view(torch.uint8)
+    parts = [bytes_OB >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, 2).flatten(1).short()
 
 
 def _unpacked(matrix: PackedMatrix, words: Tensor, bits: int) -> Tensor:
@@ -95,7 +104,8 @@ class _ByColumns(_IntegerMethod):
 
     def _grid(self, matrix: PackedMatrix, values_IO: Tensor, zeros_GO: Tensor) -> Grid:
         group_I = self._groups(matrix, len(values_IO))
-        return Grid((values_IO - zeros_GO[group_I]).mT, matrix[".scales"].float().mT, group_I)
+        integers_OI = combine(torch.sub, values_IO.mT, zeros_GO.mT, group_I)
+        return Grid(integers_OI, matrix[".scales"].float().mT, group_I)
 
 
 class Gptq(_ByColumns):
@@ -169,10 +179,12 @@ class CompressedIntegers(_IntegerMethod):
     def grid(self, matrix: PackedMatrix) -> Grid:
         outputs, inputs = self.shape(matrix)
         group_I = self._groups(matrix, inputs)
-        values_OI = unpack(matrix.packed.mT, self.bits)[:inputs].mT
+        values_OI = unpack_rows(matrix.packed, self.bits)[:, :inputs]
         zeros = matrix.beside.get(".weight_zero_point")
-        middle = 1 << self.bits - 1
-        integers_OI = values_OI - (middle if zeros is None else unpack(zeros, self.bits)[:outputs, group_I])
+        if zeros is None:
+            integers_OI = values_OI - (1 << self.bits - 1)
+        else:
+            integers_OI = combine(torch.sub, values_OI, unpack(zeros, self.bits)[:outputs], group_I)
         return Grid(integers_OI, matrix[".weight_scale"].float().expand(outputs, -1), group_I)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -73,7 +73,7 @@ class Grid:
 
     def values(self) -> Tensor:
         """Return the matrix (O, I) as float32."""
-        return self.integers_OI * self.scales_OG[:, self.group_I]
+        return combine(torch.mul, self.integers_OI, self.scales_OG, self.group_I)
 
 
 @dataclass(frozen=True)
@@ -136,3 +136,13 @@ class Method(ABC):
 def in_order(inputs: int, size: int) -> Tensor:
     """Return group_I of inputs that lie in groups of `size`, one after the other; below 1: all are one group."""
     return torch.arange(inputs) // (size if size > 0 else inputs)
+
+
+def combine(
+    operation: Callable[[Tensor, Tensor], Tensor], values_OI: Tensor, each_OG: Tensor, group_I: Tensor
+) -> Tensor:
+    """Return operation(values_OI, each_OG[:, group_I]). Groups that lie one after the other need no copy of each_OG for this."""
+    inputs, groups = len(group_I), each_OG.shape[1]
+    if inputs % groups == 0 and torch.equal(group_I, in_order(inputs, inputs // groups)):
+        return operation(values_OI.unflatten(1, (groups, -1)), each_OG[:, :, None]).flatten(1)
+    return operation(values_OI, each_OG[:, group_I])

@@ -35,7 +35,7 @@ TURNS = 3
 MATRICES_TIMED = 8  # of a kind: in turn, since one alone would lie in the card's cache
 
 
-class Kind(NamedTuple):
+class MatrixKind(NamedTuple):
     """Key of a choice: matrices of one kind are multiplied in one way."""
 
     form: str
@@ -48,7 +48,7 @@ class Kind(NamedTuple):
 Product = Callable[["CardMatrix", Tensor], Tensor]
 """Function for a product: matrix (O, I), x (R, I) -> y (R, O)"""
 
-_choices: dict[Kind, Product] = {}
+_choices: dict[MatrixKind, Product] = {}
 
 
 @functools.cache
@@ -98,10 +98,10 @@ class CardMatrix:
         return self._memory.device
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MatrixKind:
         """Key of the choice of its product."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
-        return Kind(self.form.name, self.outputs, self.inputs, self.dtype, name)
+        return MatrixKind(self.form.name, self.outputs, self.inputs, self.dtype, name)
 
     @property
     def _kernels(self) -> ModuleType | None:
@@ -179,7 +179,7 @@ def choose_products(matrices: Iterable[CardMatrix]) -> None:
 
     One product serves all numbers of rows up to FEW_ROWS, so that a row's sums do not depend on its company.
     """
-    alike: dict[Kind, list[CardMatrix]] = {}
+    alike: dict[MatrixKind, list[CardMatrix]] = {}
     for matrix in matrices:
         if matrix.has_kernels:
             alike.setdefault(matrix.kind, []).append(matrix)

@@ -52,7 +52,7 @@ class TensorEntry:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the tensor stays packed in memory: it is in a format of GGUF, or quantised."""
+        """Whether the tensor stays packed in memory: it is in a format of GGUF, or belongs to a quantised checkpoint."""
         return self.is_gguf or self.values is not None
 
     @property
@@ -167,6 +167,14 @@ class FileSlice:
                 f"{self._entry.file}: has tensors of type {self._entry.dtype}, which are not read here"
             )
         return read_bytes(self._entry).view(dtype).view(self._entry.shape)[index]
+
+    def get_shape(self) -> list[int]:
+        """Return the shape."""
+        return list(self._entry.shape)
+
+    def get_dtype(self) -> str:
+        """Return the name of the dtype in safetensors."""
+        return self._entry.dtype
 
 
 class PackedSlice:

@@ -48,8 +48,10 @@ def _four_bits(blocks_NE: Tensor) -> Tensor:
 
 def _five_bits(blocks_NE: Tensor) -> Tensor:
     codes_NE = (blocks_NE + 16).to(torch.uint8)
-    places = torch.arange(8, dtype=torch.uint8)
-    highest_N4 = ((codes_NE >> 4).view(-1, 4, 8) << places).sum(-1, dtype=torch.uint8)
+    highest_NE = (codes_NE >> 4).view(-1, 4, 8)
+    highest_N4 = highest_NE[:, :, 0].clone()
+    for place in range(1, 8):
+        highest_N4 |= highest_NE[:, :, place] << place
     return torch.cat([highest_N4, _nibbles(codes_NE & 0xF)], dim=1)
 
 

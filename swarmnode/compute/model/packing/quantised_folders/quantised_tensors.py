@@ -17,6 +17,7 @@ from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import Progress
 
 PACKED_DTYPES = frozenset({"I8", "U8", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"})
+PLAIN_MATRICES = frozenset({"BF16", "F16"})
 
 
 class QuantisedTensors:
@@ -65,7 +66,8 @@ class QuantisedTensors:
 
     @cached_property
     def marked(self) -> dict[str, TensorEntry]:
-        """All tensors, the quantised ones with the numbers that they stand for and the bytes that they take in memory."""
+        """All tensors, those that stay packed with the numbers that they stand for and the bytes that they take in memory. Plain
+        matrices of two bytes for each number, as embeddings are, keep them."""
         entries = dict(self._entries)
         for name in self.beside:
             memory = 0 if self.method.value_bytes else entries[name].nbytes
@@ -75,7 +77,15 @@ class QuantisedTensors:
             values = int(entry.elements * self.method.per_element)
             memory = int(values * self.method.value_bytes) or entry.nbytes
             entries[name] = replace(entry, values=values, memory=memory)
+        for name in self.plain_names:
+            entry = self._entries[name]
+            if entry.dtype in PLAIN_MATRICES and len(entry.shape) == 2:
+                entries[name] = replace(entry, values=entry.elements, memory=entry.nbytes)
         return entries
+
+    def is_quantised(self, name: str) -> bool:
+        """Return whether a tensor is a packed one, or a companion of one."""
+        return name in self.packed or name in self.beside
 
     def parameter(self, name: str) -> str:
         """Return the name that the plain weight of a packed tensor has."""

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from swarmnode.compute.model.dequantize.float_methods import Mxfp4
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, TransposedWeight
 from swarmnode.compute.model.packing.quantised_folders.quantised_matrix import packed_experts, packed_matrix
-from swarmnode.compute.model.packing.quantised_folders.quantised_tensors import QuantisedTensors
+from swarmnode.compute.model.packing.quantised_folders.quantised_tensors import PLAIN_MATRICES, QuantisedTensors
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
 
@@ -43,15 +45,22 @@ def read_quantised(
     that they make. Raises CheckpointError if tensors do not fit together.
     """
     packed = {quantised.parameter(name): name for name in slices if name in quantised.packed}
+    plain = plain_slices(quantised, slices)
     looked_up = f"{family.input_embedding}.weight"
+    model = build_on_meta(family.model_class, family.config)
+    matrices = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, nn.Linear | nn.Embedding)}
     held: Held = {}
-    for target, place in _places(family, [*plain_slices(quantised, slices), *packed]).items():
+    for target, place in _places(model, [*plain, *packed]).items():
+        weight: PackedWeight | PackedStack | None = None
         if target != looked_up and place.names <= packed.keys():
             weight = _read(quantised, slices, place, packed, dtype, exact=exact)
-            if weight is not None:
-                held[target] = weight
-                packed = {name: stored for name, stored in packed.items() if name not in place.names}
-    return plain_slices(quantised, slices, packed.values()), held
+        elif target in matrices and len(place.names) == 1 and place.names <= plain.keys():
+            weight = _read_plain(plain[place.parts[0][0]], dtype, exact=exact, looked_up=target == looked_up)
+        if weight is not None:
+            held[target] = weight
+            packed = {name: stored for name, stored in packed.items() if name not in place.names}
+            plain = {name: each for name, each in plain.items() if name not in place.names}
+    return {**plain, **quantised.slices(slices, packed.values())}, held
 
 
 def plain_slices(quantised: QuantisedTensors, slices: Mapping[str, Any], names: Iterable[str] = ()) -> dict[str, Any]:
@@ -87,13 +96,23 @@ def _read(
     return PackedStack(weights) if place.stacked else weights[0]
 
 
-def _places(family: Family, names: Iterable[str]) -> dict[str, _Place]:
+def _read_plain(stored: Any, dtype: torch.dtype, *, exact: bool, looked_up: bool) -> PackedWeight | None:
+    """Return a plain matrix in the bytes of its file; None if it has another dtype, or is no matrix. In float32, as products
+    take activations on CPUs, an embedding would take twice the memory."""
+    name, shape = stored.get_dtype(), stored.get_shape()
+    if name not in PLAIN_MATRICES or len(shape) != 2:
+        return None
+    rows_OB = stored[...].view(torch.uint8)
+    matrix = GgmlMatrix(rows_OB, FORMATS[name], shape[1], exact=exact, looked_up=looked_up)
+    return PackedWeight([matrix], dtype)
+
+
+def _places(model: Any, names: Iterable[str]) -> dict[str, _Place]:
     """Return where tensors of a checkpoint belong in the model, by its parameters, from transformers' table of renamed tensors
     and joined experts. Parameters that are made in another way are left out."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-    model = build_on_meta(family.model_class, family.config)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     try:
         mapping: list[Any] = get_model_conversion_mapping(model)

@@ -1,0 +1,302 @@
+"""Recipes beside their references: transformers' Trainer, trl's SFTTrainer, and the cost of evaluation. Prints JSON with ratios.
+
+    python contrib/benchmarks/recipes.py trainer [--steps 200] [--seeds 3]
+    python contrib/benchmarks/recipes.py chat --model DIR      # a folder with a tokenizer and a chat template, such as SmolLM2's
+    python contrib/benchmarks/recipes.py evaluation [--steps 100] [--seeds 3]
+
+`trainer` and `chat` need the packages trl, accelerate and datasets. `trainer` trains small random models of three families on
+the same batches, with one recipe (AdamW, cosine with warm-up, weight decay, clipping), and prints the largest relative difference
+of a step's loss. `chat` compares ids and labels of a chat file, one sample at a time. `evaluation` compares the CPU seconds of a
+training that evaluates 1 % of the data every 100 steps with one that does not, in pairs that alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from corpus import read_corpus
+from torch import Tensor
+
+from swarmnode.client.tokenizer import Tokenizer
+from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.datasets.batches import Batches, TokenBatches
+from swarmnode.compute.training.datasets.held_out import WithHeldOut
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.local import train_locally
+from swarmnode.data.samples import TokenSample, read_samples
+from swarmnode.swarm.records.recipe import RECIPE, Recipe
+from swarmnode.swarm.records.run import Run
+
+VOCABULARY, SEQUENCE, BATCH, MICROBATCH = 256, 64, 8, 2
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": SEQUENCE,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+FAMILIES = ("llama", "qwen3", "gpt2")
+NO_LABEL = -100
+
+
+def save_model(folder: Path, family: str, seed: int) -> None:
+    """Write a small random model of a family."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES)).save_pretrained(folder)
+
+
+def recipe_run(batches: Batches, steps: int, seed: int, **recipe: Any) -> Run:
+    """Return the run of the benchmark. As in the Trainer, embeddings are decayed."""
+    return Run(
+        data=batches.fingerprint,
+        steps=steps,
+        batch=BATCH,
+        microbatch=MICROBATCH,
+        sequence=SEQUENCE,
+        learning_rate=1e-3,
+        warmup_steps=steps // 10,
+        betas=(0.9, 0.999),
+        seed=seed,
+        schedule=RECIPE,
+        recipe=Recipe("hf-cosine", groups=(), **recipe),
+    )
+
+
+def trainers_losses(folder: Path, rows_NT: Tensor, run: Run, out: Path) -> list[float]:
+    """Return the loss of each step of transformers' Trainer on these rows in their order."""
+    from torch.utils.data import SequentialSampler
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    losses: list[float] = []
+
+    class Watched(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return SequentialSampler(self.train_dataset)
+
+        def training_step(self, *arguments: Any, **options: Any) -> Tensor:
+            losses.append(float(loss := super().training_step(*arguments, **options)))
+            return loss
+
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        max_steps=run.steps,
+        per_device_train_batch_size=run.microbatch,
+        gradient_accumulation_steps=run.microbatches,
+        learning_rate=run.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=run.warmup_steps,
+        weight_decay=run.weight_decay,
+        adam_beta1=run.betas[0],
+        adam_beta2=run.betas[1],
+        adam_epsilon=run.epsilon,
+        max_grad_norm=run.clip,
+        seed=run.seed,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        logging_strategy="no",
+    )
+    # The first label of a row has no prediction. Of some families (GPT-2) the Trainer counts it nevertheless, unless it is -100.
+    dataset = [{"input_ids": row, "labels": torch.cat([torch.tensor([NO_LABEL]), row[1:]])} for row in rows_NT]
+    Watched(AutoModelForCausalLM.from_pretrained(folder), arguments, train_dataset=dataset).train()
+    size = run.microbatches
+    return [sum(losses[begin : begin + size]) for begin in range(0, len(losses), size)]
+
+
+def in_order(batches: Batches, run: Run) -> Tensor:
+    """Return all rows of a run in the order in which it takes them, ids_NT."""
+    numbers = range(run.microbatches)
+    parts = (batches.microbatch(step, number, run).inputs[0] for step in range(run.steps) for number in numbers)
+    return torch.cat(list(parts))
+
+
+def beside_trainer(steps: int, seed: int) -> Iterator[Mapping[str, Any]]:
+    """Yield for each family the largest relative difference of a step's loss."""
+    batches = TokenBatches(read_corpus()[: 50 * steps * SEQUENCE].numpy().astype(np.uint32), VOCABULARY)
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            path, run = Path(folder) / "model", recipe_run(batches, steps, seed)
+            save_model(path, family, seed)
+            checkpoint = Checkpoint(path)
+            own = [one.loss for one in train_locally(load_segment(checkpoint, 0, checkpoint.units), run, batches)]
+            theirs = trainers_losses(path, in_order(batches, run), run, Path(folder) / "out")
+        off = [abs(one - other) / other for one, other in zip(own, theirs, strict=True)]
+        yield {
+            "family": family,
+            "seed": seed,
+            "steps": steps,
+            "largest_relative_difference": max(off),
+            "after_100_steps": max(off[:100]),
+            "first_loss": own[0],
+            "last_loss": own[-1],
+        }
+
+
+CHATS: list[dict[str, Any]] = [
+    {
+        "messages": [
+            {"role": "system", "content": "You are brief."},
+            {"role": "user", "content": "What is 2 + 2?"},
+            {"role": "assistant", "content": "4."},
+            {"role": "user", "content": "And 3 + 3? Zwölf?"},
+            {"role": "assistant", "content": "6.\n\n- twice 3\n"},
+        ]
+    },
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello! 🙂"}]},
+]
+TOLD: list[dict[str, Any]] = [{"prompt": one["messages"][:-1], "completion": one["messages"][-1:]} for one in CHATS]
+PAIRS: list[dict[str, Any]] = [
+    {"prompt": "The capital of France is", "completion": " Paris."},
+    {"prompt": "Count:", "completion": " 1, 2, 3"},
+]
+MARKED = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>' + '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def trl_samples(tokenizer: Any, rows: list[dict[str, Any]], **options: Any) -> list[tuple[list[int], list[int]]]:
+    """Return ids and labels of each row as trl's SFTTrainer gives them to the model."""
+    from datasets import Dataset, fingerprint
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    # To name its caches, datasets pickles what it maps with, which fails for some tokenizers. Nothing is cached here.
+    fingerprint.Hasher.hash = classmethod(lambda _cls, _value: uuid.uuid4().hex)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "vocab_size": len(tokenizer), "max_position_embeddings": 512}))
+    with tempfile.TemporaryDirectory() as out:
+        arguments = SFTConfig(
+            output_dir=out,
+            per_device_train_batch_size=1,
+            use_cpu=True,
+            report_to=[],
+            bf16=False,
+            max_length=512,
+            **options,
+        )
+        trainer = SFTTrainer(model, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+        made = [trainer.data_collator([row]) for row in trainer.train_dataset]
+    return [(batch["input_ids"][0].tolist(), batch["labels"][0].tolist()) for batch in made]
+
+
+def labels_of(sample: TokenSample) -> list[int]:
+    """Return the labels of a sample: ids, or -100 where none counts."""
+    return [token if counts else NO_LABEL for token, counts in zip(*sample, strict=True)]
+
+
+def beside_sft(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield for each kind of record whether ids and labels equal trl's."""
+    kinds: list[tuple[str, list[dict[str, Any]], str | None, dict[str, Any]]] = [
+        ("messages, template with marks", CHATS, MARKED, {"assistant_only_loss": True}),
+        ("messages as prompt and completion", TOLD, None, {}),
+        ("texts as prompt and completion", PAIRS, None, {}),
+    ]
+    for kind, rows, template, options in kinds:
+        own = Tokenizer(folder)
+        if template is not None:
+            own.own.chat_template = template
+        with tempfile.TemporaryDirectory() as place:
+            path = Path(place) / "data.jsonl"
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            ours = [(one.tokens, labels_of(one)) for one in read_samples(path, TrainingTokenizer(own))]
+        theirs = trl_samples(own.own, rows, **options)
+        yield {
+            "kind": kind,
+            "samples": len(ours),
+            "ids_equal": [ids for ids, _ in ours] == [ids for ids, _ in theirs],
+            "labels_equal": [labels for _, labels in ours] == [labels for _, labels in theirs],
+        }
+
+
+def cost_of_evaluation(steps: int, seed: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the CPU seconds of a training with evaluation over those without, in pairs that alternate."""
+    rows = steps * BATCH
+    corpus_N = read_corpus()[: (rows + rows // 100) * SEQUENCE].numpy().astype(np.uint32)
+    trained, held_out = (TokenBatches(part, VOCABULARY) for part in np.split(corpus_N, [rows * SEQUENCE]))
+    count = max(1, rows // 100 // MICROBATCH)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        save_model(path / "model", "llama", seed)
+        checkpoint = Checkpoint(path / "model")
+        plain = recipe_run(trained, steps, seed)
+        both = WithHeldOut(trained, held_out)
+        evaluates = recipe_run(both, steps, seed, evaluate_every=100, evaluation=count)
+        taken: dict[str, list[float]] = {"plain": [], "evaluates": []}
+        for name in ("plain", "evaluates", "evaluates", "plain"):
+            run, batches = (plain, trained) if name == "plain" else (evaluates, both)
+            segment = load_segment(checkpoint, 0, checkpoint.units)
+            began_s = time.process_time()
+            for _ in train_locally(segment, run, batches):
+                pass
+            taken[name].append(time.process_time() - began_s)
+    plain_s, evaluates_s = (statistics.mean(taken[name]) for name in ("plain", "evaluates"))
+    passes = 3 * steps * plain.microbatches
+    forward = sum(evaluates.evaluations_at(step) for step in range(steps))
+    yield {
+        "seed": seed,
+        "steps": steps,
+        "held_out_microbatches": count,
+        "evaluations": sum(bool(evaluates.evaluations_at(step)) for step in range(steps)),
+        "plain_cpu_s": plain_s,
+        "ratio_of_cpu": evaluates_s / plain_s,
+        "share_of_passes": forward / passes,
+    }
+
+
+def main() -> None:
+    """Run one part of the benchmark and print a line of JSON for each row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("trainer", "chat", "evaluation"))
+    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--model", type=Path)
+    given = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    logging.disable(logging.WARNING)
+    if given.part == "chat":
+        if given.model is None:
+            parser.error("chat needs --model with a tokenizer's folder")
+        for row in beside_sft(given.model):
+            print(json.dumps(row), flush=True)
+        return
+    make, steps = (beside_trainer, 200) if given.part == "trainer" else (cost_of_evaluation, 200)
+    rows = []
+    for seed in range(given.seeds):
+        for row in make(given.steps or steps, seed):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+    name = "largest_relative_difference" if given.part == "trainer" else "ratio_of_cpu"
+    values = [row[name] for row in rows]
+    print(json.dumps({"of": name, "lowest": min(values), "mean": statistics.mean(values), "highest": max(values)}))
+
+
+if __name__ == "__main__":
+    main()
