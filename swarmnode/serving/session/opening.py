@@ -80,8 +80,8 @@ def units_of(opened: Open) -> tuple[int, int]:
 def journal_bytes(opened: Open, hidden_size: int) -> int:
     """Return the largest number of bytes of host memory that a session may take here.
 
-    That is its journal for sending again (outputs at the last hop, else inputs of the next hop), its waiting inputs, the
-    text that guesses come from at the first hop, and its objects.
+    That is its journal for sending again (outputs at the last hop, else inputs of the next hop), its waiting inputs, and
+    its objects. At the first hop it is also the text that guesses come from.
     """
     sends = not (is_last(opened) and opened.mode == Mode.RING)
     takes = units_of(opened)[0] > 0

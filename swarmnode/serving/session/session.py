@@ -209,7 +209,7 @@ class StageSession:
             self.lead.pause()
 
     def _take_back(self, turn: int, to: int) -> None:
-        """Begin a newer turn, in which the guesses from position `to` on do not count."""
+        """Begin the newer turn `turn`: the guesses from position `to` on do not count any more."""
         back_to = self.cursor.begin_turn(turn, to)
         if back_to is not None:
             self._taken_back.note(turn, back_to)

@@ -102,7 +102,7 @@ class InputCursor:
         return True
 
     def begin_turn(self, turn: int, to: int) -> int | None:
-        """Begin a newer turn, in which the guesses from position `to` on do not count. Returns the position to go back
+        """Begin a newer turn: the guesses from position `to` on do not count any more. Returns the position to go back
         to; None if the turn is not newer or no guess is there."""
         if turn <= self.turn:
             return None
@@ -118,16 +118,16 @@ class InputCursor:
         self.sure = max(self.sure, min(sure, self.accepted))
 
     def advance(self, end: int, guessed: int = 0) -> tuple[int, Truncate | None]:
-        """Accept the positions below `end`, of which the last `guessed` hold guesses. Returns the first of the new
-        positions, and the truncation to apply before it or None."""
+        """Accept the positions below `end`; the last `guessed` hold guesses. Returns the first of the new positions, and
+        the truncation to apply before it or None."""
         start, self.accepted = self.accepted, end
         self.confirm(end - guessed)
         truncate, self._truncate = self._truncate, None
         return start, truncate
 
     def taken_back(self) -> int | None:
-        """Return the position from which guesses are to be taken back before the latest input; None if there are none.
-        Later calls return None."""
+        """Return the first of the guesses to be taken back before the latest input; None if there are none. Later calls
+        return None."""
         back_to, self._back_to = self._back_to, None
         return back_to
 
