@@ -278,8 +278,10 @@ class StageSession:
         if skip >= body.tensor.shape[1] or (self.lead is not None and start >= self._first_drawn):
             return  # tokens drawn in this epoch come round the ring
         want = Want(body.want) if end >= self.cursor.known else Want.NOTHING
-        if self.lead is not None:
-            self.lead.know(ids_in(body.tensor, payload)[skip:])
+        if self.lead is not None and (ids := ids_in(body.tensor, payload)) is not None:
+            self.lead.know(ids[skip:])
+        else:
+            self.lead = None  # the worker refuses the input
         reorder = body.reorder if not skip else ()
         self._submit(end, ((body.tensor, payload),), want, reorder, skip, guessed=body.guessed)
         self._feed_what_waits()

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from swarmnode.codec.body import Body
+from swarmnode.codec.body import MAX_TOKEN_ID, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Open, Output, Truncate
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
@@ -23,9 +23,14 @@ def ids_input(ids: Sequence[int]) -> tuple[TensorInfo, bytes]:
     return TensorInfo(Codec.NONE, DType.INT64, (1, len(ids))), struct.pack(f"<{len(ids)}q", *ids)
 
 
-def ids_in(info: TensorInfo, payload: Buffer) -> list[int]:
-    """Return the token ids of an input of one row (int64 or int32)."""
-    return list(struct.unpack(f"<{info.shape[1]}{'q' if info.dtype == DType.INT64 else 'i'}", payload))
+def ids_in(info: TensorInfo, payload: Buffer) -> list[int] | None:
+    """Return the token ids of an input of one row (int64 or int32); None if they do not fit the payload, or are no token
+    ids."""
+    ids = struct.Struct(f"<{info.shape[1]}{'q' if info.dtype == DType.INT64 else 'i'}")
+    if len(payload) != ids.size:
+        return None
+    found = list(ids.unpack(payload))
+    return found if 0 <= min(found) <= max(found) <= MAX_TOKEN_ID else None
 
 
 @dataclass(eq=False)
