@@ -341,7 +341,8 @@ class StageSession:
     def _judge(self, lead: DraftLead, position: int, output: Output) -> None:
         """Compare the guess in flight at `position`, if there is one, with the token that was drawn for it."""
         lead.heard(position)
-        lead.foresee(position + 1, output.forced)
+        if max(output.forced, default=0) < self.pipeline.vocab_size:  # else an input of them would fail here
+            lead.foresee(position + 1, output.forced)
         if output.final:
             lead.pause()
         elif position == self.cursor.sure < self.cursor.accepted:
