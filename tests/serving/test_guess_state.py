@@ -29,10 +29,6 @@ def job(start: int, count: int, guessed: int = 0, turn: int = 0, **more: object)
     return replace(made, guessed=guessed, turn=turn, **more)  # type: ignore[arg-type]
 
 
-def ids_of(jobs: Sequence[Job]) -> list[int]:
-    return [token for one in jobs for info, payload in one.parts for token in ids_in(info, payload)]
-
-
 # -- inputs
 
 
@@ -112,6 +108,13 @@ def test_what_was_computed_for_an_earlier_turn_counts_up_to_the_lowest_cut(
     for one in cuts:
         taken_back.note(*one)
     assert taken_back.limit(turn) == limit
+
+
+@pytest.mark.parametrize("ids", [[-1], [1 << 31], [1, 1 << 60]])
+def test_what_is_no_token_id_is_not_read(ids: list[int]) -> None:
+    info, payload = ids_input(ids)
+    assert ids_in(info, payload) is None
+    assert ids_in(info, payload[:-1]) is None and ids_in(*ids_input([7, (1 << 31) - 1])) == [7, (1 << 31) - 1]
 
 
 # -- the first hop

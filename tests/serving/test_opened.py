@@ -12,7 +12,7 @@ from swarmnode.codec.messages import Mode, Open
 from swarmnode.codec.sampling import Sampling, pack_text
 from swarmnode.errors import ErrorCode
 from swarmnode.serving.drafting.lookup import MAX_TOKENS, TOKEN_BYTES
-from swarmnode.serving.session.opening import check_sampling, journal_bytes
+from swarmnode.serving.session.opening import ID_BYTES, check_sampling, journal_bytes
 
 VOCABULARY = 100
 PROMPT = [1, 2, 3]
@@ -58,8 +58,7 @@ def test_what_is_kept_of_a_text_is_reserved() -> None:
 def test_the_text_to_look_guesses_up_in_is_counted_at_the_first_hop() -> None:
     plain = opened()
     guessing = msgspec.structs.replace(plain, drafts=8, proposer="lookup")
-    assert journal_bytes(guessing, 8) == journal_bytes(plain, 8) + TOKEN_BYTES * plain.max_length
+    assert journal_bytes(guessing, 8) == journal_bytes(plain, 8) + (TOKEN_BYTES + ID_BYTES) * plain.max_length
     long = msgspec.structs.replace(guessing, max_length=10 * MAX_TOKENS)
-    assert (
-        journal_bytes(long, 8) - journal_bytes(msgspec.structs.replace(long, drafts=0), 8) == TOKEN_BYTES * MAX_TOKENS
-    )
+    more = journal_bytes(long, 8) - journal_bytes(msgspec.structs.replace(long, drafts=0), 8)
+    assert more == (TOKEN_BYTES + 10 * ID_BYTES) * MAX_TOKENS, "the look-up forgets the older tokens"

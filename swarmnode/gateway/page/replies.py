@@ -62,8 +62,11 @@ class PeerReply(BaseModel):
 
 class SwarmReply(BaseModel):
     """State of a swarm. `id` is its name at this gateway, `task` its use (see ModelCard); `missing` are the layers (units) without
-    a holder; `max_model_len` is that of ModelCard. `tokens_per_s` is the speed of one text lately, as this gateway measured it;
-    null before the first. `sessions` are the texts that this gateway generates; empty if the gateway has keys."""
+    a holder, `ungiven` those whose weights no peer gives to new machines; `max_model_len` is that of ModelCard.
+
+    `tokens_per_s` is the speed of one text lately, as this gateway measured it; null before the first. `sessions` are the texts
+    that this gateway generates; empty if the gateway has keys.
+    """
 
     id: str
     swarm: str
@@ -76,6 +79,7 @@ class SwarmReply(BaseModel):
     weights_bytes: int
     covered: bool
     missing: list[int]
+    ungiven: list[int]
     training_step: int
     peers: list[PeerReply]
     bootstraps: list[str]

@@ -1,6 +1,6 @@
 """Guesses of one session at its first hop, which sends them ahead of the verdicts.
 
-    the text so far -> propose -> in flight -> judge by the tokens that the last hop draws
+    text -> propose -> in flight -> judge by the tokens that the last hop draws
 
 Pure state: the session sends what `propose` returns, and tells it each token that comes back round the ring.
 """
@@ -59,7 +59,7 @@ class DraftLead:
 
     @property
     def end(self) -> int:
-        """Position after the last token that is known to be of the text."""
+        """Position after the last token of the known text."""
         return self._begin + len(self._text)
 
     @property
@@ -79,7 +79,7 @@ class DraftLead:
         self._forced.push(ids)
 
     def share(self, other: DraftLead, length: int) -> None:
-        """Begin with the first `length` tokens of another session's text, as far as that knows them."""
+        """Begin with the first `length` tokens of another session's text, if that session knows its text from the beginning."""
         self._begin = length
         if other._begin == 0:
             self._begin = 0
