@@ -9,10 +9,10 @@ import pytest
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Mode, Open
-from swarmnode.codec.sampling import Sampling, pack_text
+from swarmnode.codec.sampling import ID_BYTES, Sampling, pack_text
 from swarmnode.errors import ErrorCode
 from swarmnode.serving.drafting.lookup import MAX_TOKENS, TOKEN_BYTES
-from swarmnode.serving.session.opening import ID_BYTES, check_sampling, journal_bytes
+from swarmnode.serving.session.opening import check_sampling, journal_bytes
 
 VOCABULARY = 100
 PROMPT = [1, 2, 3]
