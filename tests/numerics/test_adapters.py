@@ -203,7 +203,7 @@ def lead(route: Route, adapters: dict[str, str], steps: int = 3) -> dict[str, to
 
 @pytest.mark.parametrize("limit", [None, 0])
 def test_all_kinds_of_adapters_in_one_pass(llama: Saved, tmp_path: Path, limit: int | None) -> None:
-    """A pass has other ranks, DoRA, a replaced layer and no adapter beside one another; also without room for copies of the matrices."""
+    """Other ranks, DoRA, a replaced layer and no adapter share a pass, also without room for copies of the matrices."""
     high = matrices(llama.model, lambda key: "_proj" in key, rank=7, seed=3, strength=STRENGTH)
     scaled = with_magnitudes(matrices(llama.model, lambda key: "down_proj" in key, seed=4, strength=STRENGTH))
     head = {"base_model.model.lm_head.weight": torch.randn(llama.model.lm_head.weight.shape)}

@@ -34,7 +34,7 @@ class Added(Protocol):
         ...
 
 
-class Part(NamedTuple):
+class AdapterRows(NamedTuple):
     """Neighbouring rows [start, end) with one adapter's change of a layer; None if it does not change this layer."""
 
     start: int
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 class Apart:
     """Change of each part of the pass in turn. `rows` is the number of rows of the pass."""
 
-    parts: Sequence[Part]
+    parts: Sequence[AdapterRows]
     rows: int
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def share_pass(names: tuple[str, ...], loaded: Mapping[str, Mapping[str, Change]
         if memory is not None and layer in groupable:
             added[layer] = _grouped(changes)
         else:
-            added[layer] = Apart([Part(start, end, changes[start]) for start, end in parts], len(names))
+            added[layer] = Apart([AdapterRows(start, end, changes[start]) for start, end in parts], len(names))
     shared = SharedPass(names, added, memory)
     if memory is not None:
         weakref.finalize(shared, memory.release)
