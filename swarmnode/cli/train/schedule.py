@@ -9,6 +9,8 @@ from typing import Any
 from swarmnode.terminal.option import option
 
 SCHEDULES = ("constant", "linear", "cosine", "hf-constant", "hf-linear", "hf-cosine", "hf-wsd")
+PUBLISHED = {"muon": (0.95, 0.95), "lion": (0.0, 0.99), "schedule-free": (0.0, 0.999)}
+"""Momentum and beta2 that the optimisers' authors recommend; those of others are 0 and 0.95"""
 
 
 @dataclass(frozen=True)
@@ -21,8 +23,9 @@ class ScheduleOptions:
     sequence: int = option(0, "Tokens per sample; default: 128.", show_default=False)
     optimizer: str = option(
         "adamw",
-        "Optimiser; adamw8bit needs a quarter of AdamW's memory, for nearly the same steps.",
-        metavar="adamw|adamw8bit|sgd",
+        "Optimiser; adamw8bit needs a quarter of AdamW's memory, for nearly the same steps. muon leaves embeddings, heads, norms "
+        "and biases to AdamW; schedule-free needs --schedule constant.",
+        metavar="adamw|adamw8bit|sgd|muon|lion|schedule-free",
     )
     learning_rate: float = option(3e-4, "Highest learning rate.", "--lr")
     schedule: str = option(
@@ -34,9 +37,13 @@ class ScheduleOptions:
     final_share: float = option(0.1, "Share of the learning rate at the end of linear and cosine.")
     clip: float = option(1.0, "Largest norm of the whole gradient; 0 turns clipping off.")
     weight_decay: float = option(0.1, "Weight decay of matrices; norms, biases and embeddings have none.")
-    momentum: float = option(0.0, "Momentum of sgd.")
+    momentum: float | None = option(None, "Momentum of sgd and muon; default: 0, with muon 0.95.", text=-1.0)
     beta1: float = option(0.9, "AdamW's share of the mean gradient that is kept.")
-    beta2: float = option(0.95, "AdamW's share of the mean squared gradient that is kept.")
+    beta2: float | None = option(
+        None,
+        "AdamW's share of the mean squared gradient that is kept; default: 0.95, with schedule-free 0.999, with lion 0.99.",
+        text=-1.0,
+    )
     epsilon: float = option(1e-8, "AdamW's smallest divisor.")
     seed: int = option(0, "Seed of the order of samples and of dropout.")
     autocast: bool = option(
@@ -51,5 +58,8 @@ class ScheduleOptions:
         from swarmnode.swarm.records.recipe import RECIPE
 
         fields = dataclasses.asdict(self)
-        betas = fields.pop("beta1"), fields.pop("beta2")
+        momentum, beta2 = PUBLISHED.get(self.optimizer, (0.0, 0.95))
+        fields["momentum"] = momentum if self.momentum is None else self.momentum
+        betas = fields.pop("beta1"), beta2 if self.beta2 is None else self.beta2
+        fields.pop("beta2")
         return {**fields, "steps": self.steps or 1, "betas": betas, "schedule": RECIPE}

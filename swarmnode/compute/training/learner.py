@@ -109,8 +109,10 @@ class Learner:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes that the optimiser's memory takes for all blocks."""
-        return sum(block.optimizer_bytes for block in self._blocks.values())
+        """Bytes that the optimiser's memory takes for all blocks, and an update for its temporary tensors."""
+        blocks = self._blocks.values()
+        working_bytes = max((block.optimizer.working_bytes for block in blocks), default=0)
+        return sum(block.optimizer_bytes for block in blocks) + working_bytes
 
     # -- passes
 
