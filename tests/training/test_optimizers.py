@@ -17,6 +17,7 @@ RULES: dict[str, dict[str, Any]] = {
     "muon": {"momentum": 0.95},
     "lion": {"learning_rate": 1e-3},
     "schedule-free": {"schedule": "constant"},
+    "eva": {"epsilon": 0.03, "clip": 1e-3, "momentum": 0.9, "learning_rate": 0.05},
 }
 
 

@@ -16,6 +16,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from swarmnode.compress.blockwise import rows_of
+from swarmnode.compute.training.optimizers import eva
 from swarmnode.compute.training.optimizers.lion import lion
 from swarmnode.compute.training.optimizers.muon import is_matrix, muon
 from swarmnode.compute.training.optimizers.muon import working_bytes as muon_bytes
@@ -25,7 +26,7 @@ from swarmnode.swarm.records.run import Run
 
 CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
 FUSED_DEVICES = ("cpu", "cuda")
-FUSED = ("adamw", "sgd")  # optimisers whose kernels take all parameters at once
+FUSED = ("adamw", "sgd", "eva")  # optimisers whose kernels take all parameters at once
 ADAMW_SLOTS = ("exp_avg", "exp_avg_sq")
 SLOTS = {
     "adamw": ADAMW_SLOTS,
@@ -34,6 +35,7 @@ SLOTS = {
     "lion": ("exp_avg",),
     "schedule-free": ("exp_avg_sq", "z_minus_y"),
 }
+EVA_MEANS = ("input_mean", "output_mean")
 FLOAT_BYTES = 4  # of a parameter
 BLOCK = 256
 MIN_ELEMENTS = 4096  # smaller tensors (biases, norms) save too little for the error
@@ -155,6 +157,10 @@ class Optimizer:
                 if rule == "adamw8bit":
                     self.slots.setdefault(f"{slot}_absmax", {})[name] = zero_magnitudes(self.parameters[name])
 
+            if rule == "eva":
+                for slot, shape in zip(EVA_MEANS, eva.shapes_of(self.parameters[name]), strict=True):
+                    self.slots.setdefault(slot, {})[name] = torch.zeros(shape, device=self.parameters[name].device)
+
     def __repr__(self) -> str:
         elements = sum(parameter.numel() for parameter in self.parameters.values())
         return f"Optimizer({self.run.optimizer}, {elements / 1e6:.1f} M parameters)"
@@ -163,6 +169,42 @@ class Optimizer:
     def working_bytes(self) -> int:
         """Bytes of temporary tensors in an update, which takes one parameter after the other."""
         return max((working_bytes(rule, name, self.parameters[name]) for name, rule in self._rules.items()), default=0)
+
+    @torch.no_grad()
+    def precondition(self, step: int, norm: float, newest: Mapping[str, eva.LayerMeans]) -> None:
+        """Replace the gradients of Eva's layers by its updates; `newest` holds the step's means, and `norm` bounds its KL
+        divergence."""
+        clipped = eva.clip_factor(self.run.clip, self.run.learning_rate_at(step), norm)
+        for name, means in self._means_after(step, newest).items():
+            for slot, mean in zip(EVA_MEANS, means, strict=True):
+                self.slots[slot][name].copy_(mean)
+            gradient = self.parameters[name].grad
+            assert gradient is not None
+            bias = self.parameters.get(bias_of(name))
+            eva.precondition(
+                gradient, None if bias is None else bias.grad, means, damping=self.run.epsilon, clipped=clipped
+            )
+
+    @torch.no_grad()
+    def kl_square(self, step: int, gradients: Mapping[str, Tensor], newest: Mapping[str, eva.LayerMeans]) -> float:
+        """Return the sum of update * gradient over Eva's layers. Nothing changes."""
+        return sum(
+            eva.curvature(gradients[name], gradients.get(bias_of(name)), means, self.run.epsilon)[1]
+            for name, means in self._means_after(step, newest).items()
+        )
+
+    def _means_after(self, step: int, newest: Mapping[str, eva.LayerMeans]) -> dict[str, eva.LayerMeans]:
+        """Return the running means after a step, of the layers that passes went through."""
+        return {
+            name: eva.LayerMeans(
+                *(
+                    eva.moved(self.slots[slot][name], mean, self.run.betas[1], step)
+                    for slot, mean in zip(EVA_MEANS, means, strict=True)
+                )
+            )
+            for name, means in newest.items()
+            if name in self.parameters and means.output_O.any()
+        }
 
     @torch.no_grad()
     def update(self, step: int) -> None:
@@ -264,12 +306,19 @@ def rule_of(run: Run, name: str, parameter: Tensor) -> str:
     leaves_out = (run.optimizer == "adamw8bit" and not is_quantized(parameter)) or (
         run.optimizer == "muon" and not is_matrix(name, parameter)
     )
+    if run.optimizer == "eva" and not eva.is_watched(name, parameter):
+        return "sgd"
     return "adamw" if leaves_out else run.optimizer
+
+
+def bias_of(name: str) -> str:
+    """Return the name of the bias beside a weight."""
+    return f"{name.removesuffix('weight')}bias"
 
 
 def slots_of(rule: str, run: Run) -> tuple[str, ...]:
     """Return the names of the memories that an optimiser has of a parameter, but for magnitudes of codes."""
-    if rule == "sgd":
+    if rule in ("sgd", "eva"):
         return ("momentum",) if run.momentum else ()
     return SLOTS[rule]
 
@@ -284,13 +333,14 @@ def working_bytes(rule: str, name: str, parameter: Tensor) -> int:
 
 def memory_bytes(run: Run, parameters: Mapping[str, Tensor]) -> float:
     """Return the bytes of the optimiser's memory of some float32 parameters, by name."""
-    return sum(
-        len(slots_of(rule := rule_of(run, name, parameter), run))
-        * parameter.numel()
-        * (MOMENT_BYTES if rule == "adamw8bit" else FLOAT_BYTES)
-        for name, parameter in parameters.items()
-        if not run.treat(name, parameter.dim()).frozen
-    )
+    total = 0.0
+    for name, parameter in parameters.items():
+        if not run.treat(name, parameter.dim()).frozen:
+            rule = rule_of(run, name, parameter)
+            element_bytes = MOMENT_BYTES if rule == "adamw8bit" else FLOAT_BYTES
+            total += len(slots_of(rule, run)) * parameter.numel() * element_bytes
+            total += sum(shape.numel() for shape in eva.shapes_of(parameter)) * FLOAT_BYTES if rule == "eva" else 0
+    return total
 
 
 def clip_factor(clip: float, norm: float) -> float:

@@ -19,7 +19,7 @@ from swarmnode.swarm.records.recipe import RECIPE, Recipe, Treatment, recipe_rul
 
 MAX_MICROBATCHES = 2048
 FINGERPRINT_BYTES = 32
-OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "muon", "lion", "schedule-free")
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "muon", "lion", "schedule-free", "eva")
 AUTO = "auto"
 MAX_RATIO = 1e6
 SCHEDULES = ("constant", "linear", "cosine")
@@ -176,6 +176,8 @@ def check_run(run: Run) -> None:
         "finite settings, none of them negative": all(math.isfinite(number) and number >= 0 for number in numbers),
         "betas below 1": max(run.betas) < 1,
         "a momentum below 1 for muon": run.optimizer != "muon" or run.momentum < 1,
+        "float32 (no autocast), a damping above 0 and an averaging in every step for eva": run.optimizer != "eva"
+        or (not run.autocast and run.epsilon > 0 and run.averaging.every == 1),
         "a constant schedule, a beta1 above 0 and an averaging in every step for schedule-free": run.optimizer
         != "schedule-free"
         or (run.known_recipe.schedule in CONSTANT and run.betas[0] > 0 and run.averaging.every == 1),
