@@ -189,6 +189,8 @@ def check_run(run: Run) -> None:
         "a rank of 0 or more": 0 <= run.averaging.rank <= 1024,
         "robust averaging without top-k and without factors": not run.averaging.robust
         or (run.averaging.codec not in SPARSE_CODECS and not run.averaging.rank),
+        "robust averaging with at least 4 bits, not int2": not run.averaging.robust
+        or run.averaging.codec != Codec.INT2,
         "averaging by line without factors": not (run.averaging.by_line and run.averaging.rank),
         "a rank of which factors alternate": run.averaging.rank > 0 or not run.averaging.alternating,
         "label weights, or none": run.label_weights in (msgspec.UNSET, True),

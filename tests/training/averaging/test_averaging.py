@@ -31,6 +31,7 @@ LOSSY = {
     "ACP-SGD": Averaging(rank=1, alternating=True),
     "DiLoCo": Averaging(every=4),
     "DiLoCo in int8": Averaging(every=4, codec=Codec.INT8),
+    "DiLoCo in int2": Averaging(every=4, codec=Codec.INT2),
 }
 
 
