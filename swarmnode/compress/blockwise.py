@@ -136,7 +136,7 @@ def _hadamard(device: torch.device) -> Tensor:
 def encode_int2(x_N: Tensor) -> Tensor:
     """Return the payload uint8_M on x's device: scales bfloat16_G, then 16 bytes of codes for each group.
 
-    Code c stands for (2c - 3) times the scale, and none for zero: senders add what is left over to the next values. Scales from
+    Code c stands for (2c - 3) times the scale, and none for zero: senders add the omitted rest to the next values. Scales from
     the mean magnitude lose less of one tensor, but clip the same elements each time: after 120 tensors with heavy tails their
     left-over was eleven times the tensor, and 0.9 times with this one.
     """

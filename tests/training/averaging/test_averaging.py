@@ -96,7 +96,14 @@ async def test_replicas_end_equal_and_have_learnt(tmp_path: Path, averaging: Ave
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [("int8", "adamw8bit"), ("PowerSGD", "adamw"), ("ACP-SGD", "adamw"), ("DiLoCo", "adamw"), ("DiLoCo in int2", "muon")]
+    ("name", "optimizer"),
+    [
+        ("int8", "adamw8bit"),
+        ("PowerSGD", "adamw"),
+        ("ACP-SGD", "adamw"),
+        ("DiLoCo", "adamw"),
+        ("DiLoCo in int2", "muon"),
+    ],
 )
 @in_virtual_time
 async def test_a_replica_dies_and_another_joins(

@@ -83,9 +83,9 @@ def precondition(gradient: Tensor, bias_O: Tensor | None, means: LayerMeans, *, 
 
 
 class LayerWatch(TorchFunctionMode):
-    """Context in which a pass writes down the means of the layers whose weights are `watched`.
+    """Mode that writes down the means of the layers whose weights are `watched`, as a pass calls them.
 
-    `watched` holds for each weight, by id, where to add them: the changes of its layer's statistics, and the weight's name. The
+    `watched` holds the target of each weight's means by its id: the changes of its layer's statistics, and the weight's name. The
     gradients come later, when the graph goes back.
     """
 
