@@ -15,7 +15,7 @@ from swarmnode.swarm.storage.content import GGUF_SUFFIX, Progress
 from swarmnode.swarm.storage.small_files import check_free, check_space, new_file, new_folder
 
 if TYPE_CHECKING:
-    from swarmnode.compute.model.packing.recipes import FormatChoice, Recipe
+    from swarmnode.compute.model.packing.recipes import FormatChoice, FormatMix
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def quantise_model(
 
 
 def _of_gguf(
-    file: Path, out: Path, recipe: Recipe, *, again: bool, force: bool, progress: Progress | None
+    file: Path, out: Path, recipe: FormatMix, *, again: bool, force: bool, progress: Progress | None
 ) -> Quantised:
     """Write a GGUF file with the matrices of another one."""
     from swarmnode.compute.model.packing.gguf_repack import GgufRepack
@@ -75,7 +75,7 @@ def _of_gguf(
     return _told(out, out.stat().st_size, source.choice)
 
 
-def _of_folder(model: str, out: Path, recipe: Recipe, *, force: bool, progress: Progress | None) -> Quantised:
+def _of_folder(model: str, out: Path, recipe: FormatMix, *, force: bool, progress: Progress | None) -> Quantised:
     """Write a folder with the matrices of a folder or a hub model."""
     from swarmnode.compute.model.family import settings_of
     from swarmnode.compute.model.packing.folder_pack import FolderPack

@@ -71,6 +71,7 @@ class Bootstrap:
             host.directory.announce(
                 Place(state=State.READY, seeds=seeder.units), Machine(device="none"), await host.introduction()
             )
+            seeder.on_withdraw = lambda: host.directory.announce(Place(seeds=seeder.units))
             states = await _shared_states(host)
         except BaseException:
             await host.close()

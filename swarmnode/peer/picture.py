@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -12,8 +12,10 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import state_name
 from swarmnode.plan.spans.placement import gaps
 from swarmnode.plan.view import view_of
+from swarmnode.swarm.peers.shards import PEERS_PER_SHARD
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
+from swarmnode.swarm.records.manifest import TRAIN, Manifest
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 CODEC_NAMES = {int(codec): codec.name.lower() for codec in Codec}
@@ -23,7 +25,8 @@ GOOD, DOUBTED, SHUNNED = "good", "doubted", "shunned"
 def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Standing) -> dict[str, Any]:
     """Return the picture as `swarmnode status --json` prints it. `standing` is this peer's findings about the others.
 
-    "bootstraps" lists peers without a span, "missing" the layers without a ready holder.
+    "bootstraps" lists peers without a span, "missing" the layers without a ready holder, "ungiven" those of a serving swarm
+    whose weights no peer gives to new machines.
     """
     assert swarm.manifest is not None
     units = swarm.manifest.model.units
@@ -43,6 +46,7 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "weights_bytes": swarm.manifest.total_bytes,
         "covered": not missing,
         "missing": missing,
+        "ungiven": _ungiven(swarm.manifest, peers.values()),
         "training_step": max((peer.training_step for peer in peers.values()), default=0),
         "peers": [
             {
@@ -57,6 +61,18 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "bootstraps": sorted(peer.peer for peer in peers.values() if peer.span[1] == 0),
         "addresses": {peer.peer: list(peer.addresses) for peer in peers.values()},
     }
+
+
+def _ungiven(manifest: Manifest, peers: Collection[Announcement]) -> list[int]:
+    """Return the layers whose weights no peer gives; none of a swarm that trains, or of a model that is on the hub.
+
+    Without peers they may be unknown yet, and those of a large swarm are a sample: then it returns none, too.
+    """
+    is_known = 0 < len(peers) < PEERS_PER_SHARD
+    if manifest.mode == TRAIN or manifest.model.hub_id is not None or not is_known:
+        return []
+    given = {unit for peer in peers if peer.life is not State.OFFLINE for unit in range(*peer.seeds)}
+    return [unit for unit in range(manifest.model.units) if unit not in given]
 
 
 def machines_of(peers: Mapping[PeerId, Announcement]) -> dict[PeerId, PeerId]:

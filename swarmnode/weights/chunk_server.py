@@ -4,8 +4,10 @@ at once."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +27,14 @@ log = logging.getLogger(__name__)
 REQUESTS_PER_PEER = 16  # open at once; they are answered one after another, so that a peer costs one chunk of memory
 PEERS_AT_ONCE = 64  # with open requests; further peers get BUSY
 BUSY_RETRY_S = 2.0
+
+
+Stamp = tuple[int, int, int]
+"""Inode, size and time of the last change of a file"""
+
+
+def _stamp(stat: os.stat_result) -> Stamp:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class _Asker:
 class ChunkServer:
     """Server of files by their root hashes. Chunks are sent as they are on the disk: the receiver verifies them.
 
+    A whole file that was written to after it was hashed is hashed again before a chunk is sent, and withdrawn if it differs.
+
     A subclass names further question types in `questions` and answers them in `_send`.
     """
 
@@ -55,6 +67,9 @@ class ChunkServer:
     def __init__(self, peer: LocalPeer, protocols: Sequence[str]) -> None:
         self._offers: dict[bytes, Offer] = {}  # by root
         self._hashes: dict[bytes, bytes] = {}  # chunk hashes of whole files, by root
+        self._stamps: dict[bytes, Stamp] = {}  # of whole files when they were hashed, by root
+        self.on_withdraw: Callable[[], None] = lambda: None
+        """Function that is called after a file was withdrawn"""
         self._hashing: dict[bytes, asyncio.Task[bytes | None]] = {}
         self._askers: dict[PeerId, _Asker] = {}
         self._tasks = Tasks(type(self).__name__, on_crash=peer.link_config.supervisor.ends_conversation)
@@ -128,22 +143,32 @@ class ChunkServer:
 
     async def _send_chunks(self, channel: Channel, offer: Offer, numbers: range) -> ErrorCode | None:
         have = offer.cache.have(offer.file) if offer.cache else HAVE * offer.file.chunks()
+        if offer.cache is None and await self._hash(offer) is None:
+            return ErrorCode.NOT_FOUND
         for number in numbers:
             if not channel.open:
                 return None  # the receiver gave up
             if have[number : number + 1] != HAVE:
                 return ErrorCode.NOT_FOUND
-            channel.send(Chunk(), seq=number, payload=[await asyncio.to_thread(self._read, offer, number)])
+            data, stamp = await asyncio.to_thread(self._read, offer, number)
+            if offer.cache is None and stamp != self._stamps.get(offer.file.root):
+                self._hashes.pop(offer.file.root, None)
+                if await self._hash(offer) is None:
+                    return ErrorCode.NOT_FOUND
+                data, _ = await asyncio.to_thread(self._read, offer, number)
+            channel.send(Chunk(), seq=number, payload=[data])
             await channel.drain()
         return None
 
-    def _read(self, offer: Offer, number: int) -> bytes:
+    def _read(self, offer: Offer, number: int) -> tuple[bytes, Stamp]:
+        """Return a chunk, and the file's stamp after it was read. Raises OSError if the file cannot be read or is too short."""
         with offer.path.open("rb") as stream:
             stream.seek(number * CHUNK_BYTES)
             data = stream.read(CHUNK_BYTES)
+            stamp = _stamp(os.fstat(stream.fileno()))
         if len(data) != offer.file.chunk_size(number):
             raise OSError(f"{offer.path} was cut short")
-        return data
+        return data, stamp
 
     async def _hash_all(self) -> None:
         """Compute the hash lists of all whole files, one after another."""
@@ -163,6 +188,7 @@ class ChunkServer:
 
     async def _hash_file(self, offer: Offer) -> bytes | None:
         try:
+            stamp = _stamp(await asyncio.to_thread(offer.path.stat))
             hashes = await asyncio.to_thread(matching_hashes, offer.path, offer.file)
         except OSError as error:
             self._withdraw(offer, str(error))
@@ -172,11 +198,17 @@ class ChunkServer:
         if hashes is None:
             self._withdraw(offer, f"{offer.path} was changed or damaged since its hashes were taken")
         else:
-            self._hashes[offer.file.root] = hashes
+            self._hashes[offer.file.root], self._stamps[offer.file.root] = hashes, stamp
         return hashes
+
+    def _took_hashes(self, offer: Offer, hashes: bytes) -> None:
+        """Keep the chunk hashes of a whole file that was verified just now."""
+        with contextlib.suppress(OSError):  # it is hashed, and withdrawn, when a peer asks for it
+            self._hashes[offer.file.root], self._stamps[offer.file.root] = hashes, _stamp(offer.path.stat())
 
     def _withdraw(self, offer: Offer, reason: str) -> None:
         if self._offers.get(offer.file.root) is offer:
             del self._offers[offer.file.root]
             self._hashes.pop(offer.file.root, None)
             log.warning("your node no longer offers %s to others: %s", offer.file.name, reason)
+            self.on_withdraw()

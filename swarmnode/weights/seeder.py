@@ -63,7 +63,9 @@ class Seeder(ChunkServer):
         computed in the background, before a peer asks for them.
         """
         self._offer_whole(self._manifest.files, folder)
-        self._hashes.update(verified)
+        for root, hashes in verified.items():
+            if (offer := self._offers.get(root)) is not None:
+                self._took_hashes(offer, hashes)
         self._tasks.spawn(self._hash_all(), "hash what is offered")
 
     def add_adapters(self, folder: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_name_is_no_markup_and_no_command(name: str, capsys: pytest.CaptureFix
         "reached": "unknown",
         "sends": {},
     }
-    status = {"name": name, "units": 2, "mode": "serve", "adapters": [], "missing": [], "peers": [peer]}
+    status = {"name": name, "units": 2, "mode": "serve", "adapters": [], "missing": [], "ungiven": [], "peers": [peer]}
     show(status_table(status))
     printed = capsys.readouterr().out
     assert not commands(printed)
@@ -80,10 +80,13 @@ def test_a_peer_is_one_line_of_80_columns() -> None:
     }
     status = {"name": "friends", "units": 126, "mode": "serve", "adapters": [], "missing": [3, 4], "peers": [peer] * 3}
     console = Console(width=80, record=True, file=io.StringIO())
-    console.print(status_table({**status, "max_model_len": 131072}))
+    console.print(status_table({**status, "ungiven": [], "max_model_len": 131072}))
     title, *_, first, second, third = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
     assert title.strip() == "swarm friends: 126 layers, 131,072 tokens of context, no machine holds 3-4"
     assert first == second == third and "relayed" in first and "RTX 3090" in first and "█" in first
+    console.print(status_table({**status, "ungiven": [3, 4]}))
+    said = " ".join(console.export_text().split())
+    assert "no machine gives the weights of layers 3-4 to new machines" in said and "moved or changed" in said
 
 
 def test_what_passes_shares_a_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

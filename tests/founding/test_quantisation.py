@@ -20,6 +20,8 @@ from swarmnode.compute.model.packing import quantise as rounding
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.packing.gguf_repack import GgufRepack
 from swarmnode.compute.model.packing.recipes import END, FORMATS, RECIPES, Matrix, choose, recipe_of
+from swarmnode.compute.model.span import load_model
+from swarmnode.config import EXACT, PLAIN
 from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.founding.model_source import from_model
 from swarmnode.founding.quantisation import quantise_model
@@ -194,7 +196,7 @@ def test_rounding_twice_is_asked_for(tmp_path: Path) -> None:
         (("llama", "there"), 2, ["there exists", "--force"]),
         (("tiny.gguf", "out.gguf", "--format", "q4km"), 2, ["did you mean q4_k_m?"]),
         (("tiny.gguf", "out.gguf", "--format", "zip"), 2, ["choose one of q4_0, "]),
-        (("cut.gguf", "out.gguf"), 1, ["cut.gguf: not a GGUF file, or cut short"]),
+        (("cut.gguf", "out.gguf"), 1, ["cut.gguf: cut short: fetch the file again"]),
         (("nan.gguf", "out.gguf"), 1, ["blk.1.ffn_up.weight", "no finite numbers"]),
         (("nan", "out"), 1, ["model.layers.0.mlp.up_proj.weight", "no finite numbers"]),
         (("tiny.gguf", "no/such/out.gguf"), 1, ["cannot write", "No such file"]),
@@ -262,3 +264,17 @@ def test_json(wide: Path, tmp_path: Path) -> None:
     told = json.loads(done.stdout)
     assert told["out"] == "tiny.gguf" and told["bytes"] == (tmp_path / "tiny.gguf").stat().st_size
     assert told["formats"] == {"Q5_1": 15, "Q8_0": 1} and len(told["notices"]) == 1
+
+
+@needs_ggml
+@pytest.mark.parametrize("form", ["q4_0", "mxfp4"])
+def test_a_node_multiplies_a_packed_folder_as_its_dequantised_values(form: str, tmp_path: Path) -> None:
+    save_llama(tmp_path / "plain", layers=2)
+    quantise_model(str(tmp_path / "plain"), tmp_path / "packed", form)
+    checkpoint, ids = Checkpoint(tmp_path / "packed"), torch.arange(12)[None]
+    with torch.inference_mode():
+        exact, plain = (
+            load_model(checkpoint, 0, 4, dtype=torch.float32, products=products)(ids).logits
+            for products in (EXACT, PLAIN)
+        )
+    torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-4)

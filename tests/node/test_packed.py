@@ -217,6 +217,33 @@ async def test_a_file_that_changed_is_not_served(tmp_path: Path) -> None:
 
 
 @in_virtual_time
+async def test_a_file_that_changes_while_it_is_served_is_withdrawn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    packed = Packed(tmp_path, save_llama_gguf)
+    async with VirtualSwarm(tmp_path / "swarm") as swarm:
+        invite = swarm.create(packed.source).invite
+        door = await swarm.bootstrap()
+        first = swarm.node("a", "0:4", swarm=invite)
+        await first.wait_for("ready")
+        packed.file.touch()  # the same bytes are given again
+        async with swarm.client() as client:
+            await first.kill()
+            second = swarm.node("b", "0:4", swarm=invite)
+            await second.wait_for("ready")
+            assert client.status()["ungiven"] == []
+            await second.kill()
+            data = bytearray(packed.file.read_bytes())
+            data[-40] ^= 1
+            packed.file.write_bytes(data)
+            late, directory = swarm.node("c", "0:4", swarm=invite), client._host.directory
+            while client.status()["ungiven"] != [0, 1, 2, 3]:
+                await asyncio.wait_for(directory.changed(directory.revision), 120)
+            assert "no longer offers weights.gguf to others" in caplog.text and "was changed" in caplog.text
+            assert door._seeder.units == (0, 0) and all(told["event"] != "ready" for told in late.seen)
+
+
+@in_virtual_time
 async def test_a_manifest_asks_for_products(packed: Packed, tmp_path: Path) -> None:
     """Nodes follow it by themselves; one that says otherwise does not start, and one that does otherwise is left out."""
     async with VirtualSwarm(tmp_path) as swarm:

@@ -153,13 +153,15 @@ def tamper(world, seeder):
     """Let a seeder's weights be zeros, of the right size."""
     tampered = world.folder.parent / "tampered"
     tampered.write_bytes(bytes(world.weights.size))
-    seeder._offers[world.weights.root] = replace(seeder._offers[world.weights.root], path=tampered)
+    seeder._offers[world.weights.root] = offer = replace(seeder._offers[world.weights.root], path=tampered)
+    return offer
 
 
 async def test_a_tampered_chunk_is_refused_and_fetched_elsewhere(world):
     await world.whole("good")
     await world.fetch("good", numbers=[0])  # with the hash list, so that only a chunk can be false
-    tamper(world, await world.whole("bad", world.hash_lists()))
+    liar, hashes = await world.whole("bad", world.hash_lists()), world.hash_lists()
+    liar._took_hashes(tamper(world, liar), hashes[world.weights.root])
     await world.fetch("bad", late=["good"])
     assert world.dropped == ["bad"] and world.complete()
 

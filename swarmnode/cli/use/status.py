@@ -214,6 +214,11 @@ def status_table(status: dict[str, Any]) -> Table:
     columns = ["id", "name", "state", "device", "layers", "of the model", "texts"]
     columns += ["reached"] * far + ["sends"] * trains
     adapters = [one_line(f"adapters: {', '.join(status['adapters'])}")] if status["adapters"] else []
+    if status["ungiven"]:
+        adapters.append(
+            f"no machine gives the weights of layers {', '.join(ranges(status['ungiven']))} to new machines: the host's model file "
+            "was moved or changed, or its bootstrap peer is away"
+        )
     caption = "\n".join([*adapters, *map(credit_line, status.get("credit", ()))]) or None
     table = new_table(title, columns, numbers=("texts",), caption=caption)
     table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False

@@ -36,6 +36,7 @@ from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 log = logging.getLogger(__name__)
 
 STEADY_STEPS = 8  # steps of a cohort between attempts to capture one
+STEADY_STEPS_CPU = 4  # recording takes some three steps there, and memory that is freed at once if it fails
 LEAST_COLUMNS = 16  # room that the buffers must still have: capturing costs as much as some steps
 MASK_BYTES = 16  # per column and row, while masks are made
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}  # of a row's deviation
@@ -175,7 +176,8 @@ class CapturedDecode:
 
     def _compare(self, cohort: Cohort, candidate: _CapturedStep, x: Tensor, ordinary: Callable[[], Tensor]) -> Tensor:
         """Return the ordinary pass's output. Keep the candidate if it gave the same in no more time."""
-        candidate.replay(cohort, x)  # the first replay of a graph also brings it to the card
+        if not self._is_on_cpu:
+            candidate.replay(cohort, x)  # the first replay of a graph also brings it to the card
         replayed, replay_s = self._timed(lambda: candidate.replay(cohort, x).clone())
         output, ordinary_s = self._timed(ordinary)
         is_kept = self._agree(replayed, output) and replay_s <= ordinary_s
@@ -198,11 +200,14 @@ class CapturedDecode:
         return output, took_s[0]
 
     def _is_due(self, cohort: Cohort) -> bool:
-        """Count a steady step of the cohort. Returns whether its passes should be captured now: after every STEADY_STEPS steps,
-        if the cohort has room for some more and neither a capture of its own nor a refusal."""
+        """Count a steady step of the cohort. Returns whether its passes should be captured now.
+
+        That is so after every few steps, if the cohort has room for some more and neither a capture of its own nor a refusal.
+        """
         steps = self._steady[cohort] = self._steady.get(cohort, 0) + 1
         is_wanted = not self.refusal and cohort not in self._captured and not any(map(len, self.span.packings))
-        return is_wanted and steps % STEADY_STEPS == 0 and cohort.capacity - cohort.end >= LEAST_COLUMNS
+        period = STEADY_STEPS_CPU if self._is_on_cpu else STEADY_STEPS
+        return is_wanted and steps % period == 0 and cohort.capacity - cohort.end >= LEAST_COLUMNS
 
     def _capture(self, cohort: Cohort, x: Tensor, shape: StepShape) -> _CapturedStep | None:
         try:

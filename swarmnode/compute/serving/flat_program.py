@@ -7,7 +7,7 @@ Products of packed matrices with the same activations (queries, keys and values;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -21,6 +21,13 @@ from swarmnode.compute.model.packing.joined_products import MOST_JOINED, FixedPr
 
 Call = Callable[[], object]
 REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
+SHORT: dict[str, Any] = {
+    "silu": torch._C._nn.silu,
+    **{
+        name: getattr(torch, name) for name in ("mul", "add", "sub", "neg", "rsqrt", "pow", "cat", "mean", "cos", "sin")
+    },
+    **{name: getattr(Tensor, name) for name in ("index_copy_", "copy_", "mul_", "add_")},
+}
 COPIES = ("contiguous", "clone", "_to_copy", "to")  # operators that give their first argument's values
 
 
@@ -89,13 +96,15 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        inputs, results = list(_tensors((args, kwargs))), list(_tensors(result))
-        if any(tag in function.tags for tag in REFUSED) and not _is_harmless(function, args, kwargs, inputs):
+        inputs, results = _tensors((*args, *kwargs.values())), _tensors([result])
+        if _is_suspicious(function) and not _is_harmless(function, args, kwargs, inputs):
             raise CannotBeRecorded(f"{function} depends on values, or on random numbers")
         if function._schema.is_mutable:
-            self.note(partial(function._op, *args, **kwargs), *_written(function, args, kwargs))
+            written = _written(function, args, kwargs)
+            self.note(partial(_short(function._schema.name.split("::")[1], function._op), *args, **kwargs), *written)
             return
-        fresh = [tensor for tensor in results if _storage(tensor) not in {_storage(each) for each in inputs}]
+        known = {_storage(each) for each in inputs}
+        fresh = [tensor for tensor in results if _storage(tensor) not in known]
         self._kept += fresh
         name = function._schema.name.split("::")[1]
         if fresh and not name.startswith("empty") and not name.startswith("new_empty"):
@@ -130,32 +139,38 @@ class Recorder(TorchDispatchMode):
         return y_RO
 
     def program(self) -> FlatProgram:
-        """Return the program of all calls so far. A product moves up to an earlier one with the same, unchanged activations."""
+        """Return the program of the recorded calls. A product moves up to an earlier one with the same, unchanged activations."""
         calls: list[Call | list[FixedProduct]] = []
-        groups: dict[tuple[int, torch.Size], list[FixedProduct]] = {}
+        groups: dict[int, list[FixedProduct]] = {}  # by the storage of their activations
         for entry in self._entries:
             if not isinstance(entry.call, FixedProduct):
                 calls.append(entry.call)
-                groups = {key: group for key, group in groups.items() if _storage(group[0].x_RI) not in entry.written}
+                for storage in entry.written:
+                    groups.pop(storage, None)
                 continue
-            key = entry.call.x_RI.data_ptr(), entry.call.x_RI.shape
-            if key not in groups or len(groups[key]) == MOST_JOINED:
-                groups[key] = []
-                calls.append(groups[key])
-            groups[key].append(entry.call)
+            storage = _storage(entry.call.x_RI)
+            group = groups.get(storage)
+            if group is None or len(group) == MOST_JOINED or not _are_same(group[0].x_RI, entry.call.x_RI):
+                group = groups[storage] = []
+                calls.append(group)
+            group.append(entry.call)
         return FlatProgram([JoinedProducts(call) if isinstance(call, list) else call for call in calls], self._kept)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested arguments or results."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among arguments or results, also those in lists."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [each for each in value if isinstance(each, Tensor)]
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _is_suspicious(function: Any) -> bool:
+    return any(tag in function.tags for tag in REFUSED)
 
 
 def _is_harmless(function: Any, args: Sequence[Any], kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> bool:
@@ -168,6 +183,11 @@ def _is_harmless(function: Any, args: Sequence[Any], kwargs: dict[str, Any], inp
     return "dropout" in function.name() and not (given.get("p") and given.get("train"))
 
 
+def _are_same(x: Tensor, other: Tensor) -> bool:
+    """Return whether two contiguous tensors are the same memory in the same shape."""
+    return x.data_ptr() == other.data_ptr() and x.shape == other.shape
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -175,7 +195,7 @@ def _storage(tensor: Tensor) -> int:
 def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the arguments that an operator writes, by its schema."""
     values = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
-    return list(_tensors([values.get(argument.name) for argument in function._schema.arguments if argument.is_write]))
+    return _tensors(values.get(argument.name) for argument in function._schema.arguments if argument.is_write)
 
 
 def _again(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> Call:
@@ -187,7 +207,7 @@ def _again(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         return partial(_short(name, into[0]), *args, **kwargs, **dict(zip(into[1], results, strict=True)))
 
     def compute() -> None:
-        for result, new in zip(results, _tensors(function._op(*args, **kwargs)), strict=True):
+        for result, new in zip(results, _tensors([function._op(*args, **kwargs)]), strict=True):
             result.copy_(new)
 
     return compute
@@ -195,7 +215,7 @@ def _again(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _short(name: str, usual: Any) -> Any:
     """Return torch's own function for a common operator, whose call takes half the time of the dispatcher's, else `usual`."""
-    return getattr(torch, name) if name in ("mul", "add", "sub", "neg", "rsqrt", "pow", "cat") else usual
+    return SHORT.get(name, usual)
 
 
 @lru_cache(maxsize=1024)

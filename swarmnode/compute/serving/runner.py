@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from swarmnode.compute.device import trim_heap
 from swarmnode.compute.device_fault import forget_traceback, is_device_fault
 from swarmnode.compute.model.family import switching_position
 from swarmnode.compute.model.span import ModelSpan
@@ -30,6 +31,7 @@ from swarmnode.ledger import MemoryLedger
 log = logging.getLogger(__name__)
 
 WANT_NOTHING, WANT_LAST, WANT_ALL = 0, 1, 2
+TRIMMED_POSITIONS = 256  # of a prompt; freed activations of one that long go back to the system
 
 
 @dataclass(frozen=True)
@@ -345,6 +347,8 @@ class StageRunner:
         except Exception:
             self.pool.truncate(work.session_id, start)
             raise
+        if rows * length >= TRIMMED_POSITIONS and self.span.device.type == "cpu":
+            trim_heap()
         return StepOutput(work.session_id, start, torch.cat(outputs, dim=1))
 
     def _forward(

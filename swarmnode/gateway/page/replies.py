@@ -20,7 +20,8 @@ class FaultReply(BaseModel):
 
 
 class SessionReply(BaseModel):
-    """Text that is being generated. `longest_stall_s` is the longest wait for a token."""
+    """Text that is being generated. `longest_stall_s` is the longest wait for a token. Of the tokens, `accepted_drafts` were
+    guessed ahead; `wasted_drafts` more guesses were wrong."""
 
     trace: str
     route: list[RouteHop]
@@ -29,6 +30,8 @@ class SessionReply(BaseModel):
     reroutes: int
     faults: list[FaultReply]
     longest_stall_s: float
+    accepted_drafts: int
+    wasted_drafts: int
 
 
 class PeerReply(BaseModel):
@@ -59,8 +62,11 @@ class PeerReply(BaseModel):
 
 class SwarmReply(BaseModel):
     """State of a swarm. `id` is its name at this gateway, `task` its use (see ModelCard); `missing` are the layers (units) without
-    a holder; `max_model_len` is that of ModelCard. `tokens_per_s` is the speed of one text lately, as this gateway measured it;
-    null before the first. `sessions` are the texts that this gateway generates; empty if the gateway has keys."""
+    a holder, `ungiven` those whose weights no peer gives to new machines; `max_model_len` is that of ModelCard.
+
+    `tokens_per_s` is the speed of one text lately, as this gateway measured it; null before the first. `sessions` are the texts
+    that this gateway generates; empty if the gateway has keys.
+    """
 
     id: str
     swarm: str
@@ -73,6 +79,7 @@ class SwarmReply(BaseModel):
     weights_bytes: int
     covered: bool
     missing: list[int]
+    ungiven: list[int]
     training_step: int
     peers: list[PeerReply]
     bootstraps: list[str]

@@ -46,6 +46,18 @@ DTYPE = torch.bfloat16
 LINK_NAME = f"weights{SUFFIX}"  # in the folder beside the .swarm file
 _EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<kind>gate|down|up)_exps)\.weight")
 _EXPERT_ROWS = ("gate", "up")  # the parts of a joined matrix, from above
+_FAULTS = {
+    r"magic invalid": "not a GGUF file",
+    r"(\d+)\)? is not a valid GGMLQuantizationType": r"has a tensor in number format \1, which is unknown here: upgrade gguf, or "
+    "choose a file in another format",
+    r"row size \((\d+)\) is not a multiple of (\w+) block size \((\d+)\)": r"a tensor with rows of \1 is said to be in \2, whose "
+    r"blocks have \3: its header is damaged; fetch the file again",
+    r"architecture (\S+) is not supported": r"its architecture \1 is none that transformers reads from GGUF files: use the model's "
+    "safetensors checkpoint",
+    r"buffer is smaller|buffer size must be|cannot reshape array|index \d+ is out of bounds|must be smaller or equal": "cut short: "
+    "fetch the file again",
+}
+"""What is wrong with a file, by the errors of gguf's and transformers' readers"""
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
@@ -98,7 +110,7 @@ class GgufCheckpoint:
                     self._parsed: dict[str, Any] = read(str(file))
                 self._header = GgufHeader(*self._readers)
         except (*FOREIGN_ERRORS, OSError) as error:
-            raise CheckpointError(f"{file}: not a GGUF file that transformers reads, or cut short: {error}") from error
+            raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
         told = self._header.general("split.tensors.count")
         if told is not None and told != len(self._stored):
             raise CheckpointError(f"{file}: its parts have {len(self._stored)} tensors, and should have {told}")
@@ -356,6 +368,15 @@ def read_gguf(file: Path) -> Any:
             return np.frombuffer(self.data, np.dtype(dtype).newbyteorder(order), int(count), int(offset))
 
     return Reader(file)
+
+
+def fault_of_gguf(error: BaseException) -> str:
+    """Return what is wrong with a GGUF file, in words, by the error of gguf's or transformers' reader."""
+    text = " ".join(str(error).split())
+    for pattern, told in _FAULTS.items():
+        if found := re.search(pattern, text):
+            return found.expand(told)
+    return f"not a GGUF file that transformers reads, or cut short: {text}"
 
 
 @dataclass(frozen=True)

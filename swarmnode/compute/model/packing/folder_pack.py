@@ -22,7 +22,7 @@ from swarmnode.compute.model.dequantize.checkpoint import write_plain
 from swarmnode.compute.model.packing.ggml import FORMATS
 from swarmnode.compute.model.packing.gguf_writer import GgufWriter, NewTensor, key_of_number, key_of_text
 from swarmnode.compute.model.packing.quantise import check_format, quantised_tiles
-from swarmnode.compute.model.packing.recipes import END, TABLE, FormatChoice, Matrix, Recipe, choose
+from swarmnode.compute.model.packing.recipes import END, TABLE, FormatChoice, FormatMix, Matrix, choose
 from swarmnode.compute.model.tensor_check import check_tensors
 from swarmnode.compute.model.trace import build_on_meta
 from swarmnode.errors import CheckpointError
@@ -40,7 +40,7 @@ class FolderPack:
     LocalError if a format needs a missing package.
     """
 
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe) -> None:
+    def __init__(self, checkpoint: Checkpoint, recipe: FormatMix) -> None:
         self._checkpoint, self._recipe, self._family = checkpoint, recipe, checkpoint.family
         if checkpoint.packed_file is not None or checkpoint.quantised is not None:
             raise CheckpointError(f"{checkpoint.path}: packed already; quantise the checkpoint that it was made of")

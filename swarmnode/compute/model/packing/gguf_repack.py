@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.dequantize.gguf import parts_of, read_gguf
+from swarmnode.compute.model.dequantize.gguf import fault_of_gguf, parts_of, read_gguf
 from swarmnode.compute.model.packing.ggml import DTYPES, FORMATS, Format, dequantise
 from swarmnode.compute.model.packing.gguf_writer import GgufWriter, NewTensor, key_of_number
 from swarmnode.compute.model.packing.quantise import check_format, quantised_tiles
-from swarmnode.compute.model.packing.recipes import END, TABLE, FormatChoice, Matrix, Recipe, choose
+from swarmnode.compute.model.packing.recipes import END, TABLE, FormatChoice, FormatMix, Matrix, choose
 from swarmnode.compute.model.trace import FOREIGN_ERRORS
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.swarm.storage.content import Progress
@@ -42,7 +42,7 @@ class GgufRepack:
     format needs a missing package.
     """
 
-    def __init__(self, file: Path, recipe: Recipe, *, again: bool = False) -> None:
+    def __init__(self, file: Path, recipe: FormatMix, *, again: bool = False) -> None:
         self.file, self._recipe = file, recipe
         parts = parts_of(file)
         try:
@@ -50,7 +50,7 @@ class GgufRepack:
             self._tensors: list[Any] = [tensor for reader in self._readers for tensor in reader.tensors]
             swapped = any(reader.byte_order != "I" for reader in self._readers)
         except (*FOREIGN_ERRORS, OSError) as error:
-            raise CheckpointError(f"{file}: not a GGUF file, or cut short: {error}") from error
+            raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
         if swapped:
             raise CheckpointError(
                 f"{file}: in the byte order of other machines; convert it with gguf-py's gguf-convert-endian"

@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from swarmnode.compute.device import trim_heap
 from swarmnode.compute.model.packing.card_matrix import CardMatrix
 from swarmnode.compute.model.packing.ggml import FORMATS, Format, GgmlMatrix
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry, joined, read_packed
 from swarmnode.errors import CheckpointError
 
 CPU = torch.device("cpu")
+TRIM_BYTES = 64 << 20  # read between two times that freed copies of bytes in another order go back to the system
 
 
 class _StandIn:
@@ -189,10 +191,16 @@ def read_weights(
 
     Raises CheckpointError if a file cannot be read.
     """
-    return {
-        name: _read_weight(parts, dtype, exact=exact, looked_up=name == looked_up, device=device)
-        for name, parts in joined(entries).items()
-    }
+    weights: dict[str, PackedWeight | PackedStack] = {}
+    kept_bytes = 0
+    for name, parts in joined(entries).items():
+        weights[name] = _read_weight(parts, dtype, exact=exact, looked_up=name == looked_up, device=device)
+        kept_bytes += weights[name].nbytes
+        if kept_bytes >= TRIM_BYTES:
+            trim_heap()
+            kept_bytes = 0
+    trim_heap()
+    return weights
 
 
 def _read_weight(

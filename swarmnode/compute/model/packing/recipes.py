@@ -69,7 +69,7 @@ _CHOSEN: Callable[[MatrixPlace], bool] = lambda place: place.is_chosen  # noqa: 
 
 
 @dataclass(frozen=True)
-class Recipe:
+class FormatMix:
     """Format of most matrices, GGUF's name for the whole file, and the formats of some roles; the first rule that holds counts."""
 
     base: str
@@ -93,20 +93,20 @@ class Recipe:
         return FORMATS[next((form for holds, form in self.rules.get(role, ()) if holds(place)), self.base)]
 
 
-def _plain(name: str) -> Recipe:
-    return Recipe(name, name, {})
+def _plain(name: str) -> FormatMix:
+    return FormatMix(name, name, {})
 
 
 _IQ4: Mapping[str, Sequence[Rule]] = {VALUE: [(_is_grouped, "Q5_K")], DOWN: [(_in_first(8), "Q5_K")]}
-RECIPES: Mapping[str, Recipe] = {
+RECIPES: Mapping[str, FormatMix] = {
     **{name.lower(): _plain(name) for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q6_K")},
-    "q2_k": Recipe(
+    "q2_k": FormatMix(
         "Q2_K",
         "Q2_K",
         {VALUE: [(_is_grouped, "Q4_K"), (_always, "Q3_K")], DOWN: [(_always, "Q3_K")], OUTPUT: [(_always, "Q3_K")]},
     ),
-    "q3_k_s": Recipe("Q3_K", "Q3_K_S", {}),
-    "q3_k_m": Recipe(
+    "q3_k_s": FormatMix("Q3_K", "Q3_K_S", {}),
+    "q3_k_m": FormatMix(
         "Q3_K",
         "Q3_K_M",
         {
@@ -116,29 +116,29 @@ RECIPES: Mapping[str, Recipe] = {
             JOINED: [(_always, "Q4_K")],
         },
     ),
-    "q3_k_l": Recipe(
+    "q3_k_l": FormatMix(
         "Q3_K",
         "Q3_K_L",
         {role: [(_always, "Q4_K" if role == JOINED else "Q5_K")] for role in (VALUE, DOWN, OUTPUT, JOINED)},
     ),
-    "q4_k_s": Recipe("Q4_K", "Q4_K_S", {VALUE: [(_below(4), "Q5_K")], DOWN: [(_in_first(8), "Q5_K")]}),
-    "q4_k_m": Recipe(
+    "q4_k_s": FormatMix("Q4_K", "Q4_K_S", {VALUE: [(_below(4), "Q5_K")], DOWN: [(_in_first(8), "Q5_K")]}),
+    "q4_k_m": FormatMix(
         "Q4_K", "Q4_K_M", {VALUE: [(_CHOSEN, "Q6_K")], DOWN: [(_CHOSEN, "Q6_K")], JOINED: [(_always, "Q5_K")]}
     ),
-    "q5_k_s": Recipe("Q5_K", "Q5_K_S", {}),
-    "q5_k_m": Recipe(
+    "q5_k_s": FormatMix("Q5_K", "Q5_K_S", {}),
+    "q5_k_m": FormatMix(
         "Q5_K", "Q5_K_M", {VALUE: [(_CHOSEN, "Q6_K")], DOWN: [(_CHOSEN, "Q6_K")], JOINED: [(_always, "Q6_K")]}
     ),
-    "iq4_nl": Recipe("IQ4_NL", "IQ4_NL", _IQ4),
-    "iq4_xs": Recipe("IQ4_XS", "IQ4_XS", _IQ4),
-    "mxfp4": Recipe("Q8_0", "MXFP4_MOE", {EXPERTS: [(_always, "MXFP4")]}, table="Q8_0"),
+    "iq4_nl": FormatMix("IQ4_NL", "IQ4_NL", _IQ4),
+    "iq4_xs": FormatMix("IQ4_XS", "IQ4_XS", _IQ4),
+    "mxfp4": FormatMix("Q8_0", "MXFP4_MOE", {EXPERTS: [(_always, "MXFP4")]}, table="Q8_0"),
 }
 ALIASES = {"q3_k": "q3_k_m", "q4_k": "q4_k_m", "q5_k": "q5_k_m"}
 NARROWER = {"Q2_K": "IQ4_NL", "Q3_K": "IQ4_NL", "IQ4_XS": "IQ4_NL", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Formats with blocks of 32 for rows that have no whole blocks of 256"""
 
 
-def recipe_of(name: str) -> Recipe:
+def recipe_of(name: str) -> FormatMix:
     """Return the recipe of a name as users type it. Raises UsageError if there is none."""
     known = name.lower().replace("-", "_")
     known = ALIASES.get(known, known)
@@ -179,7 +179,9 @@ class FormatChoice:
     notices: tuple[str, ...]
 
 
-def choose(recipe: Recipe, matrices: Iterable[Matrix], *, heads_per_key: float = 1.0, experts: int = 0) -> FormatChoice:
+def choose(
+    recipe: FormatMix, matrices: Iterable[Matrix], *, heads_per_key: float = 1.0, experts: int = 0
+) -> FormatChoice:
     """Return the format of each matrix. Rows without whole blocks of a format take a narrower one, or F16.
 
     Raises CheckpointError if there are no matrices, or none can be packed.

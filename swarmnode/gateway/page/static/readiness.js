@@ -42,7 +42,7 @@ function ready(swarm) {
   const who = whole > 1 ? `${plural(whole, "machine")} each hold all` : whole || together === 1 ? "one machine holds all" : `${plural(together, "machine")} together hold all`;
   const speed = mode === "train" ? "" : speedOf(swarm, route);
   const head = `${mode === "train" ? "Training" : "Ready"}: ${who} of ${all}${speed && `, ${speed}`}`;
-  return { mood: "ready", head, more: [safety(swarm)] };
+  return { mood: "ready", head, more: [safety(swarm), ...ungivenText(swarm)] };
 }
 
 /** Return the measured speed of a text; before the first text an estimate from the machines' own measurements; empty if there is none. */
@@ -60,6 +60,11 @@ function safety({ holders }) {
   return `Only one machine holds ${some(alone.map(layers))}: the swarm stops if it leaves.`;
 }
 
+function ungivenText({ ungiven = [] }) {
+  if (!ungiven.length) return [];
+  return [`No machine gives the weights of ${some(runs(ungiven).map(layers))} to new machines: the host's model file was moved or changed, or its bootstrap peer is away.`];
+}
+
 function gettingReady(swarm, coming) {
   const who = some(coming.map((peer) => `${nameOf(peer)} (${layers(peer.span)})`));
   const verb = coming.length === 1 ? "is" : "are";
@@ -73,6 +78,7 @@ function lacking(swarm, missing, left, coming, paused) {
   const more = [`A machine with room for ${bytes((countOf(left) * size) / units)} of weights, and for their caches, is needed: on it, run “swarmnode run ${name}”. It chooses the missing layers by itself.`];
   if (paused.length) more.unshift(`${some(paused.map(nameOf))} ${paused.length === 1 ? "is" : "are"} paused: resuming (“swarmnode resume”, or under This machine) brings layers back.`);
   if (coming.length) more.push(`${some(coming.map((peer) => `${nameOf(peer)} (${layers(peer.span)})`))} ${coming.length === 1 ? "is" : "are"} loading.`);
+  more.push(...ungivenText(swarm));
   return { mood: "lacking", head: `Not ready: ${what}`, more };
 }
 
