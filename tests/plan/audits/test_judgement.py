@@ -144,7 +144,8 @@ def test_tolerances_grow_with_the_depth_and_unknown_formats_have_wide_ones() -> 
 @pytest.mark.parametrize("codec", [Codec.NONE, Codec.INT8])
 def test_caches_in_8_bits_have_the_noise_of_bfloat16(dtype: str, codec: Codec) -> None:
     assert noise_of(f"{dtype}+kv8", codec) == noise_of(f"{dtype}+kv8-nf4", codec) == NOISE["bfloat16", codec]
-    assert noise_of(f"{dtype}+kv4", codec) == noise_of("packed+kv8", codec) == noise_of("int3", codec)
+    assert noise_of(f"{dtype}+kv4", codec) == noise_of("packed+kv4", codec) == noise_of("int3", codec)
+    assert noise_of("packed+kv8", codec).median > noise_of("packed", codec).median > noise_of(dtype, codec).median
 
 
 def test_a_text_after_a_replay_is_honest_with_caches_in_8_bits() -> None:
