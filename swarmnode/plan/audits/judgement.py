@@ -75,8 +75,8 @@ class Tolerance:
 UNKNOWN = Noise(5e-2, 2e-1, 0.2)  # of a format of another version: grossly false work still shows
 _BF16 = Noise(4.1e-3, 1.13e-2, 6e-2)
 _FP16 = Noise(5.5e-4, 1.4e-3, 5e-3)
-_PACKED = Noise(1.2e-2, 3.0e-2, 8e-2)  # between kinds of CPUs; on one kind there is none
-_PACKED_KV8 = Noise(1.5e-2, 3.4e-2, 8e-2)
+_PACKED = Noise(1.2e-2, 3.0e-2, 0.16)  # between kinds of CPUs; on one kind there is none
+_PACKED_KV8 = Noise(1.5e-2, 3.4e-2, 0.16)
 
 NOISE: Mapping[tuple[str, Codec], Noise] = {
     ("float32", Codec.NONE): Noise(1.9e-7, 6.0e-7, 2e-3),
@@ -97,13 +97,13 @@ NOISE: Mapping[tuple[str, Codec], Noise] = {
     ("packed", Codec.NONE): _PACKED,
     ("packed", Codec.FP16): _PACKED,
     ("packed", Codec.BF16): _PACKED,
-    ("packed", Codec.INT8): Noise(1.4e-2, 3.6e-2, 8e-2),
-    ("packed", Codec.INT4): Noise(1.2e-2, 1.7e-1, 8e-2),
+    ("packed", Codec.INT8): Noise(1.7e-2, 3.8e-2, 0.16),
+    ("packed", Codec.INT4): Noise(4.4e-2, 1.0e-1, 0.16),
     ("packed+kv8", Codec.NONE): _PACKED_KV8,
     ("packed+kv8", Codec.FP16): _PACKED_KV8,
     ("packed+kv8", Codec.BF16): _PACKED_KV8,
-    ("packed+kv8", Codec.INT8): Noise(1.6e-2, 4.0e-2, 8e-2),
-    ("packed+kv8", Codec.INT4): Noise(1.5e-2, 1.8e-1, 8e-2),
+    ("packed+kv8", Codec.INT8): Noise(2.0e-2, 4.3e-2, 0.16),
+    ("packed+kv8", Codec.INT4): Noise(4.8e-2, 1.1e-1, 0.16),
 }
 
 
