@@ -35,6 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import uvloop
 from copying import held_out, repeats, trained_model
 from delaying_relay import DelayingRelay, free_port
+from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parents[2]))  # trained models belong to the tests
 
@@ -42,6 +43,7 @@ from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.serving.client.generation import Generation
+from swarmnode.serving.drafting.lookup import LookupDrafter
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.trained import SMOLLM2, trained
 
@@ -255,7 +257,7 @@ class Ring:
             plain, plain_s = await self.run(together, "off")
             known = [[*await self.ids(work), *one.ids] for work, one in zip(together, plain, strict=True)]
             self.texts.write_text(json.dumps(known))
-            drafted, drafted_s = await self.run(together, "oracle")
+            drafted, drafted_s = await self.run(together, "auto")
             row.note(plain, drafted, (plain_s, drafted_s))
         return row
 
@@ -283,19 +285,47 @@ KINDS = {
 }
 
 
-async def measured(kind: Kind, pairs: int, delay_s: float, model: Path) -> dict[str, Any]:
-    """Measure a row, with an oracle's beside it."""
+async def measured(kind: Kind, pairs: int, delay_s: float, model: Path, *, oracle_too: bool) -> dict[str, Any]:
+    """Measure a row, if `oracle_too` with an oracle's beside it."""
     delay_s = delay_s if kind.delay_s is None else kind.delay_s
     found = kind.works(pairs if kind.at_once == 1 else kind.at_once)
     works = [[work] for work in found] if kind.at_once == 1 else [(found * kind.at_once)[: kind.at_once]] * pairs
     async with Ring.over(model, delay_s) as ring:
         await ring.run(works[0], "off")  # connections are made, and speeds known
         row = (await ring.pairs(works, kind.drafts)).report()
-        if kind.drafts != "off":
+        if oracle_too and kind.drafts != "off":
             oracle = (await ring.with_oracle(works)).report()
             row["of_oracle"] = round(row["speed_up"] / oracle["speed_up"], 3)
             row["oracle"] = {name: oracle[name] for name in ("speed_up", "quartiles", "tokens_per_turn", "different")}
     return row
+
+
+def turns_alone(ids: Sequence[int], prompt: Sequence[int], count: int) -> int:
+    """Return the turns in which a look-up with `count` guesses at a time gets through the answer `ids`, without a network."""
+    drafter = LookupDrafter()
+    drafter.push(prompt)
+    done = turns = 0
+    while done < len(ids):
+        proposed = drafter.propose((), count)
+        right = next(
+            (at for at, token in enumerate(proposed) if ids[done + at : done + at + 1] != [token]), len(proposed)
+        )
+        drafter.push(ids[done : done + right + 1])
+        done, turns = done + right + 1, turns + 1
+    return turns
+
+
+def copies_alone(texts: int = 40, characters: int = 1200) -> dict[str, Any]:
+    """Return the tokens of a turn by number of guesses, for edited copies in SmolLM2's tokens, without a model or a network."""
+    model = trained(SMOLLM2)
+    tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
+    pairs = [(tokenizer(prompt).input_ids, tokenizer(copy).input_ids) for prompt, copy in held_out(texts, characters)]
+    tokens = sum(len(copy) for _, copy in pairs)
+    turns = {count: sum(turns_alone(copy, prompt, count) for prompt, copy in pairs) for count in (4, 8, 16)}
+    return {
+        "possible": {count: count + 1 for count in turns},
+        "tokens_per_turn": {count: round(tokens / some, 2) for count, some in turns.items()},
+    }
 
 
 def main() -> None:
@@ -304,12 +334,21 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--delay-ms", type=float, default=25.0)
     parser.add_argument("--copying", type=Path, help="folder of the copying model; by default trained and cached")
+    parser.add_argument(
+        "--no-oracle", dest="oracle", action="store_false", help="leave out the proposer that knows the text"
+    )
+    parser.add_argument("--alone", action="store_true", help="only count the turns of edited copies, without a network")
     options = parser.parse_args()
+    if options.alone:
+        print(json.dumps(copies_alone()))
+        return
     report: dict[str, Any] = {}
     for name in options.rows:
         kind = KINDS[name]
         model = (options.copying or trained_model()) if kind.copies else trained(SMOLLM2)
-        report[name] = uvloop.run(measured(kind, options.pairs, options.delay_ms / 1e3, model))
+        report[name] = uvloop.run(
+            measured(kind, options.pairs, options.delay_ms / 1e3, model, oracle_too=options.oracle)
+        )
         print(name, json.dumps(report[name]), file=sys.stderr)
     print(json.dumps({"pairs": options.pairs, "delay_ms": options.delay_ms, "rows": report}, indent=1))
 

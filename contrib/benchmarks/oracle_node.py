@@ -1,6 +1,6 @@
 """A node that also has a proposer which knows the text, for drafts.py: `python oracle_node.py python -m swarmnode.cli.main run …`.
 
-Clients ask for it by `drafts="oracle"`. The texts are lists of token ids in the JSON file that $SWARMNODE_BENCH_TEXTS names.
+Clients ask for it by `drafts="auto"`. The texts are lists of token ids in the JSON file that $SWARMNODE_BENCH_TEXTS names.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ class Oracle:
 def add_oracle() -> None:
     """Let this process's sessions use the oracle if their clients ask for it."""
     from swarmnode.plan.serving.draft_budget import MeasuredBudget
+    from swarmnode.serving.drafting.drafter import ANY_DRAFTS
     from swarmnode.serving.drafting.proposers import Proposers
 
     usual = Proposers.__call__
 
     def with_oracle(self: Proposers, opened: Any) -> Any:
-        if opened.proposer != NAME:
+        if opened.proposer != ANY_DRAFTS:
             return usual(self, opened)
         _, budget = usual(self, opened)
         assert isinstance(budget, MeasuredBudget)

@@ -14,6 +14,7 @@ from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.messages import Attach, Branch, End, Input, KeepCache, Mode, Open, Truncate, Want, branch_proof
 from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.serving.drafting.drafter import LOOKUP
 
 MAX_LENGTH = 16
 MAX_EPOCHS = 4
@@ -83,6 +84,8 @@ class Conversation:
             sampling=sampling,
             known=known,
             branch=self._branch() if self._mode == Mode.RING and self._chance.random() < 0.3 else None,
+            drafts=self._chance.choice((0, 8)) if self._mode == Mode.RING else 0,
+            proposer=LOOKUP,
         )
 
     def _branch(self) -> Branch:

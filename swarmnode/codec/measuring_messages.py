@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.body import MAX_POSITIONS, MAX_ROUTE_HOPS, Body, Position, Unit
+from swarmnode.codec.body import MAX_DRAFTS, MAX_POSITIONS, MAX_ROUTE_HOPS, Body, Position, Unit
 from swarmnode.codec.frames import FrameKind
 from swarmnode.errors import ProtocolError
 
@@ -42,7 +42,7 @@ class TraceStep(Body, frozen=True):
     """Pass of a session at a hop: positions [end - count, end), and the time that they spent there.
 
     Durations are of the hop's own clock, and are never compared with another's. `came_us` counts from the session's first step at
-    this hop. `stay_us`, from arrival to sending, is waiting, computing and the rest.
+    this hop. `stay_us`, from arrival to sending, is waiting, computing and the rest. The last `guessed` positions held guesses.
     """
 
     end: Position
@@ -52,6 +52,7 @@ class TraceStep(Body, frozen=True):
     compute_us: Microseconds
     stay_us: Microseconds
     batch: Annotated[int, Meta(ge=1, le=MAX_BATCH)]
+    guessed: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
 
 
 class Trace(Body, frozen=True):

@@ -177,7 +177,7 @@ class Open(Body, frozen=True):
     adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = ""  # name of an adapter of the swarm, or empty
     branch: Branch | None = None  # another session with the same beginning, for hops that do not know this one
     drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0  # most guesses in flight; 0: the first hop guesses none
-    proposer: Annotated[str, Meta(max_length=MAX_PROPOSER_CHARS)] = ""  # source of the guesses: lookup, auto or a model
+    proposer: Annotated[str, Meta(max_length=MAX_PROPOSER_CHARS)] = ""  # source of the guesses: lookup or auto
 
     def check(self) -> None:
         check_route("OPEN", self.route, self.index)

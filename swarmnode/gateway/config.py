@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarmnode.serving.drafting.drafter import LOOKUP
+
 
 @dataclass(frozen=True)
 class GatewayConfig:
@@ -20,3 +22,4 @@ class GatewayConfig:
     loopback: bool = True  # only this machine connects: another name in Host means that a web page led the browser here
     origins: tuple[str, ...] = ()
     compress: str = "auto"  # encoding of tensors between peers, for all requests to this gateway
+    drafts: str = LOOKUP  # source of guessed tokens, for all requests to this gateway

@@ -227,6 +227,7 @@ class ServedModel:
                     max_new_tokens=max(1, new_tokens),
                     stop_ids=stop_ids,
                     compress=self._config.compress,
+                    drafts=self._config.drafts,
                     adapter=self.adapter,
                     **asked.drawing(choice, grammar, defaults),
                 )

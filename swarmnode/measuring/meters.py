@@ -14,6 +14,7 @@ from swarmnode.plan.view import Span
 
 SERVE, TRAIN = "serve", "train"
 PREFILL, DECODE, FORWARD, BACKWARD = "prefill", "decode", "forward", "backward"
+ACCEPTED, WASTED = "accepted", "wasted"  # results of guessed tokens
 PHASES = {SERVE: (PREFILL, DECODE), TRAIN: (FORWARD, BACKWARD)}
 
 
@@ -31,6 +32,7 @@ class StageMeter:
         self.unit_tokens = Counter(dict.fromkeys(phases, 0))
         self.microbatches = Counter(dict.fromkeys(phases, 0))
         self.faults: Counter[ErrorCode] = Counter()
+        self.drafts: Counter[tuple[str, str]] = Counter()  # by proposer and result
         self._raw_bytes: Counter[tuple[Codec, str]] = Counter()
         self._encoded_bytes: Counter[tuple[Codec, str]] = Counter()
 
@@ -71,6 +73,8 @@ class StageMeter:
             yield Reading(table.MICROBATCHES, self.microbatches[phase], (span, phase))
         for code in ErrorCode:
             yield Reading(table.FAULTS, self.faults[code], (span, self.work, cause_of(code)))
+        for draft, count in self.drafts.items():
+            yield Reading(table.DRAFTS, count, (span, *draft))
         for metric, counts in (
             (table.TENSOR_RAW_BYTES, self._raw_bytes),
             (table.TENSOR_ENCODED_BYTES, self._encoded_bytes),
@@ -85,6 +89,7 @@ class ClientMeter:
     def __init__(self) -> None:
         self.sessions = Counter({"done": 0, "failed": 0, "left": 0})
         self.tokens = 0
+        self.drafts = Counter({ACCEPTED: 0, WASTED: 0})
         self.first_token = Histogram()  # seconds
         self.token = Histogram()  # seconds
         self.reroutes: Counter[ErrorCode] = Counter()
@@ -97,6 +102,8 @@ class ClientMeter:
         for result, count in self.sessions.items():
             yield Reading(table.CLIENT_SESSIONS, count, (result,))
         yield Reading(table.CLIENT_TOKENS, self.tokens)
+        for result, count in self.drafts.items():
+            yield Reading(table.CLIENT_DRAFTS, count, (result,))
         yield Reading(table.FIRST_TOKEN_SECONDS, self.first_token)
         yield Reading(table.TOKEN_SECONDS, self.token)
         for code in ErrorCode:

@@ -72,14 +72,20 @@ class Token:
 
 
 class Stop:
-    """Hop of the timeline: a peer, its units, and its decode steps."""
+    """Hop of the timeline: a peer, its units, and its decode steps.
+
+    `decoded` has the last step by each position after one that was decoded: steps of one position, and steps with guesses.
+    """
 
     def __init__(self, peer: PeerId, trace: Trace) -> None:
         self.peer = peer
         self.span = (trace.start, trace.end)
         self.steps = trace.steps
-        self.decoded = {step.end: step for step in trace.steps if step.count == 1}
-        self._by_end = {step.end: step for step in trace.steps}
+        steps = [step for step in trace.steps if step.count == 1 or step.guessed]
+        self.decoded = {end: step for step in steps for end in range(step.end - step.count + 1, step.end + 1)}
+        self._by_end = {**{step.end: step for step in trace.steps}, **self.decoded}
+        self.guessed = sum(step.guessed for step in steps)  # positions
+        self.wasted = sum(step.count for step in steps) - len(self.decoded)  # positions that were computed again
 
     def __repr__(self) -> str:
         return f"<Stop at {self.peer} with units {self.span}: {len(self.decoded)} tokens>"
@@ -94,9 +100,11 @@ class Stop:
         None if one of them is unknown, or in a replay, where steps arrive before the steps that they follow are done.
         """
         before, now = self._by_end.get(position - 1), self.decoded.get(position)
-        if before is None or now is None or now.came_us + ROUNDING_US < done_us(before):
+        if before is None or now is None:
             return None
-        return sent_us(now) - sent_us(before)
+        if not (before.guessed or now.guessed) and now.came_us + ROUNDING_US < done_us(before):
+            return None
+        return max(0, sent_us(now) - sent_us(before))
 
     def until_next(self, position: int) -> int | None:
         """Return the microseconds between the arrival of this position and of the next; None if one of them is unknown."""
@@ -165,8 +173,8 @@ class Timeline:
         for source, target, lag in self._links():
             delays = {
                 position: target.decoded[position].came_us - sent_us(source.decoded[position - lag])
-                for position in target.decoded
-                if position - lag in source.decoded
+                for position, step in target.decoded.items()
+                if position - lag in source.decoded and not (lag and step.guessed)  # a guess comes before the token
             }
             usual_us = median(delays.values()) if delays else 0
             for position, delay_us in delays.items():

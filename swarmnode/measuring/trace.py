@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.codec.measuring_messages import (
     MAX_BATCH,
     MAX_CAME_US,
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 TRACE_PROTOCOL = "/swarmnode/trace/1"
 ANSWER_S = 5.0
 SESSIONS = 64  # ended sessions remembered
-STEP = struct.Struct("<IIQIIIH")  # fields of TraceStep
+STEP = struct.Struct("<IIQIIIHB")  # fields of TraceStep
 
 
 class SessionTrace:
@@ -49,9 +50,19 @@ class SessionTrace:
         return f"<SessionTrace of units {start}:{end}, {self._steps} steps>"
 
     def note(
-        self, end: int, count: int, *, came_s: float, began_s: float, ended_s: float, sent_s: float, batch: int
+        self,
+        end: int,
+        count: int,
+        *,
+        came_s: float,
+        began_s: float,
+        ended_s: float,
+        sent_s: float,
+        batch: int,
+        guessed: int = 0,
     ) -> None:
-        """Record that positions [end - count, end) have left; the four times are of one clock."""
+        """Record that positions [end - count, end) have left, the last `guessed` of them guesses; the four times are of one
+        clock."""
         if self._first_came_s is None:
             self._first_came_s = came_s
         if len(self._table) < self._max_steps * STEP.size:
@@ -66,6 +77,7 @@ class SessionTrace:
             _us(ended_s - began_s),
             _us(sent_s - came_s),
             min(batch, MAX_BATCH),
+            min(guessed, MAX_DRAFTS),
         )
         self._steps += 1
 

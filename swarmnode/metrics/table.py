@@ -80,6 +80,13 @@ CACHE_SIZE = _gauge("cache_size_bytes", "Cache that sessions may reserve.", "spa
 REFUSALS = _counter("refused_sessions", "Sessions refused, by cause.", "span", "cause")
 FAULTS = _counter("faults", "Faults of routes that this stage reported, by cause.", "span", "work", "cause")
 SPEED = _gauge("decode_units_per_second", "Speed that this node announces for decode steps.", "span")
+DRAFTS = _counter(
+    "drafts",
+    "Tokens guessed for sessions that begin at this stage, by proposer and result.",
+    "span",
+    "proposer",
+    "result",
+)
 
 # Work that clients sign receipts for
 ANSWERS = _counter("answers", "Texts (passes of a module) that this node has worked on for others than its owner.")
@@ -114,6 +121,7 @@ TRAINER_TOKENS = _counter("trainer_tokens", "Tokens of finished steps (samples i
 # A client that generates
 CLIENT_SESSIONS = _counter("client_sessions", "Generations that ended, by result.", "result")
 CLIENT_TOKENS = _counter("client_tokens", "Tokens received.")
+CLIENT_DRAFTS = _counter("client_drafts", "Guessed tokens of this client's texts, by result.", "result")
 FIRST_TOKEN_SECONDS = _histogram("client_first_token_seconds", "From the call to the first token.")
 TOKEN_SECONDS = _histogram("client_token_seconds", "From one token to the next.")
 AUDITS = _counter("audits", "Sessions of this client that were recomputed, by result.", "result")

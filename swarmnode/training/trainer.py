@@ -185,6 +185,10 @@ class _FeedingSession:
                     "the swarm is in the middle of a training with other settings or other data; go on with those, "
                     "or found another swarm"
                 ) from None
+            if error.code == ErrorCode.MALFORMED:
+                self.failed = (
+                    f"peer {self._coordinator} refuses the run; if its version is older, update swarmnode there"
+                )
             return None
         except NotFinite:
             raise

@@ -20,7 +20,15 @@ def picture(*peers: tuple[str, tuple[int, int], str]) -> dict[str, Any]:
     listed = [
         {"peer": f"12D3{name}", "name": name, "span": span, "state": state, **told} for name, span, state in peers
     ]
-    return {"name": "friends", "units": 6, "mode": "serve", "adapters": [], "missing": [], "ungiven": [], "peers": listed}
+    return {
+        "name": "friends",
+        "units": 6,
+        "mode": "serve",
+        "adapters": [],
+        "missing": [],
+        "ungiven": [],
+        "peers": listed,
+    }
 
 
 FIRST = picture(("alice", (0, 3), "ready"), ("bob", (3, 6), "ready"))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,11 @@ from rich.console import Console, RenderableType
 
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.data.rules import DataSummary
-from swarmnode.errors import LocalError
+from swarmnode.errors import LocalError, UsageError
 from swarmnode.swarm.records.run import Run
 from swarmnode.terminal.console import ranges
 from swarmnode.terminal.formatting import format_duration
-from swarmnode.terminal.training_view import Curve, Lines, training_view, waiting_text
+from swarmnode.terminal.training_view import Curve, Lines, step_json, training_view, waiting_text
 
 RUN = Run(data=bytes(32), steps=100, batch=8, microbatch=4, sequence=16)
 DATA = DataSummary(samples=1200, tokens=4800, rows=300, cut=2, epochs=2.5)
@@ -118,3 +121,36 @@ def test_a_reader_that_has_gone_ends_the_feeding(monkeypatch: pytest.MonkeyPatch
         view.begun(RUN, DATA)
         view.step(report(0))
     assert stopped == [True]
+
+
+def test_held_out_losses_are_told_with_their_perplexity(capsys: pytest.CaptureFixture[str]) -> None:
+    view = Lines(())
+    view.begun(RUN, DATA)
+    assert "Data: 1,200 samples in 300 rows, 2 of them cut" in capsys.readouterr().out
+    view.step(replace(report(0), held_out_loss=2.0))
+    assert "held out 2.0000 (perplexity 7.389)" in capsys.readouterr().out
+    view.step(report(1))
+    assert "held out 2.0000" in view.status(), "until the next evaluation"
+    assert step_json(replace(report(2), held_out_loss=1e4))["perplexity"] == math.inf
+    assert "perplexity" not in step_json(report(2))
+
+
+def test_tensorboard_gets_each_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    with training_view(as_json=True, log=None, tensorboard=tmp_path) as view:
+        view.begun(RUN, DATA)
+        view.step(replace(report(3), held_out_loss=2.0))
+    (file,) = tmp_path.iterdir()
+    told = {value.tag: event.step for event in EventFileLoader(str(file)).Load() for value in event.summary.value}
+    assert told.keys() >= {"loss", "held_out_loss", "perplexity", "tokens_per_s"} and set(told.values()) == {3}
+
+
+def test_without_tensorboard_its_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with (
+        pytest.raises(UsageError, match="pip install tensorboard"),
+        training_view(as_json=True, log=None, tensorboard=tmp_path),
+    ):
+        pass

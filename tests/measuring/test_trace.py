@@ -205,3 +205,12 @@ def test_the_session_that_ended_first_is_forgotten_first() -> None:
     first, *others = sessions
     assert traces.get(first) is None
     assert [traces.get(session) for session in others] == [sessions[session] for session in others]
+
+
+def test_guesses_that_were_right_take_no_time_of_their_own_and_wrong_ones_are_counted() -> None:
+    """A token and two guesses, the second of them wrong: the next step takes its place."""
+    steps = TraceStep(5, 5, 0, 0, 10, 10, 1), TraceStep(8, 3, 100, 0, 10, 20, 1, 2), TraceStep(8, 1, 200, 0, 10, 20, 1)
+    timeline = Timeline({"a": Trace(0, 4, steps)})
+    (stop,) = timeline.stops
+    assert (sorted(stop.decoded), stop.guessed, stop.wasted) == ([6, 7, 8], 2, 1)
+    assert [token.total_us for token in timeline.tokens()] == [110, 0, 100]

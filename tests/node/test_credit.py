@@ -61,7 +61,7 @@ def receipts_in(folder: Path) -> int:
 async def test_each_hop_is_credited_for_what_it_did_when_the_client_leaves(founded: Founded, tmp_path: Path) -> None:
     async with two_stages(founded, tmp_path) as swarm:
         async with swarm.client() as client:
-            await client.generate(PROMPT, max_new_tokens=TOKENS)
+            await client.generate(PROMPT, max_new_tokens=TOKENS, drafts="off")
             assert credits(swarm) == {}
         found = credits(swarm)
         assert {name: credit.served for name, credit in found.items()} == {
@@ -77,7 +77,7 @@ async def test_a_leaving_node_tells_what_its_home_has_given(founded: Founded, tm
     async with two_stages(founded, tmp_path) as swarm:
         async with swarm.client() as client:
             for _ in range(2):
-                await client.generate(PROMPT, max_new_tokens=TOKENS)
+                await client.generate(PROMPT, max_new_tokens=TOKENS, drafts="off")
         member = swarm.members["node 0:2"]
         await asyncio.sleep(2 * REPORT_S)
         reports = [one for one in member.seen if one["event"] == "report"]
@@ -103,10 +103,10 @@ async def test_a_homes_own_requests_are_not_work_for_others(founded: Founded, tm
 
         for member, expected in ((first, [0, POSITIONS]), (second, [POSITIONS, POSITIONS])):
             async with swarm.client(home=member.node.config.host.home) as own:
-                await own.generate(PROMPT, max_new_tokens=TOKENS)
+                await own.generate(PROMPT, max_new_tokens=TOKENS, drafts="off")
             assert given() == expected
         async with swarm.client() as other:
-            await other.generate(PROMPT, max_new_tokens=TOKENS)
+            await other.generate(PROMPT, max_new_tokens=TOKENS, drafts="off")
         assert given() == [2 * POSITIONS, 2 * POSITIONS]
         assert credits(swarm)["node 0:2"].served == 3 * 2 * POSITIONS, "receipts are for all"
 
@@ -115,12 +115,12 @@ async def test_a_homes_own_requests_are_not_work_for_others(founded: Founded, tm
 async def test_sessions_of_a_client_go_on_one_receipt(founded: Founded, tmp_path: Path) -> None:
     async with two_stages(founded, tmp_path) as swarm, swarm.client() as client:
         for _ in range(3):
-            await client.generate(PROMPT, max_new_tokens=TOKENS)
+            await client.generate(PROMPT, max_new_tokens=TOKENS, drafts="off")
             await asyncio.sleep(GATHER_S + 1)
         assert credits(swarm)["node 0:2"].served == 3 * 2 * POSITIONS
         assert receipts_in(tmp_path) == 2, "one a node"
         async with swarm.client() as other:
-            await other.generate(PROMPT, max_new_tokens=TOKENS)
+            await other.generate(PROMPT, max_new_tokens=TOKENS, drafts="off")
         credit = credits(swarm)["node 0:2"]
         assert credit.clients == 2 and credit.counted == pytest.approx(2 * 2 * POSITIONS * 4 * 3 / 16)
 
@@ -130,7 +130,7 @@ async def test_who_moves_a_session_credits_all_who_served_it(founded: Founded, t
     async with two_stages(founded, tmp_path) as swarm:
         await swarm.node("second", "0:2").wait_for("ready")
         async with swarm.client() as client:
-            stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
+            stream = await client.stream(PROMPT, max_new_tokens=TOKENS, drafts="off")
             async for _ in stream:
                 if len(stream.result.ids) == 4:
                     swarm.member(stream.result.route[0].peer).leave()
@@ -146,7 +146,7 @@ async def test_a_client_that_does_not_sign_is_served_and_seen(
 ) -> None:
     monkeypatch.setattr(ReceiptIssuer, "served", lambda *_: None)
     async with two_stages(founded, tmp_path) as swarm, swarm.client() as client:
-        stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
+        stream = await client.stream(PROMPT, max_new_tokens=TOKENS, drafts="off")
         session = stream._ring.session  # its route says who is told of it below
         async for _ in stream:
             pass
@@ -264,7 +264,7 @@ async def test_no_receipt_says_more_than_was_done(
 ) -> None:
     monkeypatch.setattr(ReceiptIssuer, "served", lambda *_: None)
     async with two_stages(founded, tmp_path) as swarm, swarm.client() as client:
-        stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
+        stream = await client.stream(PROMPT, max_new_tokens=TOKENS, drafts="off")
         session = stream._ring.session
         async for _ in stream:
             pass

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.messages import Open
+from swarmnode.compute.serving.window import Window
 from swarmnode.serving.client.generation import Generation
 from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
 from tests.net.virtual import in_virtual_time
@@ -30,6 +33,21 @@ DRAWS = {
     "logprobs": {"logprobs": 3, "temperature": 1.0, "seed": 2},
     "int8": {"compress": "int8"},
 }
+
+
+WINDOW = Window(16)
+MOVES_AT = WINDOW.columns  # positions
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory) -> Founded:
+    """A swarm with a model whose layers look back over a few positions only."""
+    folder = tmp_path_factory.mktemp("sliding")
+    torch.manual_seed(2)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(vocab_size=VOCABULARY, num_hidden_layers=2, sliding_window=WINDOW.size, **sizes)
+    MistralForCausalLM(config).save_pretrained(folder / "model")
+    return Founded.on(folder / "model", folder)
 
 
 @contextlib.asynccontextmanager
@@ -109,3 +127,14 @@ async def test_a_kept_text_with_guesses_goes_on(founded: Founded, tiny: TinyMode
             assert result.ids == tiny.alone(said, NEW), f"turn {turn}"
             assert (result.cached_tokens > 0) == (turn > 0) and result.accepted_drafts > 0
             said += [*result.ids, 7, turn, 9]
+
+
+@in_virtual_time
+async def test_windows_of_sliding_layers_go_back_behind_wrong_guesses(sliding: Founded, tmp_path: Path) -> None:
+    """Their buffers move on in the middle of the answer."""
+    prompt = [(7 * position) % VOCABULARY for position in range(MOVES_AT - NEW // 2)]
+    async with swarm_of(sliding, tmp_path, "0:2", "2:4") as (swarm, client):
+        plain = await ask(client, prompt, drafts="off")
+        budgets = let_guess(swarm, [*prompt, *plain.ids], wrong=0.4)
+        guessed = await ask(client, prompt)
+        assert guessed.ids == plain.ids and budgets[-1].rejected > 0 and guessed.accepted_drafts > 0

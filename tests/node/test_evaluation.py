@@ -14,9 +14,11 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.local import train_locally
 from swarmnode.data.rules import DataRules
-from swarmnode.errors import UsageError
+from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.recipe import RECIPE, Recipe
+from swarmnode.swarm.records.run import Run, decode_run
+from swarmnode.training.coordinator import coordinator
 from tests.net.virtual import in_virtual_time
 from tests.node.test_chat_training import SETTINGS, save_chat_model, save_chats
 from tests.node.virtual_swarm import VirtualSwarm
@@ -71,3 +73,24 @@ async def test_held_out_data_that_do_not_fit_are_refused(tmp_path: Path) -> None
             prepare(manifest, model, data, RUN, rules)
     run, batches = prepare(manifest, model, text, RUN, RULES)
     assert run.evaluations_at(0) and batches.microbatch(0, run.microbatches, run).inputs[0].shape == (2, 48)
+
+
+@in_virtual_time
+async def test_a_node_of_an_earlier_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode_as_before(raw: bytes) -> Run:
+        run = decode_run(raw)
+        if run.has_recipe:
+            raise ProtocolError("bad run: the training needs a schedule out of constant, linear, cosine")
+        return run
+
+    monkeypatch.setattr(coordinator, "decode_run", decode_as_before)
+    model, data = tmp_path / "model", tmp_path / "chats.jsonl"
+    save_chat_model(model)
+    save_chats(data)
+    async with VirtualSwarm(tmp_path) as swarm:
+        swarm.create(model, mode=TRAIN)
+        await swarm.bootstrap()
+        await swarm.node("old", "0:4").wait_for("ready")
+        trainer = swarm.trainer("new", data, RUN)
+        await trainer.wait_until(lambda: "if its version is older, update swarmnode there" in trainer.why)
+        await trainer.kill()

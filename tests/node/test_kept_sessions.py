@@ -43,7 +43,7 @@ def reading(swarm: VirtualSwarm, metric: Any) -> int:
 
 
 async def ask(client: SwarmClient, prompt: list[int], owner: str | None = "me", **options: Any) -> Generation:
-    stream = await client.stream(prompt, kept_for=owner, **{"max_new_tokens": NEW, **options})
+    stream = await client.stream(prompt, kept_for=owner, **{"max_new_tokens": NEW, "drafts": "off", **options})
     async for _ in stream:
         pass
     return stream.result

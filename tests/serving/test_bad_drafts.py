@@ -17,8 +17,8 @@ from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.session.session_streams import ids_input
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_peer import HELLO
-from tests.peer.toy_swarm import ToySwarm, expected, link_config, pack
-from tests.serving.drafting import toy_drafting
+from tests.peer.toy_swarm import MODULUS, ToySwarm, expected, link_config, pack
+from tests.serving.drafting import Oracle, Steady, toy_drafting
 
 PROMPT = [5, 17, 3]
 SESSION, EPOCH, LENGTH, MOST = bytes(16), 1, 200, 8
@@ -165,3 +165,31 @@ async def test_guesses_that_are_taken_back_without_end_are_dropped_before_they_a
     assert session is not None and session.cursor.accepted <= 11
     assert last.worker.queued < 4 and last.worker.dropped > 1000
     assert len(session._taken_back._cuts) <= MOST and len(session._guessed_jobs._ids) <= 32
+
+
+@in_virtual_time
+async def test_forced_tokens_that_the_model_does_not_have_are_not_guessed() -> None:
+    swarm = await ToySwarm.start((0, 2))
+    inputs: list[tuple[int, Input]] = []
+    network = swarm.world.join()
+
+    def accept(channel: Channel, _frame: Frame, body: Body) -> None:
+        channel.on_frame = lambda frame, body: inputs.append((frame.seq, body)) if isinstance(body, Input) else None
+        if isinstance(body, Open):
+            channel.send(Ready(0))
+        elif channel.peer == swarm.volunteers[0].peer:
+            channel.send(Output((5,), forced=(MODULUS,)), seq=len(PROMPT))
+            channel.send(Output((6,), forced=(7, 8)), seq=len(PROMPT) + 1)
+
+    board = Switchboard(network, SESSION_PROTOCOL, HELLO, link_config(), accept=accept)
+    await board.start()
+    assert await network.connect(await swarm.client.addresses(), timeout_s=1)
+    swarm.volunteers[0].server.drafting = lambda _opened: (Oracle([*PROMPT, 5, 6], 0.0), Steady(0))
+    peer, sampling = swarm.volunteers[0].peer, Sampling(len(PROMPT), 20)
+    route = (HopSpec(peer, 0, 2), HopSpec(network.peer_id, 2, 4))
+    channel = await swarm.switchboard.call(peer, lambda _frame, _body: None, lambda _error: None)
+    channel.send(Open(SESSION, 1, route, 0, Mode.RING, 1, 20, sampling=sampling, drafts=MOST))
+    info, payload = ids_input(PROMPT)
+    channel.send(Input(info), seq=0, payload=(payload,))
+    await asyncio.sleep(0.5)
+    assert [(start, body.tensor.shape[1], body.guessed) for start, body in inputs] == [(0, 3, 0), (3, 4, 2)]

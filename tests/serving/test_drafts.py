@@ -6,9 +6,11 @@ import asyncio
 
 import pytest
 
+from swarmnode.swarm.records.sections import ServingLoad
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_swarm import ToySwarm, expected
-from tests.serving.drafting import Drafts
+from tests.serving.drafting import Drafts, toy_drafting
+from tests.serving.live_swarm import LiveSwarm
 
 PROMPT = [5, 17, 3, 99, 42]
 ROUTES = {"one hop": [(0, 4)], "two hops": [(0, 2), (2, 4)], "four hops": [(0, 1), (1, 2), (2, 3), (3, 4)]}
@@ -132,3 +134,26 @@ async def test_sessions_that_guess_do_not_mix() -> None:
 
     texts = await asyncio.gather(*map(run, range(1, 6)))
     assert texts == [expected(PROMPT[:number], 20) for number in range(1, 6)]
+
+
+@in_virtual_time
+async def test_nothing_is_guessed_on_a_route_with_a_hop_that_takes_no_guesses() -> None:
+    """A hop of an older version announces none."""
+    swarm = await LiveSwarm.start([(0, 2), (2, 4)], clients=1, drafting=toy_drafting(0.0))
+    (client,) = swarm.clients
+    assert (await client.generate(PROMPT, 20)).accepted_drafts > 0
+    swarm.volunteers[1].directory.announce(ServingLoad(drafts=0))
+    await asyncio.sleep(3.0)
+    await client.directory.refresh()
+    result = await client.generate(PROMPT, 20)
+    assert result.ids == TEXT[len(PROMPT) :][:20] and result.accepted_drafts == 0
+
+
+@in_virtual_time
+async def test_a_client_that_wants_no_guesses_gets_none() -> None:
+    swarm = await ToySwarm.start(*THREE)
+    drafts = Drafts(swarm, TEXT)
+    stream = swarm.ring(PROMPT, 10, drafts="off")
+    assert [token async for token in stream] == TEXT[len(PROMPT) :][:10]
+    assert stream.result.accepted_drafts == 0 and not drafts.budgets
+    assert stream.result.tokens_per_turn == 1.0

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Mode, Open
-from swarmnode.codec.sampling import Sampling, pack_text
+from swarmnode.codec.sampling import ID_BYTES, Sampling, pack_text
 from swarmnode.errors import ErrorCode
+from swarmnode.serving.drafting.lookup import MAX_TOKENS, TOKEN_BYTES
 from swarmnode.serving.session.opening import check_sampling, journal_bytes
 
 VOCABULARY = 100
@@ -51,3 +53,12 @@ def test_what_is_kept_of_a_text_is_reserved() -> None:
     plain = journal_bytes(opened(), 8)
     assert journal_bytes(opened(frequency_penalty=1.0), 8) == plain + 60 * 8
     assert journal_bytes(opened(logprobs=20), 8) == plain + 60 * 21 * 8
+
+
+def test_the_text_to_look_guesses_up_in_is_counted_at_the_first_hop() -> None:
+    plain = opened()
+    guessing = msgspec.structs.replace(plain, drafts=8, proposer="lookup")
+    assert journal_bytes(guessing, 8) == journal_bytes(plain, 8) + (TOKEN_BYTES + ID_BYTES) * plain.max_length
+    long = msgspec.structs.replace(guessing, max_length=10 * MAX_TOKENS)
+    more = journal_bytes(long, 8) - journal_bytes(msgspec.structs.replace(long, drafts=0), 8)
+    assert more == (TOKEN_BYTES + 10 * ID_BYTES) * MAX_TOKENS, "the look-up forgets the older tokens"

@@ -185,16 +185,19 @@ async def test_who_leaves_waits_for_no_grammar(desk: Desk) -> None:
 
 async def test_the_tokens_of_a_session_are_drawn_one_after_another(desk: Desk) -> None:
     """With guesses in flight a session has several draws by a grammar at once, each of which depends on the one before."""
-    slow = HeldMatcher()
-    sampler = slow.sampler()
+    slow, all_wait = HeldMatcher(), asyncio.Event()
+    sampler, draw = slow.sampler(), desk.worker._draw
+
+    def drawing(*asked: Any) -> None:
+        draw(*asked)
+        if len(desk.worker._draws[1]) > DRAWING_THREADS:
+            all_wait.set()
+
+    desk.worker._draw = drawing  # type: ignore[assignment, method-assign]
     for _ in range(DRAWING_THREADS + 1):
         desk.submit(1, 5, sampler=sampler)
 
-    async def all_wait() -> None:
-        while len(desk.worker._draws.get(1, ())) <= DRAWING_THREADS:
-            await asyncio.sleep(0)
-
-    await asyncio.wait_for(all_wait(), PATIENCE_S)
+    await asyncio.wait_for(all_wait.wait(), PATIENCE_S)
     slow.go.set()
     assert set(await desk.next(DRAWING_THREADS + 1)) == {1} and not desk.worker._draws
     assert slow.most_at_once == 1

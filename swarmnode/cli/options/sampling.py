@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.codec.tensors import AUTO, COMPRESSIONS
 from swarmnode.errors import UsageError
+from swarmnode.serving.drafting.drafter import LOOKUP
 from swarmnode.swarm.storage.user_file import read_user_file
 from swarmnode.terminal.option import of_same_names, option
 
@@ -55,6 +56,12 @@ class SamplingOptions:
         AUTO,
         "How data between machines is encoded: auto compresses on slow links, none never does.",
         metavar="|".join(COMPRESSIONS),
+    )
+    drafts: str = option(
+        LOOKUP,
+        "Write faster by guessing tokens ahead; the text stays the same. Guesses come from prompt, answer and schema (lookup), "
+        "or from anything that the first machine has (auto). The last machine sees wrong guesses.",
+        metavar="off|lookup|auto",
     )
     adapter: str = option("", "Use this adapter of the swarm; `status` lists them.", metavar="NAME")
     logprobs: int | None = option(

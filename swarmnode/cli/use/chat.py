@@ -172,7 +172,7 @@ def chat(
     sampling: Annotated[
         SamplingOptions,
         "max_new_tokens temperature top_p min_p frequency_penalty presence_penalty repetition_penalty logit_bias "
-        "compress adapter",
+        "compress drafts adapter",
     ] = SamplingOptions(max_new_tokens=512, temperature=0.7, top_p=0.9),
     trust: Trust = TRUST,
     patience: float = PATIENCE,

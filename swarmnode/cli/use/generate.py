@@ -135,6 +135,8 @@ def generation_json(result: Any) -> dict[str, Any]:
         "reroutes": result.reroutes,
         "trace": result.trace,
         "longest_stall_s": round(result.longest_stall_s, 4),
+        "tokens_per_turn": round(result.tokens_per_turn, 3),
+        "drafts": {"accepted": result.accepted_drafts, "wasted": result.wasted_drafts},
         "logprobs": [[one._asdict() for one in token] for token in result.logprobs] or None,
     }
 

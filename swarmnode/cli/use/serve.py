@@ -54,7 +54,7 @@ def serve(
         metavar="[SWARM…]",
     ),
     gateway: EndpointOptions,
-    sampling: Annotated[SamplingOptions, "compress"],
+    sampling: Annotated[SamplingOptions, "compress drafts"],
     trust: Trust = TRUST,
     patience: float = patience_option(30.0, "How long a request waits for machines with room."),
     home: Path = HOME,
@@ -82,7 +82,12 @@ def serve(
         fail(f"anyone who reaches {gateway.host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
     ring = KeyRing() if gateway.keys is None else KeyFile(gateway.keys)
     check_can_listen("--host", gateway.host, gateway.port)
-    config = GatewayConfig(loopback=gateway.host in LOOPBACK, origins=tuple(gateway.cors), compress=sampling.compress)
+    config = GatewayConfig(
+        loopback=gateway.host in LOOPBACK,
+        origins=tuple(gateway.cors),
+        compress=sampling.compress,
+        drafts=sampling.drafts,
+    )
 
     async def join(swarm: Swarm) -> SwarmClient:
         positions = gateway.context or None

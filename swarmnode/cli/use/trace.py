@@ -65,11 +65,12 @@ def parse_trace_id(text: str) -> bytes:
 
 
 def hops_table(timeline: Timeline) -> Table:
-    """Return a table with one row per hop: its number of tokens, and the median and the worst of their waits and computing (in
-    milliseconds) and batch sizes."""
+    """Return a table with one row per hop: its number of tokens, its guesses if there are any, and the median and the worst of the
+    tokens' waits and computing (in milliseconds) and batch sizes."""
     from swarmnode.terminal.tables import new_table
 
-    numbers = ("tokens", "wait ms", "compute ms", "batch")
+    guesses = ("guessed", "in vain") if any(stop.guessed for stop in timeline.stops) else ()
+    numbers = ("tokens", *guesses, "wait ms", "compute ms", "batch")
     table = new_table("hops: median / worst of their tokens", ("peer", "layers", *numbers), numbers=numbers)
     for stop in timeline.stops:
         start, end = stop.span
@@ -78,6 +79,7 @@ def hops_table(timeline: Timeline) -> Table:
             stop.peer[-8:],
             f"{start}:{end}",
             str(len(stop.decoded)),
+            *((str(stop.guessed), str(stop.wasted)) if guesses else ()),
             f"{wait.median / 1e3:.1f} / {wait.worst / 1e3:.1f}",
             f"{compute.median / 1e3:.1f} / {compute.worst / 1e3:.1f}",
             f"{batch.median:g} / {batch.worst}",
@@ -141,6 +143,8 @@ def hop_json(stop: Stop) -> dict[str, Any]:
         "peer": stop.peer,
         "span": list(stop.span),
         "tokens": len(stop.decoded),
+        "guessed": stop.guessed,
+        "wasted": stop.wasted,
         "wait_s": {"median": wait.median / 1e6, "worst": wait.worst / 1e6},
         "compute_s": {"median": compute.median / 1e6, "worst": compute.worst / 1e6},
         "batch": {"median": batch.median, "worst": batch.worst},

@@ -248,11 +248,15 @@ def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor, *, smoothing: float =
     """
     next_N = functional.pad(labels_BT[:, 1:], (0, 1), value=NO_LABEL).flatten()
     logits_NV = logits_BTV.float().flatten(0, 1)
-    if (next_N == NO_LABEL).all():  # asked on the host, where labels are: a card is not waited for
-        return logits_NV.sum() * 0.0
     next_N = next_N.to(logits_NV.device, non_blocking=logits_NV.device.type == "cuda")
-    loss = functional.cross_entropy(logits_NV, next_N, ignore_index=NO_LABEL, label_smoothing=smoothing)
-    return loss + z_loss * logits_NV[next_N != NO_LABEL].logsumexp(1).square().mean() if z_loss else loss
+    has_label_N = next_N != NO_LABEL
+    count = has_label_N.sum().clamp(min=1)  # a mean over no labels would be NaN
+    loss = functional.cross_entropy(
+        logits_NV, next_N, ignore_index=NO_LABEL, label_smoothing=smoothing, reduction="sum"
+    )
+    if z_loss:
+        loss = loss + z_loss * logits_NV.logsumexp(1).square().masked_fill(~has_label_N, 0.0).sum()
+    return loss / count
 
 
 def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str = "cpu") -> SpanSegment:

@@ -180,6 +180,8 @@ def progress_of(trace: str, result: Generation) -> Picture:
         "reroutes": result.reroutes,
         "faults": [{"peer": peer, "cause": cause.lower()} for peer, cause in result.faults],
         "longest_stall_s": round(result.longest_stall_s, 3),
+        "accepted_drafts": result.accepted_drafts,
+        "wasted_drafts": result.wasted_drafts,
     }
 
 

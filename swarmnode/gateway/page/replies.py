@@ -20,7 +20,8 @@ class FaultReply(BaseModel):
 
 
 class SessionReply(BaseModel):
-    """Text that is being generated. `longest_stall_s` is the longest wait for a token."""
+    """Text that is being generated. `longest_stall_s` is the longest wait for a token. Of the tokens, `accepted_drafts` were
+    guessed ahead; `wasted_drafts` more guesses were wrong."""
 
     trace: str
     route: list[RouteHop]
@@ -29,6 +30,8 @@ class SessionReply(BaseModel):
     reroutes: int
     faults: list[FaultReply]
     longest_stall_s: float
+    accepted_drafts: int
+    wasted_drafts: int
 
 
 class PeerReply(BaseModel):

@@ -284,7 +284,7 @@ async def _answer(channel: Channel, ready: asyncio.Future[int]) -> int:
 
 
 def until(entries: Iterable[Entry], to: int) -> Iterator[Entry]:
-    """Yield the entries as far as they lie before position `to`; of an entry across it the front."""
+    """Yield the entries before position `to`; of an entry across it the front."""
     for entry in entries:
         if entry.start < to:
             yield entry if entry.end <= to else _front(entry, to - entry.start)

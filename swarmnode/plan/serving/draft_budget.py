@@ -10,11 +10,11 @@ A wrong guess costs a turn, and behind it guesses are computed in vain. Every w 
 unless rows cannot be computed or proposed that fast. T(0) = R.
 
 Rows take time from other sessions. At a full hop each computed row is a row less for the others. If the busiest hop computes rows
-during a share u of its time, one more row takes about u tokens from them. So the window is the w with the most
+of others during a share u of its time, one more row takes about u tokens from them. So the window is the w with the most
 
     W(w) = 1 / T(w)  -  u ((1 + (1 - a) w) / T(w) - 1 / R)
 
-It is 0 if that is hardly more than without guesses. At a full hop it is 0 unless all guesses are right: guesses go last.
+It is 0 if that is hardly more than without guesses, and at a full hop: guesses go last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,11 @@ EXPECTED = 0.7  # acceptance of a proposer before its first verdicts
 LEAST_GAIN = 1.03  # times the worth of no guesses: less is not worth the work
 FIRST_REST, LONGEST_REST = 16, 1024  # turns without guesses before a retry
 PROBE = 2  # guesses of a retry
+UNEQUAL = 2.0  # times the load that is known here: another hop may be busier, and passes take longer than their rows
+QUIET = 0.2  # share of time for rows below which a ring is not crowded
+FULL = 0.9  # share above which a hop has no time for guesses
 OVER_S = 2.0  # of the measured load
+FEW = 4  # other sessions with which a ring is not crowded, as far as is known before the first turn
 SURE = 0.999  # the highest acceptance that is believed
 
 
@@ -62,8 +66,10 @@ class RowCost(NamedTuple):
         return cls(max(0.0, step_s - position_s), min(step_s, position_s), sharing)
 
     def crowding(self, turn_s: float) -> float:
-        """Return the share of the time that the hop computes rows: as measured, at least a row of each session in a turn."""
-        return min(1.0, max(self.load, (1 + self.sharing) * self.position_s / turn_s))
+        """Return the share of the time that the hop computes rows of other sessions: as measured, at least a row of each in a
+        turn. All sessions count as equally busy."""
+        rows = max(self.load, (1 + self.sharing) * self.position_s / turn_s)
+        return min(1.0, UNEQUAL * rows) * self.sharing / (1 + self.sharing)
 
 
 FREE = RowCost(0.0, 0.0)
@@ -74,7 +80,7 @@ def busiest(hops: Iterable[RowCost]) -> RowCost:
     return max(hops, key=lambda hop: hop.position_s * (1 + hop.sharing) + hop.pass_s, default=FREE)
 
 
-class Choice(NamedTuple):
+class WindowChoice(NamedTuple):
     """A window of guesses, and its worth: the session's tokens/s, less those that others lose by its rows."""
 
     worth: float
@@ -85,8 +91,8 @@ class Choice(NamedTuple):
 class Proposer:
     """Measured qualities of one proposer: the share of right guesses and the seconds of proposing one.
 
-    A proposer without gain rests for `resting` turns, and for twice as many the next time. It begins with `PROBE` guesses in
-    flight. Each right one allows one more, so that a proposer that is not known yet does not crowd a ring.
+    A proposer without gain rests for `resting` turns, and for twice as many the next time. In a crowded ring it begins with
+    `PROBE` guesses in flight. Each right one allows one more, so that a proposer that is not known yet does not crowd a ring.
     """
 
     acceptance: float = EXPECTED
@@ -165,23 +171,35 @@ class MeasuredBudget:
     def window(self, name: str | None = None) -> int:
         """Return how many guesses a proposer may have in flight, by default the best one: 0 while it rests."""
         known = [self.proposer(name)] if name is not None else [*self._proposers.values()] or [Proposer()]
-        probe = min(PROBE, self._max_window)
-        return max(0 if one.resting else min(self._best(one).window or probe, one.allowed) for one in known)
+        return max(min(self._best(one).window or PROBE, self._allowed(one)) for one in known)
+
+    def _allowed(self, proposer: Proposer) -> int:
+        """Return the most guesses that a proposer may have in flight yet: in a crowded ring few until it has proved itself.
+        None at a full hop, and none before a turn was measured."""
+        if proposer.resting:
+            return 0
+        cost = self._cost()
+        if not self._turn_s:
+            return 0 if cost.sharing > FEW else self._max_window
+        crowding = cost.crowding(self._least_turn_s)
+        if crowding > FULL:
+            return 0
+        return min(proposer.allowed, self._max_window) if crowding > QUIET else self._max_window
 
     def worth(self, name: str) -> float:
         """Return the tokens/s that this proposer's best window brings, less those that other sessions lose."""
         return self._best(self.proposer(name)).worth
 
-    def _best(self, proposer: Proposer) -> Choice:
+    def _best(self, proposer: Proposer) -> WindowChoice:
         """Return the window that is worth most: 0 if guessing gains too little."""
         turn_s = self._turn_s
         if not turn_s:
-            return Choice(0.0, min(PROBE, self._max_window))
+            return WindowChoice(0.0, min(PROBE * PASSES, self._max_window))
         cost = self._cost()
         crowding = cost.crowding(self._least_turn_s)
         windows = (window for window in WINDOWS if window <= self._max_window)
-        best = max(Choice(worth(window, proposer, turn_s, cost, crowding), window) for window in windows)
-        return best if best.worth * turn_s > LEAST_GAIN else Choice(1 / turn_s, 0)
+        best = max(WindowChoice(worth(window, proposer, turn_s, cost, crowding), window) for window in windows)
+        return best if best.worth * turn_s > LEAST_GAIN else WindowChoice(1 / turn_s, 0)
 
 
 def batch(window: int) -> int:

@@ -11,7 +11,6 @@ from typing import Any, TypedDict
 
 from swarmnode.codec.body import (
     MAX_POSITIONS,
-    MAX_PROPOSER_CHARS,
     MAX_SEED,
     MAX_STOP_IDS,
     MAX_TEMPERATURE,
@@ -33,13 +32,13 @@ from swarmnode.codec.sampling import (
 )
 from swarmnode.codec.tensors import AUTO, COMPRESSIONS, codec_named
 from swarmnode.errors import UsageError
+from swarmnode.measuring.meters import ACCEPTED, WASTED
 from swarmnode.net.links.hop import Entry
 from swarmnode.serving.client.client_session import ClientSession, SessionStats
 from swarmnode.serving.client.prefix_cache import Beginnings, SharedText
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry
+from swarmnode.serving.drafting.drafter import DRAFT_SOURCES, LOOKUP, NO_DRAFTS
 from swarmnode.swarm.records.manifest import SERVING_CODECS
-
-NO_DRAFTS, LOOKUP = "off", "lookup"  # values of `GenerateOptions.drafts`
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class GenerateOptions:
         grammar: Grammar that the text follows. The text is complete unless `max_new_tokens` ends it.
         adapter: Name of the swarm's adapter to use; "" is the model alone.
         drafts: Source of guessed tokens, which make answers faster and never change them. "lookup" takes them from the
-            prompt and the answer, "auto" from whatever the first peer has, another name is a draft model; "off" is none.
+            prompt, the answer and the grammar, "auto" from whatever the first peer has; "off" is none.
 
     Raises:
         UsageError: A value is outside its range.
@@ -117,10 +116,7 @@ class GenerateOptions:
                 all(-MAX_BIAS <= bias <= MAX_BIAS for bias in biases.values()),
                 f"biases must be between -{MAX_BIAS:g} and {MAX_BIAS:g}",
             ),
-            (
-                0 < len(self.drafts) <= MAX_PROPOSER_CHARS,
-                f"drafts must be off, lookup, auto or a name of at most {MAX_PROPOSER_CHARS} characters",
-            ),
+            (self.drafts in DRAFT_SOURCES, f"drafts must be one of {', '.join(DRAFT_SOURCES)}"),
             (0 < grammar_bytes <= MAX_GRAMMAR_CHARS, f"a grammar has at most {MAX_GRAMMAR_CHARS} bytes"),
             (
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
@@ -364,6 +360,8 @@ class RingStream:
         result.ids.append(output.ids[0])
         result.accepted_drafts += output.guessed
         result.wasted_drafts += output.wasted
+        meter.drafts[ACCEPTED] += output.guessed
+        meter.drafts[WASTED] += output.wasted
         result.trace = self.session.trace_id.hex()
         result.seconds = elapsed_s
         result.route = self.session.route

@@ -94,7 +94,7 @@ class SessionSpec:
         prompt: Token ids before the drawn tokens.
         width: Upper bound of token ids and of the width of outputs (logits or hidden states).
         adapter: Name of the swarm's adapter that changes the model; "" is the model alone.
-        proposer: Source of guesses in RING mode: "lookup", "auto" or the name of a draft model; "" is none.
+        proposer: Source of guesses in RING mode: "lookup" or "auto"; "" is none.
     """
 
     mode: Mode

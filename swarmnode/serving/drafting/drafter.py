@@ -11,6 +11,8 @@ from typing import Protocol
 
 from swarmnode.codec.messages import Open
 
+NO_DRAFTS, LOOKUP, ANY_DRAFTS = DRAFT_SOURCES = "off", "lookup", "auto"  # a client's choices of guesses
+
 
 class Drafter(Protocol):
     """Proposer of tokens that may follow a text.

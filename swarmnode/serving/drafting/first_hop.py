@@ -1,6 +1,6 @@
 """Guesses of one session at its first hop, which sends them ahead of the verdicts.
 
-    the text so far -> propose -> in flight -> judge by the tokens that the last hop draws
+    text -> propose -> in flight -> judge by the tokens that the last hop draws
 
 Pure state: the session sends what `propose` returns, and tells it each token that comes back round the ring.
 """
@@ -12,6 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from swarmnode.measuring.meters import ACCEPTED, WASTED
 from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
 from swarmnode.serving.drafting.forced import ForcedDrafter
 
@@ -23,30 +24,25 @@ class Flight(NamedTuple):
     proposer: str
 
 
-class DraftCounts:
-    """Guesses of one session by proposer: sent, right, and computed or sent in vain."""
-
-    def __init__(self) -> None:
-        self.drafted = Counter[str]()
-        self.accepted = Counter[str]()
-        self.wasted = Counter[str]()
-
-    def __repr__(self) -> str:
-        return f"<DraftCounts {self.drafted.total()} drafted, {self.accepted.total()} accepted, {self.wasted.total()} wasted>"
-
-
 class DraftLead:
     """Text and guesses in flight of one session. At most `most` guesses are in flight.
 
     `begin` is the first position whose token it knows: earlier ones were computed before this session guessed. `clock` is in
-    seconds.
+    seconds. `counts` are the stage's guesses by (proposer, result).
     """
 
     def __init__(
-        self, drafter: Drafter, budget: DraftBudget, *, most: int, begin: int, clock: Callable[[], float]
+        self,
+        drafter: Drafter,
+        budget: DraftBudget,
+        *,
+        most: int,
+        begin: int,
+        clock: Callable[[], float],
+        counts: Counter[tuple[str, str]],
     ) -> None:
         self.most = most
-        self.counts = DraftCounts()
+        self._counts = counts
         self._drafter = drafter
         self._forced = ForcedDrafter()
         self._foreseen: tuple[int, tuple[int, ...]] = (0, ())  # forced tokens, and the position of the first
@@ -59,11 +55,11 @@ class DraftLead:
         self._goes_on = False
 
     def __repr__(self) -> str:
-        return f"<DraftLead by {self._drafter.name}: {len(self._flying)} of {self.most} in flight at {self.end}, {self.counts!r}>"
+        return f"<DraftLead by {self._drafter.name}: {len(self._flying)} of {self.most} in flight at {self.end}>"
 
     @property
     def end(self) -> int:
-        """Position after the last token that is known to be of the text."""
+        """Position after the last token of the known text."""
         return self._begin + len(self._text)
 
     @property
@@ -83,7 +79,7 @@ class DraftLead:
         self._forced.push(ids)
 
     def share(self, other: DraftLead, length: int) -> None:
-        """Begin with the first `length` tokens of another session's text, as far as that knows them."""
+        """Begin with the first `length` tokens of another session's text, if that session knows its text from the beginning."""
         self._begin = length
         if other._begin == 0:
             self._begin = 0
@@ -92,9 +88,7 @@ class DraftLead:
 
     def cut(self, to: int) -> None:
         """Forget the guesses in flight, and the text from position `to` on."""
-        for proposer, count in Counter(flight.proposer for flight in self._flying).items():
-            self.counts.wasted[proposer] += count
-        self._flying.clear()
+        self._waste()
         kept = max(0, to - self._begin)
         if kept < len(self._text):
             del self._text[kept:]
@@ -115,16 +109,22 @@ class DraftLead:
         flight = self._flying[0]
         if flight.id == token:
             self._flying.popleft()
-            self.counts.accepted[flight.proposer] += 1
+            self._counts[flight.proposer, ACCEPTED] += 1
             self._tell_budget(flight.proposer, 1, 0)
             self.know([token])
             return True
-        for proposer, count in Counter(flight.proposer for flight in self._flying).items():
-            self.counts.wasted[proposer] += count
+        for proposer, count in self._waste().items():
             self._tell_budget(proposer, 0, count)
-        self._flying.clear()
         self._sent_s.clear()
         return False
+
+    def _waste(self) -> Counter[str]:
+        """Forget the guesses in flight. Returns their numbers by proposer."""
+        wasted = Counter(flight.proposer for flight in self._flying)
+        self._flying.clear()
+        for proposer, count in wasted.items():
+            self._counts[proposer, WASTED] += count
+        return wasted
 
     def _tell_budget(self, proposer: str, accepted: int, rejected: int) -> None:
         """Tell the budget a verdict, except about forced tokens, which it does not limit."""
@@ -157,7 +157,6 @@ class DraftLead:
             return []
         ids = drafter.propose([flight.id for flight in self._flying], count)[:count]
         self._flying.extend(Flight(token, drafter.name) for token in ids)
-        self.counts.drafted[drafter.name] += len(ids)
         return ids
 
     def sent(self, start: int, end: int) -> None:

@@ -42,8 +42,8 @@ class GuessedJobs:
 
     def put(self, job: Job) -> None:
         """Submit a job after those that wait."""
-        if job.back_to is not None:
-            self.drop_from(job.back_to)
+        if job.cut_to is not None:
+            self.drop_from(job.cut_to)
         self._waiting.append(job)
         self._go_on()
 

@@ -7,7 +7,8 @@ bounded time for each token, and a place that is cut off is unlinked again, whic
 
 An edited copy leaves its source and comes back. So after a wrong prediction places up to `NEAR` tokens behind it are tried with a
 match of one or two tokens, or as if one token had been replaced. Once the copy follows its source again, the tokens that replaced
-others are remembered: the same edit is proposed where the same tokens come again.
+others are remembered: the same edit is proposed where the same tokens come again. At the beginning of an answer one token is
+enough, at its first place in the prompt.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ MAX_MATCH = 32  # tokens compared at a place
 NEAR = 48  # tokens after the place of an edit: the source goes on there
 MAX_TOKENS = 1 << 16  # remembered; the older half is forgotten when there are more
 TOKEN_BYTES = 176  # of memory for each remembered token, measured: the text, its chain and an entry of the table
-LEAST_LIKELY = 0.2  # of a proposed token, by the matches that held before
+LEAST_LIKELY = 0.1  # of a proposed token, by the matches that held before
 LEARNT = 64  # judged predictions after which older ones count half
 MAX_LEARNING = 64  # tokens of one `push`: more are a prompt, whose own repetitions say little about the answer
 SEPARATOR = -1  # between texts; no token
 MAX_EDIT, MAX_EDITS = 16, 256  # tokens of a remembered edit, and edits
 
 
-class Kind(Enum):
+class MatchKind(Enum):
     """Kind of predictions, whose shares of right ones are counted together. The value is the share that is expected at first."""
 
     REPLACED = 0.3  # the source goes on as if one token had been replaced
@@ -56,13 +57,13 @@ class Match(NamedTuple):
     pending: tuple[int, ...] = ()
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> MatchKind:
         """Kind of this match's prediction."""
         if self.pending:
-            return Kind.EDIT
+            return MatchKind.EDIT
         if self.near:
-            return (Kind.REPLACED, Kind.NEAR_ONE, Kind.NEAR_TWO)[min(self.length, 2)]
-        return (Kind.SHORT, Kind.SHORT, Kind.SHORT, Kind.MEDIUM, Kind.LONG, Kind.LONGEST)[
+            return (MatchKind.REPLACED, MatchKind.NEAR_ONE, MatchKind.NEAR_TWO)[min(self.length, 2)]
+        return (MatchKind.SHORT, MatchKind.SHORT, MatchKind.SHORT, MatchKind.MEDIUM, MatchKind.LONG, MatchKind.LONGEST)[
             min(self.length, 16).bit_length()
         ]
 
@@ -95,7 +96,8 @@ class LookupDrafter:
             None  # of the last edit: the place that was left, and where the text was then
         )
         self._edits: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # by the first replaced token
-        self._judged = {kind: (kind.value, 1.0) for kind in Kind}  # right predictions, and all
+        self._matched = False  # whether a prediction was right since the prompt
+        self._judged = {kind: (kind.value, 1.0) for kind in MatchKind}  # right predictions, and all
         for text in earlier:
             self._index([*text, SEPARATOR])
         self._begin = len(self._text)
@@ -111,7 +113,7 @@ class LookupDrafter:
     def push(self, ids: Sequence[int]) -> None:
         """Append accepted tokens to the text; the prompt comes first."""
         if len(ids) > MAX_LEARNING:
-            self._match, self._left = None, None
+            self._match, self._left, self._matched = None, None, False
             self._index(ids)
         else:
             for token in ids:
@@ -215,6 +217,7 @@ class LookupDrafter:
             right = self._token(match, ()) == token
             self._judge(match.kind, right)
             if right:
+                self._matched = True
                 self._match = match.moved()
                 self._note_return(self._match)
                 return
@@ -237,7 +240,7 @@ class LookupDrafter:
         if 0 < len(replaced) <= MAX_EDIT and 0 < len(instead) <= MAX_EDIT and len(self._edits) < MAX_EDITS:
             self._edits[replaced[0]] = (replaced, instead)
 
-    def _judge(self, kind: Kind, right: bool) -> None:
+    def _judge(self, kind: MatchKind, right: bool) -> None:
         rights, count = self._judged[kind]
         if count >= LEARNT:
             rights, count = rights / 2, count / 2
@@ -261,7 +264,7 @@ class LookupDrafter:
                 if length >= GRAM and (best is None or self._is_better(Match(place, length), best)):
                     best = Match(place, length)
                 place = self._before[place - 1]
-        return best or self._find_near(tail)
+        return best or self._find_near(tail) or self._find_first(tail)
 
     def _is_better(self, match: Match, other: Match) -> bool:
         """Return whether `match` is longer, or as long and next to the place of the last edit while the other is not."""
@@ -283,6 +286,16 @@ class LookupDrafter:
             if (length := min(2, self._alike(place, tail))) > (best.length if best else 0):
                 best = Match(place, length, near=True)
         return best
+
+    def _find_first(self, tail: Sequence[int]) -> Match | None:
+        """Return a match of one token at its first place in the prompt, as long as the answer has matched nothing: a copy begins at
+        the beginning. None if the token is not there."""
+        if self._matched or not tail or tail[-1] < 0:
+            return None
+        try:
+            return Match(self._text.index(tail[-1], self._begin, len(self._text) - 1) + 1, 1, near=True)
+        except ValueError:
+            return None
 
     def _alike(self, place: int, tail: Sequence[int] | array[int]) -> int:
         """Return how many tokens before `place` are those at the end of `tail`."""

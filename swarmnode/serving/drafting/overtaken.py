@@ -6,7 +6,7 @@ from collections import deque
 
 
 class TakenBack:
-    """Positions from which guesses were taken back, by turn: what an earlier turn computes from there on is dropped."""
+    """Cuts of a session's guesses, each a turn and a position: results of earlier turns do not count behind the position."""
 
     def __init__(self) -> None:
         self._cuts: deque[tuple[int, int]] = deque()  # (turn, position), both rising
@@ -21,8 +21,8 @@ class TakenBack:
         self._cuts.append((turn, position))
 
     def limit(self, turn: int) -> int | None:
-        """Return the position up to which a result of `turn` counts; None if all of it does. Results come in the order of their
-        turns."""
+        """Return the end of the positions that count in a result of `turn`; None if all count. Results come in the order of
+        their turns."""
         while self._cuts and self._cuts[0][0] <= turn:
             self._cuts.popleft()
         return self._cuts[0][1] if self._cuts else None

@@ -18,6 +18,7 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import ENTRY_BYTES
 from swarmnode.net.links.switchboard import Channel
+from swarmnode.serving.drafting.lookup import MAX_TOKENS, TOKEN_BYTES
 
 WIDEST_BYTES = 4  # per element, whatever the codec
 SESSION_BYTES = 16 * 1024  # memory of the Python objects of a session
@@ -79,14 +80,15 @@ def units_of(opened: Open) -> tuple[int, int]:
 def journal_bytes(opened: Open, hidden_size: int) -> int:
     """Return the largest number of bytes of host memory that a session may take here.
 
-    That is its journal for sending again (outputs at the last hop, else inputs of the next hop), its waiting inputs,
-    and its objects.
+    That is its journal for sending again (outputs at the last hop, else inputs of the next hop), its waiting inputs, and
+    its objects. At the first hop it is also the text that guesses come from.
     """
     sends = not (is_last(opened) and opened.mode == Mode.RING)
     takes = units_of(opened)[0] > 0
     states_bytes = opened.rows * WIDEST_BYTES * hidden_size * (sends + takes)
     position_bytes = ENTRY_BYTES + states_bytes + _drawing_bytes(opened.sampling)
-    return SESSION_BYTES + GRAMMAR_BYTES * draws_by_grammar(opened) + opened.max_length * position_bytes
+    fixed_bytes = SESSION_BYTES + GRAMMAR_BYTES * draws_by_grammar(opened) + _drafting_bytes(opened)
+    return fixed_bytes + opened.max_length * position_bytes
 
 
 def _drawing_bytes(sampling: Sampling | None) -> int:
@@ -96,6 +98,13 @@ def _drawing_bytes(sampling: Sampling | None) -> int:
         return 0
     logprobs = 0 if sampling.logprobs is None else 1 + sampling.logprobs
     return 2 * ID_BYTES * sampling.counts_tokens + LOGPROB_BYTES * logprobs
+
+
+def _drafting_bytes(opened: Open) -> int:
+    """Return the bytes of the text so that the first hop can guess; 0 at other hops, or without guesses."""
+    if opened.index > 0 or not opened.drafts:
+        return 0
+    return opened.max_length * ID_BYTES + min(opened.max_length, MAX_TOKENS) * TOKEN_BYTES
 
 
 def draws_by_grammar(opened: Open) -> bool:

@@ -152,7 +152,8 @@ class StageSession:
         drafting = self.host.drafting(self.opened) if self._feeds_itself and self.opened.drafts else None
         if drafting is None:
             return None
-        return DraftLead(*drafting, most=self.opened.drafts, begin=begin, clock=self.pipeline.clock)
+        clock, counts = self.pipeline.clock, self.host.meter.drafts
+        return DraftLead(*drafting, most=self.opened.drafts, begin=begin, clock=clock, counts=counts)
 
     # -- a new epoch
 
@@ -208,7 +209,7 @@ class StageSession:
             self.lead.pause()
 
     def _take_back(self, turn: int, to: int) -> None:
-        """Begin a newer turn, in which the guesses from position `to` on do not count."""
+        """Begin the newer turn `turn`: the guesses from position `to` on do not count any more."""
         back_to = self.cursor.begin_turn(turn, to)
         if back_to is not None:
             self._taken_back.note(turn, back_to)
@@ -277,8 +278,10 @@ class StageSession:
         if skip >= body.tensor.shape[1] or (self.lead is not None and start >= self._first_drawn):
             return  # tokens drawn in this epoch come round the ring
         want = Want(body.want) if end >= self.cursor.known else Want.NOTHING
-        if self.lead is not None:
-            self.lead.know(ids_in(body.tensor, payload)[skip:])
+        if self.lead is not None and (ids := ids_in(body.tensor, payload)) is not None:
+            self.lead.know(ids[skip:])
+        else:
+            self.lead = None  # the worker refuses the input
         reorder = body.reorder if not skip else ()
         self._submit(end, ((body.tensor, payload),), want, reorder, skip, guessed=body.guessed)
         self._feed_what_waits()
@@ -338,7 +341,8 @@ class StageSession:
     def _judge(self, lead: DraftLead, position: int, output: Output) -> None:
         """Compare the guess in flight at `position`, if there is one, with the token that was drawn for it."""
         lead.heard(position)
-        lead.foresee(position + 1, output.forced)
+        if max(output.forced, default=0) < self.pipeline.vocab_size:  # else an input of them would fail here
+            lead.foresee(position + 1, output.forced)
         if output.final:
             lead.pause()
         elif position == self.cursor.sure < self.cursor.accepted:
@@ -431,7 +435,8 @@ class StageSession:
     def _left(self, job: Job, run: Pass, sent_s: float) -> None:
         """Record in the trace that the result of `job` was sent at `sent_s`, and report the time of a single step."""
         (began_s, ended_s, jobs), came_s = run, job.submitted_s
-        self.trace.note(job.end, job.count, came_s=came_s, began_s=began_s, ended_s=ended_s, sent_s=sent_s, batch=jobs)
+        times_s = {"came_s": came_s, "began_s": began_s, "ended_s": ended_s, "sent_s": sent_s}
+        self.trace.note(job.end, job.count, **times_s, batch=jobs, guessed=job.end - job.first_guessed)
         if not self._freed:
             self._note_computed(job, run)
             if job.count == 1 and not job.guessed:

@@ -25,11 +25,13 @@ class SessionPipeline(Protocol):
         clock: Seconds; the clock of job submissions and of passes.
         pass_cost: Duration of passes on the last device, whose outputs are sent on.
         hidden_size: Width of the hidden states that come in and go out.
+        vocab_size: Number of token ids of the model.
     """
 
     clock: Callable[[], float]
     pass_cost: PassCost
     hidden_size: int
+    vocab_size: int
 
     def submit(self, job: Job) -> None:
         """Queue a job behind the session's earlier ones. Returns at once.

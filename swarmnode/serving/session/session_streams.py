@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from swarmnode.codec.body import Body
+from swarmnode.codec.body import MAX_TOKEN_ID, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Open, Output, Truncate
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
@@ -23,9 +23,14 @@ def ids_input(ids: Sequence[int]) -> tuple[TensorInfo, bytes]:
     return TensorInfo(Codec.NONE, DType.INT64, (1, len(ids))), struct.pack(f"<{len(ids)}q", *ids)
 
 
-def ids_in(info: TensorInfo, payload: Buffer) -> list[int]:
-    """Return the token ids of an input of one row (int64 or int32)."""
-    return list(struct.unpack(f"<{info.shape[1]}{'q' if info.dtype == DType.INT64 else 'i'}", payload))
+def ids_in(info: TensorInfo, payload: Buffer) -> list[int] | None:
+    """Return the token ids of an input of one row (int64 or int32); None if they do not fit the payload, or are no token
+    ids."""
+    ids = struct.Struct(f"<{info.shape[1]}{'q' if info.dtype == DType.INT64 else 'i'}")
+    if len(payload) != ids.size:
+        return None
+    found = list(ids.unpack(payload))
+    return found if 0 <= min(found) <= max(found) <= MAX_TOKEN_ID else None
 
 
 @dataclass(eq=False)
@@ -102,7 +107,7 @@ class InputCursor:
         return True
 
     def begin_turn(self, turn: int, to: int) -> int | None:
-        """Begin a newer turn, in which the guesses from position `to` on do not count. Returns the position to go back
+        """Begin a newer turn: the guesses from position `to` on do not count any more. Returns the position to go back
         to; None if the turn is not newer or no guess is there."""
         if turn <= self.turn:
             return None
@@ -118,16 +123,16 @@ class InputCursor:
         self.sure = max(self.sure, min(sure, self.accepted))
 
     def advance(self, end: int, guessed: int = 0) -> tuple[int, Truncate | None]:
-        """Accept the positions below `end`, of which the last `guessed` hold guesses. Returns the first of the new
-        positions, and the truncation to apply before it or None."""
+        """Accept the positions below `end`; the last `guessed` hold guesses. Returns the first of the new positions, and
+        the truncation to apply before it or None."""
         start, self.accepted = self.accepted, end
         self.confirm(end - guessed)
         truncate, self._truncate = self._truncate, None
         return start, truncate
 
     def taken_back(self) -> int | None:
-        """Return the position from which guesses are to be taken back before the latest input; None if there are none.
-        Later calls return None."""
+        """Return the first of the guesses to be taken back before the latest input; None if there are none. Later calls
+        return None."""
         back_to, self._back_to = self._back_to, None
         return back_to
 

@@ -38,7 +38,7 @@ class Conveyed:
         return self.entries[-1].end if self.entries else 0
 
     def until(self, length: int) -> Conveyed:
-        """Return what was conveyed for the first `length` positions; everything if `length` is 0."""
+        """Return the values of the first `length` positions; all values if `length` is 0."""
         return self if length == 0 else Conveyed(tuple(until(self.entries, length)), self.base)
 
     @property

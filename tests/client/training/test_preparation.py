@@ -13,11 +13,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from swarmnode.client.training.preparation import NO_DATA, check_early, prepare
+from swarmnode.client.training.preparation import NO_DATA, as_older_versions, check_early, prepare
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.serialise import write_graph
+from swarmnode.data.rules import DataRules
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.manifest import CAUSAL_LM, GRAPH, SERVE, TRAIN, Manifest, ModelInfo
+from swarmnode.swarm.records.recipe import RECIPE, Recipe
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.content import FileContent
 
@@ -122,3 +124,14 @@ def test_a_graph_says_how_many_samples_it_takes(tmp_path: Path, any_batch: bool)
     if not any_batch:
         with pytest.raises(UsageError, match="--microbatch 2"):
             prepare(graph, tmp_path, tmp_path / "data.npz", settings(microbatch=4))
+
+
+def test_a_run_of_an_earlier_version_is_known_again(folder: Path) -> None:
+    """It had no recipe; settings that it could not have had are no run of it."""
+    what = (LANGUAGE, folder, folder / "data.txt")
+    before, _ = prepare(*what, settings(warmup_steps=2))
+    now = settings(warmup_steps=2, schedule=RECIPE, recipe=Recipe("cosine"))
+    assert prepare(*what, now)[0] != before
+    assert before in [run for run, _ in as_older_versions(*what, now, DataRules())]
+    later = settings(schedule=RECIPE, recipe=Recipe("hf-cosine"))
+    assert as_older_versions(*what, later, DataRules()) == []

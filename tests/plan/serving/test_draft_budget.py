@@ -80,22 +80,25 @@ def test_dear_rows_and_short_turns_mean_fewer_guesses() -> None:
     assert far > near
 
 
-def test_a_new_proposer_begins_with_few_guesses() -> None:
-    one = MeasuredBudget(lambda: RowCost(0.002, 0.001))
+def test_a_new_proposer_begins_with_few_guesses_in_a_crowded_ring() -> None:
+    one = MeasuredBudget(lambda: RowCost(0.002, 0.001, 9, 0.15))
     one.turn(0.15)
     assert one.window() == PROBE
     one.verdict("lookup", 3, 0)
     assert one.window() == PROBE + 3
+    quiet = MeasuredBudget(lambda: RowCost(0.002, 0.001))
+    quiet.turn(0.15)
+    assert quiet.window() > PROBE + 3
 
 
 def test_under_load_guesses_go_last() -> None:
     windows = [
-        budget(RowCost(0.004, 0.001, load=load), turn_s=0.05, acceptance=0.7)._best(Proposer(0.7)).window
-        for load in (0.0, 0.2, 0.6, 1.0)
+        budget(RowCost(0.004, 0.001, 3, load), turn_s=0.05, acceptance=0.7)._best(Proposer(0.7)).window
+        for load in (0.0, 0.2, 0.4, 1.0)
     ]
     assert windows == sorted(windows, reverse=True)
     assert windows[0] > windows[1] > windows[-1] == 0
-    loaded = budget(RowCost(0.004, 0.004, load=1.0), turn_s=0.05, acceptance=0.6)
+    loaded = budget(RowCost(0.004, 0.004, 99, 1.0), turn_s=0.05, acceptance=0.6)
     loaded.verdict("lookup", 1, 1)
     assert loaded.window() == 0, "the others would lose more than the session gains"
     assert loaded.count(0) == 0
@@ -103,8 +106,9 @@ def test_under_load_guesses_go_last() -> None:
 
 def test_many_sessions_are_a_load_even_where_none_is_measured() -> None:
     few, many = (RowCost(0.004, 0.001, sharing) for sharing in (0, 99))
-    assert few.crowding(0.1) < 0.05
-    assert many.crowding(0.1) == 1.0
+    assert few.crowding(0.1) == 0.0
+    assert RowCost(0.004, 0.001, 0, 1.0).crowding(0.1) == 0.0, "a session alone takes nothing from others"
+    assert many.crowding(0.1) == 0.99
 
 
 def test_the_load_of_a_device() -> None:

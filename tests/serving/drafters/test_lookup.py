@@ -153,3 +153,14 @@ def test_memory_is_bounded_and_counted() -> None:
     drafter.cut(10)  # long forgotten
     assert drafter.propose((), 3) == []
     assert len(drafter._text) == 0
+
+
+def test_a_copy_is_found_by_its_first_token() -> None:
+    prompt = words(300, 12, vocabulary=100_000)
+    drafter = LookupDrafter()
+    drafter.push(prompt)
+    drafter.push([prompt[40]])
+    assert drafter.propose((), 1) == [prompt[41]]
+    drafter.push(prompt[41:44])
+    drafter.push([prompt[100]])
+    assert drafter.propose((), 3) != prompt[101:104], "later one token is too little, except near an edit"
