@@ -200,7 +200,8 @@ class StageSession:
     def _forget_guesses(self, former: Open) -> None:
         """Take back all guesses, as a new epoch begins: the hops of its route may hold different ones."""
         self._take_back(self.opened.epoch * EPOCH_TURNS, self.cursor.sure)
-        self._downstream.settle(self.cursor.sure)
+        # A sure position may still wait to be computed where a wrong guess was: what the journal has of it is of that guess.
+        self._downstream.settle(min(self.cursor.sure, self.computed))
         self._guessed_jobs.drop_from(self.cursor.sure)
         if self.lead is None or (former.drafts, former.proposer) != (self.opened.drafts, self.opened.proposer):
             self.lead = self._new_lead(begin=self.cursor.sure)
