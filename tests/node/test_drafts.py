@@ -159,6 +159,31 @@ async def test_a_text_by_an_adapter_is_the_same(
             assert result.accepted_drafts > NEW / 4 and budgets[-1].rejected > 0
 
 
+@pytest.mark.parametrize("place", [1, 2])
+@in_virtual_time
+async def test_a_hop_is_lost_while_a_sure_position_waits_where_a_wrong_guess_was(
+    founded: Founded, tmp_path: Path, place: int
+) -> None:
+    """Devices are slow beside the network, so that verdicts come before the next passes begin."""
+    async with VirtualSwarm(tmp_path) as swarm:
+        founded.into(swarm)
+        await swarm.bootstrap()
+        for number, span in enumerate(["0:2", "2:4", "4:6"] * 2):
+            swarm.node(f"n{number}", span, cost_s=lambda _item: 0.3)
+        for member in swarm.members.values():
+            await member.wait_for("ready")
+        async with swarm.client() as client:
+            await sees_ready(client, 6)
+            options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.7, "seed": 5, "compress": "none"}
+            plain = await ask(client, PROMPT, **options, drafts="off")
+            let_guess(swarm, [*PROMPT, *plain.ids], wrong=0.2)
+            stream = await client.stream(PROMPT, **options)
+            async for _ in stream:
+                if len(stream.result.ids) == 8 and not stream.result.reroutes:
+                    await swarm.member(stream.result.route[place].peer).kill()
+            assert stream.result.ids == plain.ids and stream.result.reroutes == 1
+
+
 @in_virtual_time
 async def test_windows_of_sliding_layers_go_back_behind_wrong_guesses(sliding: Founded, tmp_path: Path) -> None:
     """Their buffers move on in the middle of the answer."""
