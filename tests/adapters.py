@@ -50,16 +50,32 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **fields: Any) ->
 
 
 @torch.no_grad()
-def merge(model: nn.Module, tensors: Mapping[str, Tensor], *, rank: int = RANK, rslora: bool = False) -> nn.Module:
-    """The whole model with an adapter's changes in its own weights: what the adapter means."""
-    scale = ALPHA / (math.sqrt(rank) if rslora else rank)
+def merge(model: nn.Module, tensors: Mapping[str, Tensor], *, alpha: float = ALPHA, rslora: bool = False) -> nn.Module:
+    """The whole model with an adapter's changes in its own weights: what the adapter means. Magnitudes are DoRA's."""
     for name in [name for name in tensors if name.endswith("lora_A.weight")]:
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        change_OI = scale * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+        rank = len(tensors[name])
+        change_OI = (
+            alpha / (math.sqrt(rank) if rslora else rank) * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+        )
         layer = model.get_submodule(module)
         weight: Any = layer.weight
         weight += change_OI if isinstance(layer, nn.Linear) else change_OI.t()
+        magnitude = tensors.get(name.replace("lora_A.weight", "lora_magnitude_vector"))
+        if magnitude is not None:
+            rows = weight if isinstance(layer, nn.Linear) else weight.t()
+            rows *= (magnitude / rows.norm(dim=1))[:, None]
     return model
+
+
+def with_magnitudes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """An adapter of DoRA: `tensors` with magnitudes that are not the matrices' own."""
+    found = dict(tensors)
+    for name in tensors:
+        if name.endswith("lora_B.weight"):
+            outputs = len(tensors[name])
+            found[name.replace("lora_B.weight", "lora_magnitude_vector")] = torch.linspace(0.5, 2, outputs)
+    return found
 
 
 def save_llama_adapter(folder: Path, model_folder: Path, *, seed: int = 0, layers: str = "") -> Path:

@@ -91,8 +91,8 @@ class Comparison:
     """Result of comparing two runs: one judgement per hop, up to and including the first false hop.
 
     Each judgement covers the positions up to the first whose input differed beyond the tolerance. `unclear` says that
-    the runs differ at positions that an earlier route's hop may have sent, so that no hop of either route is
-    responsible.
+    no hop of either route is responsible: the runs differ at positions that an earlier route's hop may have sent, or
+    the next hop was computed in two number formats.
     """
 
     judgements: Sequence[Judgement] = ()
@@ -134,7 +134,7 @@ def compare(
 
     A hop's result at a position depends on its inputs up to it. Therefore no hop is judged by positions from the
     first whose input differed on. Deviations of a hop without a position beyond the tolerance are noted in `calibration`,
-    unless `adapted`.
+    unless `adapted`. Hops that state two number formats get no verdict, and neither do the hops behind them.
 
     Args:
         codec_at: Gives the coarsest codec through which states have passed when they enter a layer.
@@ -144,6 +144,8 @@ def compare(
     alike: int | None = None  # positions up to the first whose input differed
     for index in range(len(one.route)):
         said = one.accounts[index].statement
+        if said.number_format != other.accounts[index].statement.number_format:
+            return Comparison(tuple(judgements), unclear=True)
         codec = codec_at(said.end)
         if index + 1 == len(one.route):
             tolerance = calibration.tolerance(said.number_format, codec, units=said.end)

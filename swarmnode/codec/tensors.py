@@ -19,6 +19,7 @@ MAX_RANK = 8
 MAX_ELEMENTS = 1 << 31
 INT8_GROUP = 64  # elements that share one scale
 INT4_TILE = 32
+INT2_GROUP = 64  # elements that share a scale
 SCALE_BYTES = 2  # a bfloat16 scale: it has the range of float32, for tiny gradients and for outliers
 TOPK_BLOCK = 1 << 16  # elements addressed by 16-bit indices
 TOPK_COUNT_BYTES = 4
@@ -39,6 +40,7 @@ class Codec(IntEnum):
     INT4 = 4  # tiles of 32, Hadamard for outlier tiles
     TOPK = 5  # values + bitmask or short indices
     TOPK2 = 7  # values of two bits + indices of a byte; 6 stays free: test vectors have it for an unknown one
+    INT2 = 8  # four levels around zero, in groups of 64
 
 
 PLAIN_CODECS = frozenset({Codec.NONE, Codec.FP16, Codec.BF16})  # each element has bytes of its own
@@ -119,6 +121,8 @@ def encoded_bytes(codec: int, dtype: int, count: int, param: int) -> int:
         return SCALE_BYTES * -(-count // INT8_GROUP) + count
     if codec == Codec.INT4:
         return (SCALE_BYTES + INT4_TILE // 2) * -(-count // INT4_TILE)
+    if codec == Codec.INT2:
+        return (SCALE_BYTES + INT2_GROUP // 4) * -(-count // INT2_GROUP)
     if codec == Codec.TOPK:
         return TOPK_VALUE_BYTES * param + min(topk_mask_bytes(count), topk_index_bytes(count, param))
     if codec == Codec.TOPK2:

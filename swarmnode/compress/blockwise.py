@@ -1,4 +1,5 @@
-"""Block-wise codecs: int8 in groups of 64, int4 in tiles of 32 with a Hadamard transform for outliers, and their common parts.
+"""Block-wise codecs: int8 in groups of 64, int4 in tiles of 32 with a Hadamard transform for outliers, int2 in groups of 64, and
+their common parts.
 
 Each row of a scale is one group. Work on the CPU goes in pieces that stay in its cache.
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from swarmnode.codec.tensors import INT4_TILE, INT8_GROUP, SCALE_BYTES
+from swarmnode.codec.tensors import INT2_GROUP, INT4_TILE, INT8_GROUP, SCALE_BYTES
 
 MOST_ELEMENTS = 1 << 14  # largest tensor for numpy: beyond, torch is as fast
 LEVELS = 127
@@ -24,6 +25,7 @@ INT4_LEVELS = 7
 ZERO_CODE = 8  # codes are 8 + (-7..7), so that two of them fill a byte without sign extension
 OUTLIER_RATIO = 5.0  # largest magnitude to mean magnitude: normal values have 2.7, and one tile in 400 exceeds 5
 CODE_BYTES = INT4_TILE // 2
+INT2_LEVELS = 4  # int2 scales in the largest magnitude: each element is within one scale of a level
 PIECE_ELEMENTS = 1 << 18  # 1 MiB of float32: pieces of 2**13, or 2**24 at once, are 3 to 4 times slower
 SMALLEST_SCALE = 2.0**-126  # the smallest normal number: an all-zero group divides by it like any other
 
@@ -129,6 +131,42 @@ def _hadamard(device: torch.device) -> Tensor:
     while matrix_WW.shape[0] < INT4_TILE:
         matrix_WW = torch.cat((torch.cat((matrix_WW, matrix_WW), 1), torch.cat((matrix_WW, -matrix_WW), 1)))
     return matrix_WW.mul_(INT4_TILE**-0.5)
+
+
+def encode_int2(x_N: Tensor) -> Tensor:
+    """Return the payload uint8_M on x's device: scales bfloat16_G, then 16 bytes of codes for each group.
+
+    Code c stands for (2c - 3) times the scale, and none for zero: senders add the omitted rest to the next values. Scales from
+    the mean magnitude lose less of one tensor, but clip the same elements each time: after 120 tensors with heavy tails their
+    left-over was eleven times the tensor, and 0.9 times with this one.
+    """
+    x_GW = rows_of(x_N, INT2_GROUP)
+    groups = x_GW.shape[0]
+    payload_M = torch.empty(groups * (SCALE_BYTES + INT2_GROUP // 4), dtype=torch.uint8, device=x_N.device)
+    in_pieces(_encode_levels, x_GW, *scales_and_codes(payload_M, groups))
+    return payload_M
+
+
+def _encode_levels(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor) -> None:
+    work_GW = magnitudes(x_GW)
+    inverse_G1 = write_scales(work_GW.amax(1, keepdim=True), INT2_LEVELS, scales_G1)
+    levels_GW = torch.mul(x_GW, inverse_G1, out=work_GW).mul_(0.5).floor_().add_(2).nan_to_num_(0.0).clamp_(0, 3)
+    quads_GC4 = levels_GW.to(torch.uint8).view(len(codes_GC), -1, 4)
+    codes_GC.copy_(quads_GC4[..., 0] | quads_GC4[..., 1] << 2 | quads_GC4[..., 2] << 4 | quads_GC4[..., 3] << 6)
+
+
+def decode_int2(payload_M: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return x_N of `dtype`; a group with a scale that is not finite decodes to values that are not finite."""
+    groups = -(-count // INT2_GROUP)
+    x_GW = torch.empty(groups, INT2_GROUP, dtype=dtype, device=payload_M.device)
+    in_pieces(_decode_levels, x_GW, *scales_and_codes(payload_M, groups))
+    return x_GW.view(-1)[:count]
+
+
+def _decode_levels(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor) -> None:
+    shifts_4 = torch.arange(0, 8, 2, dtype=torch.uint8, device=codes_GC.device)
+    levels_GW = (codes_GC.unsqueeze(-1) >> shifts_4).bitwise_and_(3).view(len(x_GW), -1).to(torch.int8)
+    torch.mul(levels_GW.mul_(2).sub_(3), scales_G1.float(), out=x_GW)
 
 
 def encode_int8(x_N: Tensor) -> Tensor:

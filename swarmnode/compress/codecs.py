@@ -14,9 +14,11 @@ from torch import Tensor
 
 from swarmnode.codec.tensors import FLOAT_DTYPES, MAX_ELEMENTS, Codec, DType, TensorInfo, check_tensor, payload_bytes
 from swarmnode.compress.blockwise import (
+    decode_int2,
     decode_int4,
     decode_int8,
     decode_small_int8,
+    encode_int2,
     encode_int4,
     encode_int8,
     encode_small_int8,
@@ -95,6 +97,8 @@ def _encode_flat(x_N: Tensor, codec: Codec, param: int) -> tuple[Tensor, int]:
         return encode_int8(x_N), 0
     if codec == Codec.INT4:
         return encode_int4(x_N), 0
+    if codec == Codec.INT2:
+        return encode_int2(x_N), 0
     return (encode_topk if codec == Codec.TOPK else encode_topk2)(x_N, param)
 
 
@@ -161,6 +165,8 @@ def _decode_flat(info: TensorInfo, payload_M: Tensor) -> Tensor:
         return decode_int8(payload_M, count, dtype)
     if info.codec == Codec.INT4:
         return decode_int4(payload_M, count, dtype)
+    if info.codec == Codec.INT2:
+        return decode_int2(payload_M, count, dtype)
     return (decode_topk if info.codec == Codec.TOPK else decode_topk2)(payload_M, count, info.param, dtype)
 
 

@@ -81,7 +81,7 @@ def from_folders(folders: Mapping[str, Path], source: ModelSource, out: Path, *,
     their folders.
 
     Raises UsageError if the model generates no text or a name is invalid. Raises CheckpointError if an adapter is not a
-    plain LoRA adapter of the model, and LocalError if the folder cannot be written.
+    LoRA adapter of the model, and LocalError if the folder cannot be written.
     """
     import torch
 

@@ -43,7 +43,7 @@ from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, s
 from swarmnode.measuring.draft_part import CACHE_TOKENS, DraftPart
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
-from swarmnode.plan.audits.judgement import KV8
+from swarmnode.plan.audits.judgement import KV8, PACKED
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.swarm.records.sections import Machine, Section
@@ -56,7 +56,6 @@ log = logging.getLogger(__name__)
 
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
-PACKED = "packed"  # number format of products with rounded activations
 NAME_LENGTH = 48  # characters of a device's announced name
 
 

@@ -83,8 +83,9 @@ class LinkCodecs:
         for begin, until in ((self._begin, steps_from), (steps_from, opened.max_length)):
             at, end_of_phase = max(start, begin, settled), min(end, until)
             if at < end_of_phase and not self.schedule.is_chosen(begin, until):
-                count = end_of_phase - at
-                news += self._choose(at, count, rtt_s, cost.seconds(opened.rows * count), is_step=begin == steps_from)
+                is_step = begin == steps_from
+                count = 1 if is_step else end_of_phase - at  # guesses behind a step do not change its codec
+                news += self._choose(at, count, rtt_s, cost.seconds(opened.rows * count), is_step=is_step)
         return news
 
     @property

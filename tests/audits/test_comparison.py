@@ -64,6 +64,17 @@ def test_the_first_hop_that_differs_is_named_and_nothing_is_said_behind_it() -> 
     assert false_hop(run(states(1), states(2), [9] * 64)) == 2
 
 
+def test_two_number_formats_get_no_verdict_and_no_hop_behind_them_gets_one() -> None:
+    for index in range(3):
+        far = run(*(states(edge, 1e-2 * (edge > index)) for edge in (1, 2)), [9] * 64)
+        lied = far.accounts[index]
+        assert compare(HONEST, far, lambda _unit: Codec.NONE, Calibration()).false_hop == index
+        statement = msgspec.structs.replace(lied.statement, number_format="packed")
+        far.accounts[index] = HopAccount(statement, b"", lied.received_TK, lied.sent_TK)  # type: ignore[index]
+        found = compare(HONEST, far, lambda _unit: Codec.NONE, Calibration())
+        assert (found.false_hop, found.near_hop, found.unclear, len(found.judgements)) == (None, None, True, index)
+
+
 def test_who_states_something_else_than_it_sent_contradicts_its_neighbour() -> None:
     honest, lied = run(states(1), states(2), IDS), run(states(1, 1e-2), states(2), IDS)
     keeps_its_digest = HopAccount(

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from swarmnode.compute.device_fault import card_answers
-from swarmnode.compute.model.adapters.adapter_file import Lora
+from swarmnode.compute.model.adapters.changes import Lora
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS, CapturedDecode, StaticColumns
 from swarmnode.compute.serving.loading import load_span

@@ -76,7 +76,9 @@ def test_what_is_sent_at_the_edges_is_refused_or_computed(
     (loss,) = learner.forward(0, 0, 0, units, (ids_BT,), (ids_BT,))
     assert bool(loss.isfinite())
     ids = [ids_BT - 1000, ids_BT + 99, ids_BT.int(), ids_BT.float(), ids_BT.bool(), ids_BT[:, :1], ids_BT[:, :0]]
-    labels = [*ids, torch.full_like(ids_BT, -100), ids_BT[:, 1:], ids_BT[0], torch.cat([ids_BT, ids_BT])]
+    (loss,) = learner.forward(99, 0, 0, units, (ids_BT,), (torch.full_like(ids_BT, -100),))
+    assert float(loss) == 0.0, "no token has a label"
+    labels = [*ids, ids_BT[:, 1:], ids_BT[0], torch.cat([ids_BT, ids_BT])]
     longer_BTH = torch.randn(1, POSITIONS + 1, 32, device=card)
     hidden = [longer_BTH, hidden_BTH[..., :31], hidden_BTH[0], hidden_BTH.long(), hidden_BTH * float("nan")]
     sent = [(0, one, ids_BT) for one in ids] + [(0, ids_BT, one) for one in labels]

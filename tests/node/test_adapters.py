@@ -215,7 +215,7 @@ async def test_a_hop_that_leaves_the_adapter_out_is_found(adapted: Adapted, tmp_
         liar = await hop_in_use(swarm, client, 0)
         span = span_of(liar)
         forward = span.forward
-        span.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "adapter": ""})  # type: ignore[method-assign]
+        span.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "adapters": ()})  # type: ignore[method-assign]
         compute_anew(liar)
         await ask_until(client, lambda: bool(client.auditor.standing.shunned))
         assert client.auditor.standing.shunned == {liar.peer}

@@ -14,8 +14,11 @@ from transformers import MistralConfig, MistralForCausalLM
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.messages import Open
 from swarmnode.compute.serving.window import Window
+from swarmnode.founding.model_source import from_checkpoint
+from swarmnode.founding.swarm_creation import from_folders
 from swarmnode.serving.client.generation import Generation
 from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
+from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time
 from tests.node.audited_swarm import results, three_by_two
 from tests.node.conftest import Founded
@@ -48,6 +51,17 @@ def sliding(tmp_path_factory: pytest.TempPathFactory) -> Founded:
     config = MistralConfig(vocab_size=VOCABULARY, num_hidden_layers=2, sliding_window=WINDOW.size, **sizes)
     MistralForCausalLM(config).save_pretrained(folder / "model")
     return Founded.on(folder / "model", folder)
+
+
+@pytest.fixture(scope="module")
+def verse(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Founded, TinyModel]:
+    """A swarm with an adapter, and one process's model that it has changed."""
+    folder = tmp_path_factory.mktemp("verse")
+    saved = save_llama_adapter(folder / "verse", tiny.folder, seed=0)
+    source = from_checkpoint(str(tiny.folder), folder / "none")
+    adapters = from_folders({"verse": saved}, source, folder / "adapters")
+    merged = merged_checkpoint(folder / "merged", tiny.folder, saved)
+    return Founded.on(tiny.folder, folder, adapters=adapters), TinyModel(merged, tiny.units)
 
 
 @contextlib.asynccontextmanager
@@ -127,6 +141,22 @@ async def test_a_kept_text_with_guesses_goes_on(founded: Founded, tiny: TinyMode
             assert result.ids == tiny.alone(said, NEW), f"turn {turn}"
             assert (result.cached_tokens > 0) == (turn > 0) and result.accepted_drafts > 0
             said += [*result.ids, 7, turn, 9]
+
+
+@in_virtual_time
+async def test_a_text_by_an_adapter_is_the_same(
+    verse: tuple[Founded, TinyModel], tiny: TinyModel, tmp_path: Path
+) -> None:
+    """In turn with one by the model itself."""
+    founded, changed = verse
+    texts = {"verse": changed.alone(PROMPT, NEW), "": tiny.alone(PROMPT, NEW)}
+    assert texts["verse"] != texts[""], "an adapter that changes nothing would prove nothing"
+    async with swarm_of(founded, tmp_path, "0:3", "3:6") as (swarm, client):
+        for name in ("verse", "", "verse"):
+            budgets = let_guess(swarm, [*PROMPT, *texts[name]])
+            result = await ask(client, PROMPT, adapter=name)
+            assert result.ids == texts[name]
+            assert result.accepted_drafts > NEW / 4 and budgets[-1].rejected > 0
 
 
 @in_virtual_time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,20 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from swarmnode.compute.model.adapters.adapter_file import AdapterFile, adapter_in
+from swarmnode.compute.model.adapters.changes import Lora
+from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.packed import FbgemmLinear, Packing
+from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.errors import ErrorCode, ProtocolError
-from tests.adapters import RANK, matrices, merge, write_adapter
+from swarmnode.ledger import Account, MemoryLedger
+from tests.adapters import RANK, matrices, merge, with_magnitudes, write_adapter
+from tests.compute.model.llama_gguf import save_llama_gguf
+from tests.compute.model.test_packed_weight import dequantised, pack
 from tests.numerics.families import tiny_config
 
 TOLERANCE = 1e-4  # of the logits' standard deviation; float32, whose sums depend on the order
@@ -134,14 +142,126 @@ def test_sessions_with_different_adapters_beside_one_another(saved: Saved) -> No
     assert min(apart) > 0.01  # it would be seen if an adapter did nothing
 
 
-def test_a_pass_is_of_one_adapter(llama: Saved) -> None:
+def test_sessions_with_different_adapters_share_a_pass(llama: Saved) -> None:
     route = Route(llama.folder, llama.adapters)
     for session, adapter in (("a", ""), ("b", "one"), ("c", "two"), ("d", "one")):
         route.open(session, adapter)
     route.run({session: ids_of(6) for session in "abcd"})
     for runner in route.runners:
-        members = [{id(member) for member in cohort.members} for cohort in runner.pool.cohorts]
-        assert sorted(map(len, members)) == [1, 1, 2]
+        assert [len(cohort.members) for cohort in runner.pool.cohorts] == [4]
+
+
+def test_a_layer_that_does_not_tell_its_rows_has_passes_of_one_adapter(
+    llama: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts get positions of any rows. It shows in the first pass, whose texts are right all the same."""
+    route = Route(llama.folder, llama.adapters)
+    adapters = dict(zip("abcd", ("", "one", "two", "one"), strict=True))
+    lead(route, dict(adapters), steps=1)  # with copies for these rows
+    monkeypatch.setattr(SpanAdapters, "_tells_rows", lambda *_: False)
+    for session, logits in lead(route, adapters).items():
+        assert_same(logits, whole(llama.merged[adapters[session]], ids_of(9, seed=ord(session))))
+    assert not any(runner.span.adapters.are_shared for runner in route.runners)
+
+
+def test_rows_are_told_by_the_shape_of_a_layer_s_inputs() -> None:
+    layers = nn.ModuleDict({"plain": nn.Linear(2, 2), "experts": nn.ModuleDict({"up": nn.Linear(2, 2)})})
+    layers.requires_grad_(False)
+    adapters, lora = SpanAdapters(layers), Lora(torch.ones(1, 2), torch.ones(2, 1))
+    adapters.add("one", {"plain": lora})
+    adapters.choose(("one", "", "one"), 4)
+    for shape in ((3, 4, 2), (3, 1, 2), (3, 2, 4, 2), (12, 2)):
+        x = torch.ones(shape)
+        changed = (layers["plain"](x) - nn.functional.linear(x, layers["plain"].weight, layers["plain"].bias)).view(
+            3, -1
+        )
+        assert torch.allclose(changed, torch.tensor([2.0, 0.0, 2.0])[:, None])
+    assert adapters.are_shared
+    for shape in ((4, 3, 2), (11, 2)):
+        with pytest.raises(ProtocolError, match="plain cannot be told apart"):
+            layers["plain"](torch.ones(shape))
+    assert not adapters.are_shared
+    other = SpanAdapters(layers)
+    other.add("one", {"experts.up": lora})
+    assert not other.are_shared
+
+
+def lead(route: Route, adapters: dict[str, str], steps: int = 3) -> dict[str, torch.Tensor]:
+    """The logits of sessions that decode together, each with its own text and adapter; the sessions are closed at the end."""
+    for session, adapter in adapters.items():
+        route.open(session, adapter)
+    texts = {session: ids_of(6 + steps, seed=ord(session)) for session in adapters}
+    outputs = [route.run({session: ids[:, :6] for session, ids in texts.items()})]
+    outputs += [
+        route.run({session: ids[:, at : at + 1] for session, ids in texts.items()}) for at in range(6, 6 + steps)
+    ]
+    for runner in route.runners:
+        for session in adapters:
+            runner.close(session)
+    return {session: torch.cat([each[session] for each in outputs], 1) for session in adapters}
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_all_kinds_of_adapters_in_one_pass(llama: Saved, tmp_path: Path, limit: int | None) -> None:
+    """Other ranks, DoRA, a replaced layer and no adapter share a pass, also without room for copies of the matrices."""
+    high = matrices(llama.model, lambda key: "_proj" in key, rank=7, seed=3, strength=STRENGTH)
+    scaled = with_magnitudes(matrices(llama.model, lambda key: "down_proj" in key, seed=4, strength=STRENGTH))
+    head = {"base_model.model.lm_head.weight": torch.randn(llama.model.lm_head.weight.shape)}
+    files = {
+        **llama.adapters,
+        "high": adapter_in(write_adapter(tmp_path / "high", high, r=7)),
+        "scaled": adapter_in(write_adapter(tmp_path / "scaled", scaled, use_dora=True)),
+        "head": adapter_in(write_adapter(tmp_path / "head", head, modules_to_save=["lm_head"])),
+    }
+    models = {
+        **llama.merged,
+        "high": merge(copy.deepcopy(llama.model), high),
+        "scaled": merge(copy.deepcopy(llama.model), scaled),
+        "head": copy.deepcopy(llama.model),
+    }
+    models["head"].lm_head.weight.data = head["base_model.model.lm_head.weight"]
+    route = Route(llama.folder, files)
+    ledgers = [MemoryLedger(limit) for _ in route.runners]
+    for runner, ledger in zip(route.runners, ledgers, strict=True):
+        runner.span.adapters.ledger = ledger
+    adapters = dict(zip("abcdefg", ("high", "", "one", "scaled", "head", "one", "two"), strict=True))
+    for session, logits in lead(route, adapters).items():
+        assert_same(logits, whole(models[adapters[session]], ids_of(9, seed=ord(session))))
+    held = [ledger.accounts()[Account.ADAPTERS] for ledger in ledgers]
+    assert all(held) if limit is None else not any(held)
+    for runner in route.runners:
+        runner.close_all()
+    assert not any(ledger.accounts()[Account.ADAPTERS] for ledger in ledgers)
+
+
+@pytest.mark.parametrize("around", [("two", "", "two"), ("broken", "broken", "broken"), ("two", "broken", "")])
+def test_other_adapters_in_a_pass_change_no_bit_of_a_text(llama: Saved, around: tuple[str, str, str]) -> None:
+    """Numbers that are NaN stay in their rows, too; no node loads such an adapter."""
+    route = Route(llama.folder, llama.adapters)
+    for runner in route.runners:
+        loras = llama.adapters["two"].load(runner.span.family, runner.span.model, runner.span.start, runner.span.end,
+                                           device=runner.span.device, dtype=runner.span.dtype)  # fmt: skip
+        broken = {
+            key: replace(lora, b_OR=lora.b_OR * float("nan")) for key, lora in loras.items() if isinstance(lora, Lora)
+        }
+        runner.span.adapters.add("broken", broken)
+    usual = lead(route, dict(zip("abcde", ("two", "one", "two", "", "two"), strict=True)))
+    beside = lead(route, dict(zip("abcde", (around[0], "one", around[1], "", around[2]), strict=True)))
+    for session in "bd":
+        assert torch.equal(beside[session], usual[session])
+
+
+def test_recorded_steps_go_through_each_row_s_adapter(llama: Saved) -> None:
+    route = Route(llama.folder, llama.adapters)
+    for runner in route.runners:
+        assert runner.captured is not None
+        runner.captured.stopwatch = Stopwatch(
+            runner.span.device, clock=iter(range(1 << 20)).__next__
+        )  # all take as long
+    adapters = dict(zip("abcd", ("one", "", "two", "one"), strict=True))
+    for session, logits in lead(route, adapters, steps=14).items():
+        assert_same(logits, whole(llama.merged[adapters[session]], ids_of(20, seed=ord(session))))
+    assert all(runner.captured is not None and runner.captured.replays for runner in route.runners)
 
 
 def test_an_adapter_that_is_not_loaded_opens_no_session(llama: Saved) -> None:
@@ -182,9 +302,9 @@ def test_quantised_layers_take_adapters(llama: Saved, quantize: str) -> None:
         assert type(layer) is not nn.Linear
         x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():
-            runner.span.adapters.choose("")
+            runner.span.adapters.choose(())
             before = layer(x)
-            runner.span.adapters.choose("one")
+            runner.span.adapters.choose(("one",))
             after = layer(x)
         whole_layers = [llama.merged[name].get_submodule("model.layers.0.self_attn.q_proj") for name in ("", "one")]
         change = whole_layers[1](x) - whole_layers[0](x)
@@ -229,19 +349,100 @@ def test_half_precision_is_near(llama: Saved, dtype: torch.dtype) -> None:
     assert float((output - expected).abs().mean()) < 0.05 * float(expected.std())
 
 
+def lead_to(folder: Path, saved: Saved, tensors: dict[str, torch.Tensor], **fields: Any) -> torch.Tensor:
+    """The logits of the spans of a model with one adapter."""
+    route = Route(saved.folder, {"one": adapter_in(write_adapter(folder, tensors, **fields))})
+    route.open("a", "one")
+    return route.run({"a": ids_of(9)})["a"]
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_peft_gives_the_same(name: str, tmp_path: Path) -> None:
+def test_magnitudes_scale_the_rows_of_the_changed_matrices(name: str, tmp_path: Path) -> None:
+    """DoRA, also with biases, which stay as they are, and with transposed matrices."""
+    saved = Saved(name, tmp_path)
+    for key, parameter in saved.model.named_parameters():
+        if key.endswith("bias"):
+            parameter.data.normal_()
+    saved.model.save_pretrained(saved.folder)
+    inside = matrices(saved.model, lambda key: "." in key and is_linear(saved.model.get_submodule(key)))
+    tensors = with_magnitudes(inside)
+    logits = lead_to(tmp_path / "dora", saved, tensors, use_dora=True)
+    assert_same(logits, whole(merge(copy.deepcopy(saved.model), tensors), ids_of(9)))
+
+
+def test_layers_are_replaced(llama: Saved, tmp_path: Path) -> None:
+    """The embedding, a norm, the head, and the layers of a part: each in the span that has it."""
+    changed = copy.deepcopy(llama.model)
+    names = ["model.embed_tokens", "model.norm", "lm_head", "model.layers.1.mlp"]
+    generator = torch.Generator().manual_seed(5)
+    tensors = matrices(llama.model, lambda key: "q_proj" in key)
+    for key, parameter in changed.named_parameters():
+        if key.startswith(tuple(names)):
+            parameter.data += torch.randn(parameter.shape, generator=generator) * STRENGTH
+            tensors[f"base_model.model.{key}"] = parameter.data.clone()
+    logits = lead_to(tmp_path, llama, tensors, modules_to_save=["embed_tokens", "norm", "lm_head", "layers.1.mlp"])
+    assert_same(logits, whole(merge(changed, tensors), ids_of(9)))
+
+
+@pytest.mark.skipif(library() is None, reason="the package xllamacpp is not installed, or not for this machine")
+@pytest.mark.parametrize(("products", "tolerance"), [("exact", TOLERANCE), ("fast", 0.2)])
+def test_magnitudes_beside_packed_weights(products: str, tolerance: float, tmp_path: Path) -> None:
+    """DoRA, a replaced head and a plain adapter in one pass over weights that stay packed; fast products round activations."""
+    save_llama_gguf(tmp_path / "tiny.gguf", form="Q4_0")
+    checkpoint = pack(tmp_path / "tiny.gguf", tmp_path / "packed")
+    model = dequantised(tmp_path / "tiny.gguf", checkpoint)
+    plain = matrices(model, lambda key: "_proj" in key, strength=0.1)
+    scaled = with_magnitudes(matrices(model, lambda key: "_proj" in key, rank=2, seed=1, strength=0.1))
+    scaled["base_model.model.lm_head.weight"] = torch.randn(model.lm_head.weight.shape, generator=torch.Generator())
+    files = {
+        "plain": adapter_in(write_adapter(tmp_path / "plain", plain)),
+        "scaled": adapter_in(
+            write_adapter(tmp_path / "scaled", scaled, r=2, use_dora=True, modules_to_save=["lm_head"])
+        ),
+    }
+    changed = merge(copy.deepcopy(model), scaled)
+    changed.lm_head.weight = nn.Parameter(scaled["base_model.model.lm_head.weight"])  # apart from the tied embedding
+    models = {"": model, "plain": merge(copy.deepcopy(model), plain), "scaled": changed}
+    span = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products=products, check=False)
+    runner = StageRunner(span, RunnerConfig(1 << 24))
+    for name, file in files.items():
+        use(span, name, file)
+    texts = {name: ids_of(8, seed=at) for at, name in enumerate(models)}
+    for name in models:
+        runner.open(name, rows=1, max_length=16, adapter=name)
+    for result in runner.run([StepInput(name, ids, WANT_ALL) for name, ids in texts.items()]):
+        assert_same(result.output, whole(models[str(result.session_id)], texts[str(result.session_id)]), tolerance)
+
+
+PEFT_FORMS: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "patterns": {
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2, "down_proj": 6},
+        "alpha_pattern": {"^model.layers.0.self_attn.v_proj": 3},
+    },
+    "tied": {"modules_to_save": ["embed_tokens"], "target_modules": ["q_proj"]},
+    "whole": {"modules_to_save": ["lm_head", "norm"], "target_modules": ["q_proj"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [*(("gemma2" if form == "tied" else "llama", form) for form in PEFT_FORMS), ("gpt2", "rslora"), ("gpt2", "dora")],
+)
+def test_peft_gives_the_same(name: str, form: str, tmp_path: Path) -> None:
     """Against peft itself, and files that it has written, where it is installed (docs/testing.md)."""
     peft = pytest.importorskip("peft")
     saved = Saved(name, tmp_path)
-    targets = ["c_attn", "c_proj"] if name == "gpt2" else ["q_proj", "v_proj", "down_proj", "lm_head"]
-    config = peft.LoraConfig(
-        r=RANK, lora_alpha=16, target_modules=targets, fan_in_fan_out=name == "gpt2", use_rslora=True
-    )
+    targets = ["c_attn", "c_proj"] if name == "gpt2" else ["q_proj", "v_proj", "down_proj"]
+    settings = {"target_modules": targets, **PEFT_FORMS[form]}
+    config = peft.LoraConfig(r=RANK, lora_alpha=16, fan_in_fan_out=name == "gpt2", **settings)
     adapted = peft.get_peft_model(copy.deepcopy(saved.model), config).eval()
     with torch.no_grad():
         for key, parameter in adapted.named_parameters():
-            if "lora_" in key:
+            if "lora_magnitude" in key or "modules_to_save" in key:
+                parameter.mul_(torch.rand(parameter.shape) + 0.5)
+            elif "lora_" in key:
                 parameter.copy_(torch.randn(parameter.shape) * STRENGTH)
     adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     route = Route(saved.folder, {"theirs": adapter_in(tmp_path / "theirs")})

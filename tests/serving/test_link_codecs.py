@@ -47,6 +47,14 @@ def test_an_input_over_the_end_of_the_prompt_is_chosen_for_twice() -> None:
     assert [end - start for start, end, _ in chosen.schedule.pieces(90, 110)] == [10, 10]
 
 
+def test_guesses_behind_a_step_do_not_change_its_codec() -> None:
+    """Else a text with guesses would be computed of coarser states than without."""
+    for bandwidth_bps, codec in ((100e6, Codec.NONE), (25e6, Codec.BF16), (1e6, Codec.INT8)):
+        for guesses in (0, 8):
+            (chosen,) = look(codecs(bandwidth_bps=bandwidth_bps), PROMPT, PROMPT + 1 + guesses)
+            assert chosen == LinkCodec(3, PROMPT, codec)
+
+
 def test_nothing_is_chosen_where_nobody_asked_or_nothing_is_known() -> None:
     assert look(codecs(msgspec.structs.replace(OPENED, adapts=False)), 0, 64) == []
     assert look(codecs(bandwidth_bps=None), 0, 64) == []

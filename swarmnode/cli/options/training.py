@@ -14,7 +14,7 @@ from swarmnode.terminal.option import option
 if TYPE_CHECKING:
     from swarmnode.swarm.records.run import Averaging, Compression
 
-CODECS = ("none", "bf16", "fp16", "int8", "int4", "topk", "topk2")
+CODECS = ("none", "bf16", "fp16", "int8", "int4", "int2", "topk", "topk2")
 SPARSE_LOCO = {"keep": 0.02, "outer_momentum": 0.0}  # arXiv 2508.15706: error feedback takes the place of momentum
 
 
@@ -70,7 +70,7 @@ class AveragingOptions:
     """Options for averaging between replicas. None means that the option was not given."""
 
     average_every: int = option(1, "Steps between two averagings of replicas; above 1 works as DiLoCo does.", min=1)
-    average_codec: str = option("none", "Codec of averaging; topk2 is SparseLoCo's.", choices=CODECS)
+    average_codec: str = option("none", "Codec of averaging; topk2 is SparseLoCo's, int2 MuLoCo's.", choices=CODECS)
     average_keep: float | None = option(
         None,
         "With topk, topk2: share of the elements to send; default: 0.05, with topk2 0.02.",

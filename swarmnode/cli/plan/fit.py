@@ -118,7 +118,8 @@ def _precisions(source: Checkpoint | Graph, device: Device, kv: str) -> Iterator
     from swarmnode.compute.capacity.memory import UnitSizes, unit_sizes
     from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
     from swarmnode.compute.graph.graph import Graph
-    from swarmnode.measuring.hardware import PACKED, has_packed_products
+    from swarmnode.measuring.hardware import has_packed_products
+    from swarmnode.plan.audits.judgement import PACKED
 
     if isinstance(source, Graph):
         weight_bytes = unit_weight_bytes(source)

@@ -9,6 +9,15 @@ from typing import Any
 from swarmnode.terminal.option import option
 
 SCHEDULES = ("constant", "linear", "cosine", "hf-constant", "hf-linear", "hf-cosine", "hf-wsd")
+USUAL = {"clip": 1.0, "momentum": 0.0, "beta2": 0.95, "epsilon": 1e-8}
+"""Settings that are not given"""
+PUBLISHED: dict[str, dict[str, float]] = {
+    "muon": {"momentum": 0.95},
+    "lion": {"beta2": 0.99},
+    "schedule-free": {"beta2": 0.999},
+    "eva": {"clip": 1e-3, "momentum": 0.9, "epsilon": 0.03},
+}
+"""Settings that optimisers' authors recommend in place of the usual ones"""
 
 
 @dataclass(frozen=True)
@@ -21,8 +30,9 @@ class ScheduleOptions:
     sequence: int = option(0, "Tokens per sample; default: 128.", show_default=False)
     optimizer: str = option(
         "adamw",
-        "Optimiser; adamw8bit needs a quarter of AdamW's memory, for nearly the same steps.",
-        metavar="adamw|adamw8bit|sgd",
+        "Optimiser; adamw8bit needs a quarter of AdamW's memory, for nearly the same steps. muon leaves embeddings, heads, norms "
+        "and biases to AdamW; schedule-free needs --schedule constant.",
+        metavar="adamw|adamw8bit|sgd|muon|lion|schedule-free|eva",
     )
     learning_rate: float = option(3e-4, "Highest learning rate.", "--lr")
     schedule: str = option(
@@ -32,12 +42,27 @@ class ScheduleOptions:
     )
     warmup_steps: int = option(0, "Steps during which the learning rate rises.", "--warmup")
     final_share: float = option(0.1, "Share of the learning rate at the end of linear and cosine.")
-    clip: float = option(1.0, "Largest norm of the whole gradient; 0 turns clipping off.")
+    clip: float | None = option(
+        None,
+        "Largest norm of the whole gradient, with eva its KL clip; 0 turns clipping off; default: 1, with eva 0.001.",
+        text=-1.0,
+    )
     weight_decay: float = option(0.1, "Weight decay of matrices; norms, biases and embeddings have none.")
-    momentum: float = option(0.0, "Momentum of sgd.")
+    momentum: float | None = option(
+        None, "Momentum of sgd, muon and eva; default: 0, with muon 0.95, with eva 0.9.", text=-1.0
+    )
     beta1: float = option(0.9, "AdamW's share of the mean gradient that is kept.")
-    beta2: float = option(0.95, "AdamW's share of the mean squared gradient that is kept.")
-    epsilon: float = option(1e-8, "AdamW's smallest divisor.")
+    beta2: float | None = option(
+        None,
+        "AdamW's share of the mean squared gradient that is kept, with eva of its means; default: 0.95, with schedule-free 0.999, "
+        "with lion 0.99.",
+        text=-1.0,
+    )
+    epsilon: float | None = option(
+        None,
+        "AdamW's smallest divisor, or eva's damping; default: 1e-8, with eva 0.03.",
+        text=-1.0,
+    )
     seed: int = option(0, "Seed of the order of samples and of dropout.")
     autocast: bool = option(
         True,
@@ -51,5 +76,12 @@ class ScheduleOptions:
         from swarmnode.swarm.records.recipe import RECIPE
 
         fields = dataclasses.asdict(self)
-        betas = fields.pop("beta1"), fields.pop("beta2")
-        return {**fields, "steps": self.steps or 1, "betas": betas, "schedule": RECIPE}
+        defaults = USUAL | PUBLISHED.get(self.optimizer, {})
+        fields |= {name: default for name, default in defaults.items() if fields[name] is None}
+        return {
+            **fields,
+            "steps": self.steps or 1,
+            "betas": (fields.pop("beta1"), fields.pop("beta2")),
+            "schedule": RECIPE,
+            "autocast": self.autocast and self.optimizer != "eva",
+        }

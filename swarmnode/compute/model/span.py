@@ -184,7 +184,7 @@ class ModelSpan:
         keep_last: int = -1,
         start: int | None = None,
         end: int | None = None,
-        adapter: str = "",
+        adapters: tuple[str, ...] = (),
     ) -> Tensor:
         """Run units [start, end) of the span on the next positions of a batch.
 
@@ -197,19 +197,19 @@ class ModelSpan:
             keep_last: Number of last positions to return logits for; -1 for all.
             start: First unit; None for the span's first one.
             end: End of the units; None for the span's end.
-            adapter: Name of a loaded adapter; "" for the model alone.
+            adapters: Name of each row's loaded adapter, "" for none; () for the model alone.
 
         Returns:
             logits_BKV of the `keep_last` last positions if the range ends with the head, else hidden_BTH.
 
         Raises:
-            ProtocolError: The adapter is not loaded.
+            ProtocolError: An adapter is not loaded, or rows with different ones cannot be told apart in some layer.
         """
         start = self.start if start is None else start
         end = self.end if end is None else end
         layers = self.layers_of(start, end)
         self.stack.select(layers.start, layers.stop)
-        self.adapters.choose(adapter)
+        self.adapters.choose(adapters, x.shape[1])
         inputs = {
             "input_ids" if start == 0 else "inputs_embeds": x,
             "attention_mask": attention_mask,

@@ -201,7 +201,7 @@ class CachePool:
         try:
             self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))
         except OutOfCache:
-            self._dissolve()
+            self.dissolve()
             self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))
         copy_beginning(source, session, length, capacity)
 
@@ -276,12 +276,13 @@ class CachePool:
 
     def _prepare_apart(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
         """Put each member into a cohort of its own: without padding all reservations fit."""
-        self._dissolve()
+        self.dissolve()
         cohorts = [self._regroup([member], capacity_for([member], count)) for member in members]
         self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
         return cohorts
 
-    def _dissolve(self) -> None:
+    def dissolve(self) -> None:
+        """Put each session into a cohort (sessions computed together) of its own, without room for more positions."""
         for cohort in self.cohorts:
             if len(cohort.members) > 1:
                 regroup(

@@ -120,12 +120,12 @@ def first_kept(cohort: Cohort) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Parameters that a captured step cannot change: layers [start, end), number of positions with logits, and the adapter."""
+    """Parameters that a captured step cannot change: layers [start, end), number of positions with logits, each row's adapter."""
 
     start: int
     end: int
     keep_last: int
-    adapter: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 class CapturedDecode:
@@ -271,6 +271,7 @@ class _CapturedStep:
         weakref.finalize(self, memory.release)
         self.columns = StaticColumns(cohort)
         self._span = span
+        self._shared = span.adapters.choose(shape.adapters, 1)  # its matrices, which the replays read
         self._x = x.clone()
         self._columns_C = torch.arange(cohort.capacity, device=cohort.device)
         self._first_R1 = torch.zeros(cohort.rows, 1, dtype=torch.int64, device=cohort.device)
@@ -281,7 +282,7 @@ class _CapturedStep:
 
     def close(self) -> None:
         """Free the memory of the step, which cannot be replayed afterwards."""
-        self._run = self._output = None
+        self._run = self._output = self._shared = None
         self._memory.release()
 
     def record(self) -> None:
@@ -330,7 +331,7 @@ class _CapturedStep:
             keep_last=self.shape.keep_last,
             start=self.shape.start,
             end=self.shape.end,
-            adapter=self.shape.adapter,
+            adapters=self.shape.adapters,
         )
 
 

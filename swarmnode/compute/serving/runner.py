@@ -115,6 +115,9 @@ class StageRunner:
         self._switch = switching_position(span.config)
         self._longest_shared = min(LONGEST_SHARED, self._longest_pass)
         self._sessions: dict[Hashable, _Opened] = {}
+        self._adapter_of: dict[CachedSession, str] = {}  # of the sessions that have one
+        if ledger is not None:
+            span.adapters.ledger = ledger
         is_captured = config.capture and span.device.type in ("cuda", "cpu")
         self.captured = CapturedDecode(span, ledger) if is_captured else None
         self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
@@ -153,6 +156,8 @@ class StageRunner:
         layers = self.span.layers_of(start, end)
         cached = self.pool.open(session_id, rows=rows, max_length=max_length, padding=padding, layers=layers)
         self._sessions[session_id] = _Opened(start, end, cached, adapter)
+        if adapter:
+            self._adapter_of[cached] = adapter
 
     def extend(self, session_id: Hashable, max_length: int) -> None:
         """Let a session have `max_length` positions, unless it may have more already. Raises OutOfCache, ProtocolError."""
@@ -171,12 +176,15 @@ class StageRunner:
 
     def close(self, session_id: Hashable) -> None:
         """Free a session; no error if it is unknown."""
-        if self._sessions.pop(session_id, None) is not None:
+        opened = self._sessions.pop(session_id, None)
+        if opened is not None:
+            self._adapter_of.pop(opened.cached, None)
             self.pool.close(session_id)
 
     def close_all(self, *, keep_span: bool = False) -> None:
         """Free all sessions, and the span unless `keep_span`. Nothing can run here afterwards."""
         self._sessions.clear()
+        self._adapter_of.clear()
         self.pool.close_all()
         if self.captured is not None:
             self.captured.close()
@@ -246,13 +254,16 @@ class StageRunner:
     def _group(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
         """Group works that go through the model together.
 
-        A group has the same layers and adapter, and only short steps or only chunks.
+        A group has the same layers, and only short steps or only chunks. It has one adapter if the model cannot share a pass
+        among several.
         """
         alike: dict[tuple[int, int, str, bool, bool], list[StepInput]] = {}
+        is_shared = self.span.adapters.are_shared
         for work in works:
             opened = self._sessions[work.session_id]
             is_short, is_early = work.count <= self._longest_shared, self._before_switch(opened.cached) > 0
-            alike.setdefault((opened.start, opened.end, opened.adapter, is_short, is_early), []).append(work)
+            adapter = "" if is_shared else opened.adapter
+            alike.setdefault((opened.start, opened.end, adapter, is_short, is_early), []).append(work)
         return [group for candidates in alike.values() for group in self._fill_up(candidates)]
 
     def _fill_up(self, works: list[StepInput]) -> list[list[StepInput]]:
@@ -299,9 +310,16 @@ class StageRunner:
         return outcomes
 
     def _run_apart(self, failed: Sequence[StepInput], error: Exception) -> dict[Hashable, StepOutput | Exception]:
-        """Run each half of a failed pass's works. A work that was alone, or whose cache is lost, gets the error."""
+        """Run each half of a failed pass's works, or each adapter's. A work that was alone, or whose cache is lost, gets the
+        error."""
         if len(failed) == 1 or any(self._sessions[work.session_id].cached.lost for work in failed):
             return {work.session_id: error for work in failed}
+        if not self.span.adapters.are_shared and len({self._sessions[work.session_id].adapter for work in failed}) > 1:
+            self.pool.dissolve()  # a layer has just turned out not to tell the rows of different adapters apart
+            outcomes: dict[Hashable, StepOutput | Exception] = {}
+            for group in self._group(failed):
+                outcomes |= self._run_together(group)
+            return outcomes
         middle = len(failed) // 2
         return self._run_together(failed[:middle]) | self._run_together(failed[middle:])
 
@@ -357,7 +375,7 @@ class StageRunner:
         """Run one pass over new positions of all sessions of a cohort (sessions computed together), and count them as cached."""
         counts = {member: x.shape[1] for member, x in inputs.items()}
         longest = max(counts.values())
-        shape = StepShape(opened.start, opened.end, keep_last, opened.adapter)
+        shape = StepShape(opened.start, opened.end, keep_last, self._adapters_of(cohort))
         x = _gather(cohort, inputs, longest).to(self.span.device, non_blocking=self.span.device.type == "cuda")
 
         def ordinary() -> Tensor:
@@ -373,6 +391,10 @@ class StageRunner:
         output = ordinary() if captured is None else captured.step(cohort, x, shape, ordinary)
         cohort.advance(counts)
         return output
+
+    def _adapters_of(self, cohort: Cohort) -> tuple[str, ...]:
+        """Return the adapter of each row of a cohort (sessions computed together), also of rows that only stand in."""
+        return tuple(self._adapter_of.get(member, "") for member in cohort.members for _ in range(member.rows))
 
     def _check(self, work: StepInput) -> None:
         opened = self._opened(work.session_id)

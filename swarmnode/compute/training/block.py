@@ -14,7 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.training.optimizer import Optimizer
+from swarmnode.compute.training.optimizer import Optimizer, clip_factor
+from swarmnode.compute.training.optimizers import eva
 from swarmnode.errors import CheckpointError, NotFinite, UsageError
 from swarmnode.swarm.records.run import Averaging, Run
 
@@ -85,7 +86,10 @@ class Block:
             parameter.requires_grad_(not run.treat(name, parameter.dim()).frozen)
         self.buffers = dict(sorted(buffers.items()))
         self.statistics = {name: buffer for name, buffer in self.buffers.items() if buffer.dtype != torch.bool}
+        watches = run.optimizer == "eva" and number >= 0
+        self.watched = [name for name, one in self.parameters.items() if watches and eva.is_watched(name, one)]
         self.shapes = [tensor.shape for tensor in (*self.parameters.values(), *self.statistics.values())]
+        self.shapes += [shape for name in self.watched for shape in eva.shapes_of(self.parameters[name])]
         self.optimizer = Optimizer({} if follows else self.parameters, run)
         sizes = [shape.numel() for shape in self.shapes]
         self.sums_N = torch.zeros(sum(sizes), device=device)
@@ -93,7 +97,8 @@ class Block:
         views = [part.view(shape) for part, shape in zip(torch.split(self.sums_N, sizes), self.shapes, strict=True)]
         for parameter, view in zip(self.parameters.values(), views, strict=False):
             parameter.grad = view  # autograd adds to it in place
-        self._changes = dict(zip(self.statistics, views[len(self.parameters) :], strict=True))
+        summed = (*self.statistics, *(key for name in self.watched for key in eva.keys_of(name)))
+        self._changes = dict(zip(summed, views[len(self.parameters) :], strict=True))
         apart = run.averaging.every > 1 and not follows
         self.outer = (
             OuterOptimizer(self._write_values(torch.zeros_like(self.sums_N)), self._gradient.stop, run.averaging)
@@ -136,8 +141,9 @@ class Block:
 
     # -- the end of a step
 
-    def squared_norm(self, sums_N: Tensor) -> float:
-        """Return the squared norm of the gradient in `sums_N`: own sums, or those of all replicas.
+    def squared_norm(self, sums_N: Tensor, step: int) -> float:
+        """Return the squared norm of the gradient in `sums_N`: own sums, or those of all replicas; with Eva, its product with
+        the updates of `step`.
 
         Raises NotFinite if it is NaN or infinite.
         """
@@ -148,12 +154,27 @@ class Block:
                 f"the gradient of layer {unit} holds NaN or infinity; lower --lr or --clip, or check the data",
                 unit=unit,
             )
+        if self.run.optimizer == "eva":
+            return self.optimizer.kl_square(step, *self._parts(sums_N))
         return float(norm * norm)
 
+    def _parts(self, sums_N: Tensor) -> tuple[dict[str, Tensor], dict[str, eva.LayerMeans]]:
+        """Return views of the gradients in `sums_N` by parameter, and the step's means of the watched layers by weight."""
+        parts = torch.split(sums_N, [shape.numel() for shape in self.shapes])
+        views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+        gradients = dict(zip(self.parameters, views, strict=False))
+        means = iter(views[len(self.parameters) + len(self.statistics) :])
+        return gradients, {
+            name: eva.LayerMeans(next(means) / self.run.microbatches, next(means)) for name in self.watched
+        }
+
     @torch.no_grad()
-    def update(self, step: int, factor: float) -> None:
-        """End step `step` with the sums, gradients multiplied by `factor`; then set the sums to zero."""
-        self.gradient_N.mul_(factor)
+    def update(self, step: int, norm: float) -> None:
+        """End step `step` with the sums, clipped by the `norm` of the whole model; then set the sums to zero."""
+        if self.run.optimizer == "eva":
+            self.optimizer.precondition(step, norm, self._parts(self.sums_N)[1])
+        else:
+            self.gradient_N.mul_(clip_factor(self.run.clip, norm))
         self.optimizer.update(step)
         for name, buffer in self.statistics.items():
             mean = self._changes[name] / self.run.microbatches

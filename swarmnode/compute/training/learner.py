@@ -20,7 +20,6 @@ from torch import Tensor
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.training.averaging.parts import FlatVector, by_block, split
 from swarmnode.compute.training.block import Block
-from swarmnode.compute.training.optimizer import clip_factor
 from swarmnode.compute.training.passes import Passes, autocast_dtype
 from swarmnode.compute.training.randomness import microbatch_seed
 from swarmnode.compute.training.saved_activations import (
@@ -109,8 +108,10 @@ class Learner:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes that the optimiser's memory takes for all blocks."""
-        return sum(block.optimizer_bytes for block in self._blocks.values())
+        """Bytes that the optimiser's memory takes for all blocks, and an update for its temporary tensors."""
+        blocks = self._blocks.values()
+        working_bytes = max((block.optimizer.working_bytes for block in blocks), default=0)
+        return sum(block.optimizer_bytes for block in blocks) + working_bytes
 
     # -- passes
 
@@ -336,7 +337,7 @@ class Learner:
         """
         own = [self._blocks[block].sums_N for block in blocks]
         parts = own if flat is None else split(flat, list(map(len, own)))
-        return sum(self._blocks[block].squared_norm(part) for block, part in zip(blocks, parts, strict=True))
+        return sum(self._blocks[block].squared_norm(part, self.step) for block, part in zip(blocks, parts, strict=True))
 
     def count_of(self, block: int) -> int:
         """Return how many microbatches are counted here for a block; for the ends' shared block, by either end."""
@@ -392,21 +393,20 @@ class Learner:
                 unit=self.segment.start,
             )
         agreed, averaged = by_block(sums, self._size), by_block(pseudo_gradients, self._size)
-        factor = clip_factor(self.run.clip, norm)
         for number, block in self._blocks.items():
             if number in averaged:
                 block.average(averaged[number])
             if number in apart:
-                self._update_apart(number, factor)
+                self._update_apart(number, norm)
             elif summed is None or number in summed:
                 if number in agreed:
                     block.sums_N.copy_(agreed[number])
-                block.update(self.step, factor)
+                block.update(self.step, norm)
                 block.agree()
         self.discard()
         self.step += 1
 
-    def _update_apart(self, number: int, factor: float) -> None:
+    def _update_apart(self, number: int, norm: float) -> None:
         """Update a block with the mean of the microbatches counted here.
 
         Not in the last step, so that all replicas end with their average.
@@ -414,7 +414,7 @@ class Learner:
         if self.count_of(number) and self.step + 1 < self.run.steps:
             block = self._blocks[number]
             block.sums_N.mul_(self._apart_factor(number))
-            block.update(self.step, factor)
+            block.update(self.step, norm)
 
     def _size(self, block: int) -> int:
         return len(self._blocks[block].sums_N)

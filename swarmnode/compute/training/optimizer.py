@@ -1,4 +1,5 @@
-"""AdamW and SGD for the parameters of one block, by torch's fused kernels: one pass over memory, no temporary copies.
+"""Optimisers of the parameters of one block: AdamW and SGD by torch's fused kernels (one pass over memory, no temporary copies),
+and the rules of `optimizers`.
 
 The moments of adamw8bit are 8-bit codes in blocks of 256 (arXiv 2110.02861), updated piece by piece.
 """
@@ -15,12 +16,26 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from swarmnode.compress.blockwise import rows_of
+from swarmnode.compute.training.optimizers import eva
+from swarmnode.compute.training.optimizers.lion import lion
+from swarmnode.compute.training.optimizers.muon import is_matrix, muon
+from swarmnode.compute.training.optimizers.muon import working_bytes as muon_bytes
+from swarmnode.compute.training.optimizers.schedule_free import schedule_free
 from swarmnode.swarm.records.recipe import Treatment
 from swarmnode.swarm.records.run import Run
 
 CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
 FUSED_DEVICES = ("cpu", "cuda")
+FUSED = ("adamw", "sgd", "eva")  # optimisers whose kernels take all parameters at once
 ADAMW_SLOTS = ("exp_avg", "exp_avg_sq")
+SLOTS = {
+    "adamw": ADAMW_SLOTS,
+    "adamw8bit": ADAMW_SLOTS,
+    "muon": ("momentum",),
+    "lion": ("exp_avg",),
+    "schedule-free": ("exp_avg_sq", "z_minus_y"),
+}
+EVA_MEANS = ("input_mean", "output_mean")
 FLOAT_BYTES = 4  # of a parameter
 BLOCK = 256
 MIN_ELEMENTS = 4096  # smaller tensors (biases, norms) save too little for the error
@@ -121,7 +136,7 @@ def _codes_by_bits(device: torch.device, signed: bool) -> Tensor:
 
 
 class Optimizer:
-    """Optimiser of some parameters, with its memory (AdamW, arXiv 1711.05101; SGD with momentum).
+    """Optimiser of some parameters, with its memory (AdamW, arXiv 1711.05101; SGD with momentum; and the rules of `optimizers`).
 
     `run.treat` gives each parameter its rate and weight decay; frozen ones have no memory. `slots` holds for each memory
     ("exp_avg") the parameters' tensors by name, of their shapes. With adamw8bit those of large parameters are codes, and further
@@ -132,40 +147,83 @@ class Optimizer:
         self.run = run
         treatments = {name: run.treat(name, parameter.dim()) for name, parameter in parameters.items()}
         self.parameters = {name: one for name, one in parameters.items() if not treatments[name].frozen}
-        self._groups: dict[Treatment, list[str]] = {}  # names by how they are treated, in order
-        for name in self.parameters:
-            self._groups.setdefault(treatments[name], []).append(name)
-        parameters = self.parameters
-        is_adamw8bit = run.optimizer == "adamw8bit"
-        self._quantized = {name for name, parameter in parameters.items() if is_adamw8bit and is_quantized(parameter)}
-        slots = ADAMW_SLOTS if run.optimizer != "sgd" else ("momentum",) if run.momentum else ()
-        self.slots = {slot: {name: self._zeros(name) for name in parameters} for slot in slots}
-        for slot in ADAMW_SLOTS if is_adamw8bit else ():
-            self.slots[f"{slot}_absmax"] = {name: zero_magnitudes(parameters[name]) for name in sorted(self._quantized)}
+        self._rules = {name: rule_of(run, name, parameter) for name, parameter in self.parameters.items()}
+        self._groups: dict[tuple[str, Treatment], list[str]] = {}  # names by how they are updated, in order
+        self.slots: dict[str, dict[str, Tensor]] = {}
+        for name, rule in self._rules.items():
+            self._groups.setdefault((rule, treatments[name]), []).append(name)
+            for slot in slots_of(rule, run):
+                self.slots.setdefault(slot, {})[name] = self._zeros(name)
+                if rule == "adamw8bit":
+                    self.slots.setdefault(f"{slot}_absmax", {})[name] = zero_magnitudes(self.parameters[name])
+
+            if rule == "eva":
+                for slot, shape in zip(EVA_MEANS, eva.shapes_of(self.parameters[name]), strict=True):
+                    self.slots.setdefault(slot, {})[name] = torch.zeros(shape, device=self.parameters[name].device)
 
     def __repr__(self) -> str:
         elements = sum(parameter.numel() for parameter in self.parameters.values())
         return f"Optimizer({self.run.optimizer}, {elements / 1e6:.1f} M parameters)"
 
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of temporary tensors in an update, which takes one parameter after the other."""
+        return max((working_bytes(rule, name, self.parameters[name]) for name, rule in self._rules.items()), default=0)
+
+    @torch.no_grad()
+    def precondition(self, step: int, norm: float, newest: Mapping[str, eva.LayerMeans]) -> None:
+        """Replace the gradients of Eva's layers by its updates; `newest` holds the step's means, and `norm` bounds its KL
+        divergence."""
+        clipped = eva.clip_factor(self.run.clip, self.run.learning_rate_at(step), norm)
+        for name, means in self._means_after(step, newest).items():
+            for slot, mean in zip(EVA_MEANS, means, strict=True):
+                self.slots[slot][name].copy_(mean)
+            gradient = self.parameters[name].grad
+            assert gradient is not None
+            bias = self.parameters.get(bias_of(name))
+            eva.precondition(
+                gradient, None if bias is None else bias.grad, means, damping=self.run.epsilon, clipped=clipped
+            )
+
+    @torch.no_grad()
+    def kl_square(self, step: int, gradients: Mapping[str, Tensor], newest: Mapping[str, eva.LayerMeans]) -> float:
+        """Return the sum of update * gradient over Eva's layers. Nothing changes."""
+        return sum(
+            eva.curvature(gradients[name], gradients.get(bias_of(name)), means, self.run.epsilon)[1]
+            for name, means in self._means_after(step, newest).items()
+        )
+
+    def _means_after(self, step: int, newest: Mapping[str, eva.LayerMeans]) -> dict[str, eva.LayerMeans]:
+        """Return the running means after a step, of the layers that passes went through."""
+        return {
+            name: eva.LayerMeans(
+                *(
+                    eva.moved(self.slots[slot][name], mean, self.run.betas[1], step)
+                    for slot, mean in zip(EVA_MEANS, means, strict=True)
+                )
+            )
+            for name, means in newest.items()
+            if name in self.parameters and means.output_O.any()
+        }
+
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the parameters by their `grad`, at the end of step `step` (from 0)."""
-        for treatment, names in self._groups.items():
+        for (rule, treatment), names in self._groups.items():
             rate = self.run.learning_rate_at(step) * treatment.learning_rate
-            exact = [name for name in names if name not in self._quantized]
-            if exact:
-                self._update_fused(exact, step, rate, treatment.weight_decay)
+            if rule in FUSED:
+                self._update_fused(rule, names, step, rate, treatment.weight_decay)
+                continue
             for name in names:
-                if name in self._quantized:
-                    self._update_quantized(name, step, rate, treatment.weight_decay)
+                self._update_one(rule, name, step, rate, treatment.weight_decay)
 
-    def _update_fused(self, names: Sequence[str], step: int, rate: float, weight_decay: float) -> None:
+    def _update_fused(self, rule: str, names: Sequence[str], step: int, rate: float, weight_decay: float) -> None:
         run = self.run
         parameters: list[Tensor] = [self.parameters[name] for name in names]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        slots = {slot: [tensors[name] for name in names if name in tensors] for slot, tensors in self.slots.items()}
+        slots = {slot: [self.slots[slot][name] for name in names] for slot in slots_of(rule, run)}
         fused = parameters[0].device.type in FUSED_DEVICES
-        if run.optimizer != "sgd":
+        if rule == "adamw":
             adamw(
                 parameters,
                 gradients,
@@ -198,30 +256,91 @@ class Optimizer:
             maximize=False,
         )
 
-    def _update_quantized(self, name: str, step: int, rate: float, weight_decay: float) -> None:
+    def _update_one(self, rule: str, name: str, step: int, rate: float, weight_decay: float) -> None:
         parameter, run = self.parameters[name], self.run
-        assert parameter.grad is not None
-        adamw8bit(
-            parameter.data,
-            parameter.grad,
-            **{slot: tensors[name] for slot, tensors in self.slots.items()},
-            step=step,
-            learning_rate=rate,
-            betas=run.betas,
-            weight_decay=weight_decay,
-            epsilon=run.epsilon,
-        )
+        gradient = parameter.grad
+        assert gradient is not None
+        slots = {slot: tensors[name] for slot, tensors in self.slots.items() if name in tensors}
+        if rule == "muon":
+            muon(
+                name,
+                parameter.data,
+                gradient,
+                slots["momentum"],
+                beta=run.momentum,
+                learning_rate=rate,
+                weight_decay=weight_decay,
+            )
+        elif rule == "lion":
+            lion(
+                parameter.data,
+                gradient,
+                slots["exp_avg"],
+                betas=run.betas,
+                learning_rate=rate,
+                weight_decay=weight_decay,
+            )
+        elif rule == "schedule-free":
+            schedule_free(
+                parameter.data, gradient, run=run, step=step, learning_rate=rate, weight_decay=weight_decay, **slots
+            )
+        else:
+            adamw8bit(
+                parameter.data,
+                gradient,
+                **slots,
+                step=step,
+                learning_rate=rate,
+                betas=run.betas,
+                weight_decay=weight_decay,
+                epsilon=run.epsilon,
+            )
 
     def _zeros(self, name: str) -> Tensor:
-        dtype = torch.uint8 if name in self._quantized else torch.float32
+        dtype = torch.uint8 if self._rules[name] == "adamw8bit" else torch.float32
         return torch.zeros_like(self.parameters[name], dtype=dtype, requires_grad=False)
 
 
-def slots_share(run: Run) -> float:
-    """Return the size of the optimiser's memory of large parameters, relative to their size in float32."""
-    if run.optimizer == "sgd":
-        return float(bool(run.momentum))
-    return len(ADAMW_SLOTS) * (MOMENT_BYTES / FLOAT_BYTES if run.optimizer == "adamw8bit" else 1.0)
+def rule_of(run: Run, name: str, parameter: Tensor) -> str:
+    """Return the optimiser that updates a parameter: AdamW those that `run.optimizer` leaves out."""
+    leaves_out = (run.optimizer == "adamw8bit" and not is_quantized(parameter)) or (
+        run.optimizer == "muon" and not is_matrix(name, parameter)
+    )
+    if run.optimizer == "eva" and not eva.is_watched(name, parameter):
+        return "sgd"
+    return "adamw" if leaves_out else run.optimizer
+
+
+def bias_of(name: str) -> str:
+    """Return the name of the bias beside a weight."""
+    return f"{name.removesuffix('weight')}bias"
+
+
+def slots_of(rule: str, run: Run) -> tuple[str, ...]:
+    """Return the names of the memories that an optimiser has of a parameter, but for magnitudes of codes."""
+    if rule in ("sgd", "eva"):
+        return ("momentum",) if run.momentum else ()
+    return SLOTS[rule]
+
+
+def working_bytes(rule: str, name: str, parameter: Tensor) -> int:
+    """Return the bytes of temporary tensors in an update of `parameter` by these operations; 0 for kernels that need none, and
+    adamw8bit's small pieces."""
+    if rule == "muon":
+        return muon_bytes(name, parameter)
+    return parameter.nbytes if rule in ("lion", "schedule-free") else 0
+
+
+def memory_bytes(run: Run, parameters: Mapping[str, Tensor]) -> float:
+    """Return the bytes of the optimiser's memory of some float32 parameters, by name."""
+    total = 0.0
+    for name, parameter in parameters.items():
+        if not run.treat(name, parameter.dim()).frozen:
+            rule = rule_of(run, name, parameter)
+            element_bytes = MOMENT_BYTES if rule == "adamw8bit" else FLOAT_BYTES
+            total += len(slots_of(rule, run)) * parameter.numel() * element_bytes
+            total += sum(shape.numel() for shape in eva.shapes_of(parameter)) * FLOAT_BYTES if rule == "eva" else 0
+    return total
 
 
 def clip_factor(clip: float, norm: float) -> float:

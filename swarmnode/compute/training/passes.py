@@ -5,7 +5,7 @@ gradients in float16. Nothing is counted here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swarmnode.compute.device import computes_in_bfloat16
 from swarmnode.compute.training.block import Block, Changes
+from swarmnode.compute.training.optimizers.eva import LayerWatch
 from swarmnode.compute.training.randomness import drawing
 from swarmnode.compute.training.saved_activations import (
     Gradients,
@@ -139,15 +140,27 @@ class Passes:
     ) -> tuple[Values, dict[int, Changes]]:
         """Run layers [start, end). Returns the outputs, and by layer the changes of running statistics, which are restored."""
         before = {unit: self._blocks[unit].save() for unit in range(start, end)}
+        means: dict[int, Changes] = {unit: {} for unit in range(start, end)}
         device = self._segment.device
         try:
             evaluating = self._segment.evaluating() if about.evaluates else nullcontext()
-            with evaluating, drawing(device), autocast(device, about.autocast_dtype, alone=self._alone):
+            watching = nullcontext() if about.evaluates else self._watching(means)
+            with watching, evaluating, drawing(device), autocast(device, about.autocast_dtype, alone=self._alone):
                 given = (about.labels, about.shares) if about.shares else (about.labels,)
                 outputs = self._segment.forward(inputs, start, end, about.seed, *given)
         finally:
-            changes = {unit: self._blocks[unit].take_back(values) for unit, values in before.items()}
-        return outputs, changes
+            for unit, values in before.items():
+                means[unit].update(self._blocks[unit].take_back(values))
+        return outputs, means
+
+    def _watching(self, means: Mapping[int, Changes]) -> AbstractContextManager[object]:
+        """Return a context in which passes add the means of watched layers to `means`, by unit."""
+        watched = {
+            id(self._blocks[unit].parameters[name]): (changes, name)
+            for unit, changes in means.items()
+            for name in self._blocks[unit].watched
+        }
+        return LayerWatch(watched) if watched else nullcontext()
 
     def accumulate(self, about: SavedActivations, piece: SavedPiece, grads: Gradients) -> Gradients:
         """Return the gradients of a piece's inputs. Those of its parameters are added to their `grad`."""
@@ -187,4 +200,6 @@ class Passes:
         if piece.outputs is not None:
             return piece.outputs
         with torch.enable_grad():
-            return self.compute(about, piece.start, piece.end, piece.inputs)[0]
+            outputs, changes = self.compute(about, piece.start, piece.end, piece.inputs)
+        about.changes.update(changes)
+        return outputs

@@ -36,6 +36,8 @@ EXACT_ROOM = (
 )
 SPREAD = 1.5  # between comparisons over one model
 ADAPTED = 3.0  # through an adapter, whose products add to the noise: honest texts lay at 1.5 times the tolerance
+PACKED = "packed"  # number format of fast products of packed weights, which round activations to 8 bits
+PACKED_ROOM = 1.5  # as MAX_FACTOR, for fast products: a smaller format of the weights is only some times farther off
 KV8 = "kv8"  # in a number format after "+": KV caches in 8 bits
 VOICES = 5  # peers whose noise is known before it counts
 MAX_VOICES = 64
@@ -73,6 +75,8 @@ class Tolerance:
 UNKNOWN = Noise(5e-2, 2e-1, 0.2)  # of a format of another version: grossly false work still shows
 _BF16 = Noise(4.1e-3, 1.13e-2, 6e-2)
 _FP16 = Noise(5.5e-4, 1.4e-3, 5e-3)
+_PACKED = Noise(1.2e-2, 3.0e-2, 0.16)  # between kinds of CPUs; on one kind there is none
+_PACKED_KV8 = Noise(1.5e-2, 3.4e-2, 0.16)
 
 NOISE: Mapping[tuple[str, Codec], Noise] = {
     ("float32", Codec.NONE): Noise(1.9e-7, 6.0e-7, 2e-3),
@@ -90,6 +94,16 @@ NOISE: Mapping[tuple[str, Codec], Noise] = {
     ("float16", Codec.BF16): Noise(1.2e-3, 5.5e-3, 5e-3),
     ("float16", Codec.INT8): Noise(2.7e-3, 1.8e-2, 1e-2),
     ("float16", Codec.INT4): Noise(5.2e-3, 1.7e-1, 8e-2),
+    ("packed", Codec.NONE): _PACKED,
+    ("packed", Codec.FP16): _PACKED,
+    ("packed", Codec.BF16): _PACKED,
+    ("packed", Codec.INT8): Noise(1.7e-2, 3.8e-2, 0.16),
+    ("packed", Codec.INT4): Noise(4.4e-2, 1.0e-1, 0.16),
+    ("packed+kv8", Codec.NONE): _PACKED_KV8,
+    ("packed+kv8", Codec.FP16): _PACKED_KV8,
+    ("packed+kv8", Codec.BF16): _PACKED_KV8,
+    ("packed+kv8", Codec.INT8): Noise(2.0e-2, 4.3e-2, 0.16),
+    ("packed+kv8", Codec.INT4): Noise(4.8e-2, 1.1e-1, 0.16),
 }
 
 
@@ -97,10 +111,12 @@ def noise_of(number_format: str, codec: Codec) -> Noise:
     """Return the noise between honest replicas for `number_format` and `codec`; `UNKNOWN` if the table has no entry.
 
     Quantised weights are the same numbers everywhere, so only the part of the format before the first "-" counts. With KV caches
-    in 8 bits all dtypes have the noise of bfloat16: a key that tips over to the next step is off by as much."""
-    dtype, _, kept = number_format.partition("-")[0].partition("+")
-    is_rounded = kept == KV8 and (dtype, codec) in NOISE
-    known = "bfloat16" if is_rounded else f"{dtype}+{kept}" if kept else dtype
+    in 8 bits all dtypes have the noise of bfloat16: a key that tips over to the next step is off by as much. Fast products have
+    more noise of their own, and rows for these caches."""
+    numbers = number_format.partition("-")[0]
+    dtype, _, kept = numbers.partition("+")
+    is_rounded = kept == KV8 and dtype != PACKED and (dtype, codec) in NOISE
+    known = "bfloat16" if is_rounded else numbers
     return NOISE.get((known, codec), UNKNOWN)
 
 
@@ -112,8 +128,10 @@ class Calibration:
     of: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)
 
     def note(self, peer: PeerId, number_format: str, codec: Codec, deviations: Sequence[float], *, units: int) -> None:
-        """Record the `deviations` of a segment of `peer` that was judged right, `units` layers into the model."""
-        ratio = _ratio(number_format, codec, deviations, units)
+        """Record the `deviations` of a segment of `peer` that was judged right, `units` layers into the model.
+
+        Fast products say nothing of a model's noise: on machines of one kind they have none."""
+        ratio = None if _is_packed(number_format) else _ratio(number_format, codec, deviations, units)
         if ratio is not None:
             self.of[peer] = ratio
             self.of.move_to_end(peer)
@@ -136,9 +154,15 @@ class Calibration:
         most, far = self.most, FAR
         if (number_format, codec) == ("float32", Codec.NONE):
             most, far = EXACT_ROOM * most, FAR_EXACT
+        elif _is_packed(number_format):
+            most = PACKED_ROOM
         factor = min(most, max(1.0, _ratio(number_format, codec, deviations, units) or 1.0))
         factor *= ADAPTED if adapted else 1.0
         return Tolerance(max(ROUNDING, MARGIN * noise.high * _depth(units) * factor), BEYOND, noise.other_tokens, far)
+
+
+def _is_packed(number_format: str) -> bool:
+    return number_format.partition("-")[0].partition("+")[0] == PACKED
 
 
 def _ratio(number_format: str, codec: Codec, deviations: Sequence[float], units: int) -> float | None:

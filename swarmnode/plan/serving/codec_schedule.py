@@ -19,7 +19,7 @@ PROMPT_LADDER: Sequence[Codec] = LADDER
 STEP_LADDER: Sequence[Codec] = (Codec.NONE, Codec.BF16, Codec.INT8)  # every step makes a token
 STEP_SHARE = 0.1  # of what a step takes anyway
 NOTICED_S = 0.001
-COARSENESS = (Codec.NONE, Codec.FP16, Codec.BF16, Codec.INT8, Codec.INT4, Codec.TOPK, Codec.TOPK2)
+COARSENESS = (Codec.NONE, Codec.FP16, Codec.BF16, Codec.INT8, Codec.INT4, Codec.INT2, Codec.TOPK, Codec.TOPK2)
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,11 @@ from swarmnode.swarm.records.recipe import RECIPE, Recipe, Treatment, recipe_rul
 
 MAX_MICROBATCHES = 2048
 FINGERPRINT_BYTES = 32
-OPTIMIZERS = ("adamw", "adamw8bit", "sgd")
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "muon", "lion", "schedule-free", "eva")
 AUTO = "auto"
 MAX_RATIO = 1e6
 SCHEDULES = ("constant", "linear", "cosine")
+CONSTANT = ("constant", "hf-constant")
 
 
 class Averaging(msgspec.Struct, frozen=True):
@@ -64,7 +65,7 @@ class Run(msgspec.Struct, frozen=True):
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
     weight_decay: float = 0.1
-    momentum: float = 0.0  # of SGD
+    momentum: float = 0.0  # of SGD and Muon
     clip: float = 1.0  # global norm; 0 is off
     seed: int = 0
     checkpoint_steps: int = 50
@@ -174,6 +175,12 @@ def check_run(run: Run) -> None:
         <= MAX_MICROBATCHES,
         "finite settings, none of them negative": all(math.isfinite(number) and number >= 0 for number in numbers),
         "betas below 1": max(run.betas) < 1,
+        "a momentum below 1 for muon": run.optimizer != "muon" or run.momentum < 1,
+        "float32 (no autocast), a damping above 0 and an averaging in every step for eva": run.optimizer != "eva"
+        or (not run.autocast and run.epsilon > 0 and run.averaging.every == 1),
+        "a constant schedule, a beta1 above 0 and an averaging in every step for schedule-free": run.optimizer
+        != "schedule-free"
+        or (run.known_recipe.schedule in CONSTANT and run.betas[0] > 0 and run.averaging.every == 1),
         "a warm-up of 0 steps or more": 0 <= run.warmup_steps <= 1 << 31,
         "checkpoints every step or more seldom": run.checkpoint_steps > 0,
         "a codec that this version knows": run.averaging.codec in Codec._value2member_map_,
@@ -182,6 +189,8 @@ def check_run(run: Run) -> None:
         "a rank of 0 or more": 0 <= run.averaging.rank <= 1024,
         "robust averaging without top-k and without factors": not run.averaging.robust
         or (run.averaging.codec not in SPARSE_CODECS and not run.averaging.rank),
+        "robust averaging with at least 4 bits, not int2": not run.averaging.robust
+        or run.averaging.codec != Codec.INT2,
         "averaging by line without factors": not (run.averaging.by_line and run.averaging.rank),
         "a rank of which factors alternate": run.averaging.rank > 0 or not run.averaging.alternating,
         "label weights, or none": run.label_weights in (msgspec.UNSET, True),

@@ -16,7 +16,7 @@ from swarmnode.codec.frames import LARGE_BYTES
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.training.averaging.gradient_compressor import feeds_back
 from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.optimizer import slots_share
+from swarmnode.compute.training.optimizer import memory_bytes
 from swarmnode.compute.training.passes import autocast_dtype
 from swarmnode.compute.training.segment import Segment
 from swarmnode.errors import CheckpointError
@@ -94,7 +94,7 @@ class TrainingMemory:
                 self._segment.parameters().values()
             )  # of the block with the most, before they are added to the sums
             pass_bytes += max(sum(tensor.nbytes for tensor in named.values()) for named in blocks)
-        learning_bytes = (1 + _remembered(run)) * self._for_good[Account.WEIGHTS].size_bytes
+        learning_bytes = self._for_good[Account.WEIGHTS].size_bytes + _remembered_bytes(self._segment, run)
         recompute = learning_bytes + IN_FLIGHT * kept_bytes > self._room_bytes()
         if recompute:
             size_mb, room_mb = IN_FLIGHT * kept_bytes / 1e6, (self._room_bytes() - learning_bytes) / 1e6
@@ -170,6 +170,7 @@ def segment_bytes(segment: Segment) -> int:
     return sum({id(tensor): tensor.nbytes for tensors in named for tensor in tensors.values()}.values())
 
 
-def _remembered(run: Run) -> float:
-    """Return the memory of the optimiser, and of the outer one if replicas update apart, in multiples of the parameters' size."""
-    return slots_share(run) + (2 if run.averaging.every > 1 else 0)
+def _remembered_bytes(segment: Segment, run: Run) -> float:
+    """Return the bytes of the optimiser's memory, and of the outer one's if replicas update apart."""
+    outer_bytes = 2 * segment_bytes(segment) if run.averaging.every > 1 else 0
+    return outer_bytes + sum(memory_bytes(run, named) for named in segment.parameters().values())

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -225,3 +226,15 @@ def test_products_by_groups_take_any_width_and_what_autocast_makes_of_rows(width
         *(torch.autograd.grad(one.square().sum(), (rows, experts)) for one in (found, wanted)), strict=True
     ):
         torch.testing.assert_close(given, own)
+
+
+def test_eva_finds_the_layers_of_a_graph(folder: Callable[[str], Path]) -> None:
+    run = msgspec.structs.replace(RUN, optimizer="eva", epsilon=0.03, clip=1e-3)
+    graph = read_graph(folder("resnet"))
+    learner = Learner(load_segment(folder("resnet"), 0, graph.units), run)
+    train([learner], 0, 0, split(graph, batch_of("resnet", SAMPLES)))
+    learner.commit({}, learner.squared_norm(learner.blocks) ** 0.5)
+    states = {name: tensor for block in learner.blocks for name, tensor in learner.state(block).items()}
+    means = {name for name in states if "/output_mean/" in name}
+    assert {name for name in means if states[name].any()} == means
+    assert any(states[name.replace("eva/output_mean", "parameter")].dim() == 4 for name in means), "convolutions"

@@ -43,14 +43,19 @@ def logits(span: ModelSpan, ids_BT: Tensor) -> Tensor:
         return span.forward(ids_BT, cache=None, position_ids=torch.arange(ids_BT.shape[1])[None])
 
 
-def transformers_logits(file: Path, checkpoint: Checkpoint, ids_BT: Tensor) -> Tensor:
-    """Return the logits of transformers' own model of the file, with weights dequantised to float32."""
+def dequantised(file: Path, checkpoint: Checkpoint) -> Any:
+    """Return transformers' own model of the file, with weights dequantised to float32."""
     auto: Any = AutoModelForCausalLM
     read: Any = load_gguf_checkpoint
     model = auto.from_config(checkpoint.config, dtype=torch.float32)
     model.load_state_dict(read(str(file), return_tensors=True, model_to_load=model)["tensors"])
+    return model.eval()
+
+
+def transformers_logits(file: Path, checkpoint: Checkpoint, ids_BT: Tensor) -> Tensor:
+    """Return the logits of transformers' own model of the file, with weights dequantised to float32."""
     with torch.inference_mode():
-        found: Tensor = model.eval()(ids_BT).logits
+        found: Tensor = dequantised(file, checkpoint)(ids_BT).logits
     return found
 
 

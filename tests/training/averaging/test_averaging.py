@@ -31,6 +31,7 @@ LOSSY = {
     "ACP-SGD": Averaging(rank=1, alternating=True),
     "DiLoCo": Averaging(every=4),
     "DiLoCo in int8": Averaging(every=4, codec=Codec.INT8),
+    "DiLoCo in int2": Averaging(every=4, codec=Codec.INT2),
 }
 
 
@@ -95,7 +96,14 @@ async def test_replicas_end_equal_and_have_learnt(tmp_path: Path, averaging: Ave
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [("int8", "adamw8bit"), ("PowerSGD", "adamw"), ("ACP-SGD", "adamw"), ("DiLoCo", "adamw")]
+    ("name", "optimizer"),
+    [
+        ("int8", "adamw8bit"),
+        ("PowerSGD", "adamw"),
+        ("ACP-SGD", "adamw"),
+        ("DiLoCo", "adamw"),
+        ("DiLoCo in int2", "muon"),
+    ],
 )
 @in_virtual_time
 async def test_a_replica_dies_and_another_joins(

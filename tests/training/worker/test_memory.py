@@ -7,6 +7,7 @@ import pytest
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.work import ComputeWork
+from swarmnode.compute.training import optimizer
 from swarmnode.compute.training.learner import Learner
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.swarm.records.run import Run
@@ -88,7 +89,8 @@ def test_graphs_are_computed_again_where_four_do_not_fit(microbatches: int, reco
     assert memory.begin(RUN) is recompute
 
 
-def test_moments_of_8_bits_leave_room_for_graphs() -> None:
+def test_moments_of_8_bits_leave_room_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer, "MIN_ELEMENTS", 1)  # of small models, too
     segment = ToySegment(0, 2)
     room = SMALL_PAYLOADS_BYTES + 2.6 * segment_bytes(segment) + 4 * 2 * KEPT
     recomputes = [

@@ -1,5 +1,7 @@
 """An adapter's two files: its config, and the matrices A and B of each layer that it changes, in safetensors.
 
+DoRA's magnitudes and layers that the adapter replaces as a whole are in the second file, too.
+
 The safetensors file may be a sparse copy that holds only the header and the wanted matrices, as a checkpoint's files may.
 """
 
@@ -10,14 +12,22 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from swarmnode.compute.model.adapters.changes import (
+    REPLACEABLE,
+    Change,
+    Lora,
+    dora,
+    features_of,
+    shapes_of,
+    whole,
+)
 from swarmnode.compute.model.checkpoint import read_header
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError
@@ -26,18 +36,26 @@ from swarmnode.files import read_bounded
 if TYPE_CHECKING:
     from swarmnode.compute.model.family import Family
 
+T = TypeVar("T")
+
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"  # peft's own names
+PREFIX = "base_model.model."
 KEY = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+MAGNITUDE = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 DTYPES = frozenset({"F32", "F16", "BF16"})
 MAX_CONFIG_BYTES = 64 << 10
 MAX_RANK = 4096
 MAX_ALPHA = 1e6
+MAX_PATTERNS, MAX_PATTERN_CHARS = 4096, 256
+PATTERN = re.compile(r"(?:[\w.^$-]|\\\.)+")
+"""Names of layers in `rank_pattern` and `alpha_pattern`. Others are regular expressions, which may take any time to compare."""
 NEUTRAL = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "auto_mapping", "peft_version", "base_model_name_or_path"),
         *("revision", "task_type", "inference_mode", "lora_dropout", "target_modules", "exclude_modules"),
         *("fan_in_fan_out", "layers_to_transform", "layers_pattern", "megatron_core", "megatron_config"),
         *("eva_config", "runtime_config", "qalora_group_size", "velora_config", "bias", "init_lora_weights"),
+        *("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern"),
     }
 )
 """Config fields that do not affect the product of the two matrices, or that are checked separately.
@@ -46,38 +64,8 @@ NEUTRAL = frozenset(
 """
 
 
-@dataclass(frozen=True)
-class Lora:
-    """Low-rank matrices `a_RI` and `b_OR` for one layer. The adapter's scale is already in `b_OR`."""
-
-    a_RI: Tensor
-    b_OR: Tensor
-
-    def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return `y` (..., O), the layer's own result for `x` (..., I), with the adapter's product added, in the dtype of `y`."""
-        low = functional.linear(x.to(self.a_RI.dtype), self.a_RI)
-        return y + functional.linear(low, self.b_OR).to(y.dtype)
-
-
-def features_of(module: nn.Module) -> tuple[int, int] | None:
-    """Return a linear layer's numbers of inputs and outputs; None for other modules.
-
-    Packed and quantised layers have the same attributes as torch's own. transformers' Conv1D (GPT-2's) keeps its matrix
-    transposed, which changes nothing here: an adapter never reads it.
-    """
-    for inputs, outputs in (("in_features", "out_features"), ("nx", "nf")):
-        found = getattr(module, inputs, None), getattr(module, outputs, None)
-        if isinstance(found[0], int) and isinstance(found[1], int):
-            return found[0], found[1]
-    return None
-
-
 VARIANTS: Mapping[str, str] = {
-    "use_dora": "DoRA, which scales the weights' columns",
     "lora_bias": "biases of its own",
-    "modules_to_save": "whole layers of its own (modules_to_save)",
-    "rank_pattern": "ranks that differ by layer (rank_pattern)",
-    "alpha_pattern": "scales that differ by layer (alpha_pattern)",
     "trainable_token_indices": "embeddings of its own (trainable_token_indices)",
     "target_parameters": "changes to parameters that are no linear layers (target_parameters)",
     "layer_replication": "repeated layers (layer_replication)",
@@ -90,14 +78,52 @@ PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal"})
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Settings of a plain LoRA adapter: its `rank`, and the `scale` of its product."""
+    """Settings of a LoRA adapter: `rank` and `alpha`, and the layers with others, by names or their ends.
+
+    The first name that fits decides.
+    """
 
     rank: int
-    scale: float
+    alpha: float
+    stable: bool = False
+    """Whether the adapter is scaled by the root of the rank (rsLoRA, arXiv 2312.03732), so that higher ranks learn as fast"""
+    dora: bool = False
+    whole: tuple[str, ...] = ()
+    """Ends of the names of modules that are replaced as a whole (`modules_to_save`)"""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product in a layer that no pattern names."""
+        return self._divided(self.alpha, self.rank)
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a layer's matrices."""
+        return _first_fit(self.ranks, module, self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """Return the factor of a layer's product."""
+        return self._divided(_first_fit(self.alphas, module, self.alpha), self.rank_of(module))
+
+    def replaces(self, module: str) -> bool:
+        """Return whether the adapter has a layer of this name itself, or as part of a larger module."""
+        parts = module.split(".")
+        names = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        return any(name.endswith(end) for name in names for end in self.whole)
+
+    def _divided(self, alpha: float, rank: int) -> float:
+        return alpha / (math.sqrt(rank) if self.stable else rank)
+
+
+def _first_fit(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
+    """Return the value of the first pattern that fits the module's name, or its end behind a dot, as peft compares them."""
+    fits = (value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    return next(fits, otherwise)
 
 
 def read_lora_config(file: Path) -> LoraConfig:
-    """Read `adapter_config.json`. Raises CheckpointError if it is damaged, or asks for anything but plain LoRA."""
+    """Read `adapter_config.json`. Raises CheckpointError if it is damaged, or asks for something that is not served."""
     fields = _read(file)
     kind = fields.get("peft_type")
     if kind != "LORA":
@@ -105,16 +131,16 @@ def read_lora_config(file: Path) -> LoraConfig:
     for name, value in fields.items():
         if name in VARIANTS and value:
             raise CheckpointError(
-                f"{file}: the adapter has {VARIANTS[name]}: only plain LoRA is served; train one without it"
+                f"{file}: the adapter has {VARIANTS[name]}: these are not served; train one without it"
             )
         if name not in NEUTRAL and name not in VARIANTS and _is_set(value):
             raise CheckpointError(
                 f"{file}: the adapter sets {name[:64]!r}, which this version of "
-                "swarmnode does not know; upgrade swarmnode, or train a plain LoRA adapter"
+                "swarmnode does not know; upgrade swarmnode, or train the adapter without it"
             )
     if fields.get("bias", "none") != "none":
         raise CheckpointError(
-            f"{file}: the adapter has biases of its own: only plain LoRA is served; train one without biases"
+            f"{file}: the adapter has biases of its own: these are not served; train one without biases"
         )
     start = fields.get("init_lora_weights", True)
     if not (isinstance(start, bool | None) or (isinstance(start, str) and start in PLAIN_STARTS)):
@@ -122,13 +148,45 @@ def read_lora_config(file: Path) -> LoraConfig:
             f"{file}: the adapter began by changing the model's own weights (init_lora_weights {str(start)[:32]!r}): "
             "convert it to plain LoRA with peft (save_pretrained with path_initial_model_for_weight_conversion)"
         )
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    rank = _rank(file, "r", fields.get("r"))
+    alpha = _alpha(file, "lora_alpha", fields.get("lora_alpha"))
+    whole = fields.get("modules_to_save") or []
+    if not isinstance(whole, list) or not all(isinstance(name, str) and name for name in whole):
+        raise CheckpointError(f"{file}: modules_to_save must be a list of names; save the adapter with peft again")
+    return LoraConfig(
+        rank,
+        alpha,
+        bool(fields.get("use_rslora")),
+        bool(fields.get("use_dora")),
+        tuple(whole),
+        {name: _rank(file, "rank_pattern", value) for name, value in _patterns(file, fields, "rank_pattern")},
+        {name: _alpha(file, "alpha_pattern", value) for name, value in _patterns(file, fields, "alpha_pattern")},
+    )
+
+
+def _patterns(file: Path, fields: Mapping[str, Any], name: str) -> list[tuple[str, object]]:
+    """Return the entries of a field that maps names of layers. Raises CheckpointError for regular expressions."""
+    found = fields.get(name) or {}
+    if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
+        raise CheckpointError(f"{file}: {name} must map up to {MAX_PATTERNS} names of layers to numbers")
+    for pattern in found:
+        if len(pattern) > MAX_PATTERN_CHARS or PATTERN.fullmatch(pattern) is None:
+            raise CheckpointError(
+                f"{file}: {name} has the regular expression {pattern[:64]!r}; write the names of the layers, or their ends"
+            )
+    return list(found.items())
+
+
+def _rank(file: Path, name: str, rank: object) -> int:
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
-        raise CheckpointError(f"{file}: r must be a whole number from 1 to {MAX_RANK}")
+        raise CheckpointError(f"{file}: {name} must be a whole number from 1 to {MAX_RANK}")
+    return rank
+
+
+def _alpha(file: Path, name: str, alpha: object) -> float:
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= MAX_ALPHA:
-        raise CheckpointError(f"{file}: lora_alpha must be a number up to {MAX_ALPHA:g}")
-    # rsLoRA (arXiv 2312.03732) divides by the root of the rank, so that higher ranks learn as fast.
-    return LoraConfig(rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank))
+        raise CheckpointError(f"{file}: {name} must be a number up to {MAX_ALPHA:g}")
+    return alpha
 
 
 def _is_set(value: object) -> bool:
@@ -165,11 +223,39 @@ class LoraEntry:
     rank: int
     inputs: int
     outputs: int
+    magnitude: str = ""
+    """Name of DoRA's magnitudes; "" for plain LoRA"""
 
     @property
     def elements(self) -> int:
-        """Number of elements of the entry's two matrices, A and B."""
-        return self.rank * (self.inputs + self.outputs)
+        """Number of elements of the entry's two matrices, A and B, and of DoRA's magnitudes."""
+        return self.rank * (self.inputs + self.outputs) + (self.outputs if self.magnitude else 0)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the entry's tensors in the file."""
+        return [self.a, self.b, *([self.magnitude] if self.magnitude else [])]
+
+
+@dataclass(frozen=True)
+class WholeEntry:
+    """Parameters of a layer that the adapter replaces: their names in the file by those in the layer, and their shapes."""
+
+    parameters: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of all parameters."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the entry's tensors in the file."""
+        return list(self.parameters.values())
+
+
+Entry = LoraEntry | WholeEntry
 
 
 class AdapterFile:
@@ -183,58 +269,78 @@ class AdapterFile:
         self.config_file = config
         self.weights = weights
         self.tensors: Mapping[str, TensorEntry] = read_header(weights)
-        self.layers: Mapping[str, LoraEntry] = self._pair()
+        self.layers: Mapping[str, Entry] = self._pair()
 
     def __repr__(self) -> str:
         return f"<AdapterFile {self.weights} of rank {self.config.rank}, {len(self.layers)} layers>"
 
-    def _pair(self) -> dict[str, LoraEntry]:
+    def _pair(self) -> dict[str, Entry]:
         sides: dict[str, dict[str, str]] = {}
+        replaced: dict[str, dict[str, str]] = {}
         for name, tensor in self.tensors.items():
-            key = KEY.fullmatch(name)
-            if name.endswith(("base_layer.weight", "embed_tokens.weight")):
-                raise self._wrong(
-                    f"{name[:100]} is a layer of the model itself (save_pretrained with save_embedding_layers=False)"
-                )
-            if key is None:
-                raise self._wrong(f"{name[:100]} is no matrix A or B of a linear layer")
-            if tensor.dtype not in DTYPES or len(tensor.shape) != 2:
+            module, part = self._place(name)
+            dims = (1, 2) if part not in ("A", "B") else (2,)
+            if tensor.dtype not in DTYPES or len(tensor.shape) not in dims:
                 raise self._wrong(f"{name[:100]} is no matrix of floating-point numbers")
-            if sides.setdefault(key["module"], {}).setdefault(key["side"], name) != name:
-                raise self._wrong(f"the layer {key['module'][:100]} occurs twice")
-        if not sides:
+            parts = (sides if part in ("A", "B", "m") else replaced).setdefault(module, {})
+            if parts.setdefault(part, name) != name:
+                raise self._wrong(f"the layer {module[:100]} occurs twice")
+        if not sides and not replaced:
             raise self._wrong("it changes nothing")
-        return {module: self._layer(module, pair) for module, pair in sides.items()}
+        if both := sides.keys() & replaced.keys():
+            raise self._wrong(f"the layer {min(both)[:100]} is changed and replaced")
+        return {module: self._layer(module, pair) for module, pair in sides.items()} | {
+            module: WholeEntry(names, {part: self.tensors[name].shape for part, name in names.items()})
+            for module, names in replaced.items()
+        }
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """Return a tensor's layer, and what it is there: "A", "B", "m" (DoRA's magnitudes), or the parameter that it replaces."""
+        if (key := KEY.fullmatch(name)) is not None:
+            return key["module"], key["side"]
+        if self.config.dora and (key := MAGNITUDE.fullmatch(name)) is not None:
+            return key["module"], "m"
+        module, _, part = name.removeprefix(PREFIX).rpartition(".")
+        if name.startswith(PREFIX) and part in REPLACEABLE and self.config.replaces(module):
+            return module, part
+        if name.endswith(("base_layer.weight", "embed_tokens.weight")):
+            raise self._wrong(
+                f"{name[:100]} is a layer of the model itself (save_pretrained with save_embedding_layers=False)"
+            )
+        raise self._wrong(f"{name[:100]} is no matrix A or B of a linear layer")
 
     def _layer(self, module: str, pair: Mapping[str, str]) -> LoraEntry:
-        if set(pair) != {"A", "B"}:
+        if not {"A", "B"} <= set(pair):
             raise self._wrong(f"the layer {module[:100]} lacks one of its two matrices")
         (rank, inputs), (outputs, inner) = self.tensors[pair["A"]].shape, self.tensors[pair["B"]].shape
-        if not rank == inner == self.config.rank:
+        said = self.config.rank_of(module)
+        if not rank == inner == said:
+            raise self._wrong(f"the matrices of {module[:100]} have rank {rank} and {inner}, the config says {said}")
+        if self.config.dora and ("m" not in pair or self.tensors[pair["m"]].shape != (outputs,)):
             raise self._wrong(
-                f"the matrices of {module[:100]} have rank {rank} and {inner}, the config says {self.config.rank}"
+                f"the layer {module[:100]} lacks DoRA's magnitudes, one for each of its {outputs} outputs"
             )
-        return LoraEntry(pair["A"], pair["B"], rank, inputs, outputs)
+        return LoraEntry(pair["A"], pair["B"], rank, inputs, outputs, pair.get("m", ""))
 
     def _wrong(self, what: str) -> CheckpointError:
         return CheckpointError(
-            f"{self.weights}: {what}: only plain LoRA of linear layers is served; save the adapter with peft again"
+            f"{self.weights}: {what}: only LoRA of linear layers is served; save the adapter with peft again"
         )
 
     # -- of a span
 
-    def layers_of(self, family: Family, start: int, end: int) -> dict[str, LoraEntry]:
+    def layers_of(self, family: Family, start: int, end: int) -> dict[str, Entry]:
         """Return the adapter's layers in units [start, end) of the model."""
         return {
             module: layer
             for module, layer in self.layers.items()
-            if any(start <= unit < end for unit in family.units_of_tensor(f"{module}.weight"))
+            if any(start <= unit < end for unit in _units_of(family, module))
         }
 
     def tensors_of(self, family: Family, start: int, end: int) -> list[TensorEntry]:
-        """Return the places in the file of the matrices for units [start, end)."""
+        """Return the places in the file of the tensors for units [start, end)."""
         layers = self.layers_of(family, start, end).values()
-        return [self.tensors[name] for layer in layers for name in (layer.a, layer.b)]
+        return [self.tensors[name] for layer in layers for name in layer.names]
 
     def bytes_of(self, family: Family, start: int, end: int, dtype: torch.dtype) -> int:
         """Return the bytes of memory that the matrices for units [start, end) take in `dtype`."""
@@ -248,26 +354,31 @@ class AdapterFile:
         shape.
         """
         for module in self.layers:
-            if not family.units_of_tensor(f"{module}.weight"):
-                raise CheckpointError(
-                    f"{self.weights}: the model has no layer {module[:100]}; use an adapter of this model"
-                )
+            if not _units_of(family, module):
+                raise self._of_another(f"the model has no layer {module[:100]}")
         for module, layer in self.layers_of(family, start, end).items():
             try:
-                found = features_of(model.get_submodule(module))
+                found = model.get_submodule(module)
             except AttributeError:
-                raise CheckpointError(
-                    f"{self.weights}: the model has no layer {module[:100]}; use an adapter of this model"
-                ) from None
-            if found is None:
-                raise CheckpointError(
-                    f"{self.weights}: {module[:100]} is not a linear layer of the model; use an adapter of this model"
+                raise self._of_another(f"the model has no layer {module[:100]}") from None
+            if isinstance(layer, LoraEntry):
+                self._check_sizes(module, layer, features_of(found))
+            elif shapes_of(found) != layer.shapes:
+                raise self._of_another(
+                    f"{module[:100]} is no layer of the model that can be replaced, or has parameters of other shapes"
                 )
-            if found != (layer.inputs, layer.outputs):
-                raise CheckpointError(
-                    f"{self.weights}: {module[:100]} maps {found[0]} values to {found[1]} in the model, "
-                    f"and {layer.inputs} to {layer.outputs} in the adapter; use an adapter of this model"
-                )
+
+    def _check_sizes(self, module: str, layer: LoraEntry, found: tuple[int, int] | None) -> None:
+        if found is None:
+            raise self._of_another(f"{module[:100]} is not a linear layer of the model")
+        if found != (layer.inputs, layer.outputs):
+            raise self._of_another(
+                f"{module[:100]} maps {found[0]} values to {found[1]} in the model, "
+                f"and {layer.inputs} to {layer.outputs} in the adapter"
+            )
+
+    def _of_another(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.weights}: {what}; use an adapter of this model")
 
     def check_numbers(self) -> None:
         """Read all matrices. Raises CheckpointError if a number is NaN or infinite."""
@@ -277,18 +388,42 @@ class AdapterFile:
 
     def load(
         self, family: Family, model: nn.Module, start: int, end: int, *, device: torch.device, dtype: torch.dtype
-    ) -> dict[str, Lora]:
-        """Load the layers of units [start, end), to be added to those of `model`. Raises CheckpointError."""
+    ) -> dict[str, Change]:
+        """Load the layers of units [start, end), for those of `model`. Raises CheckpointError."""
         self.check(family, model, start, end)
-        loras: dict[str, Lora] = {}
-        with _opened(self.weights) as read:
+        changes: dict[str, Change] = {}
+        with _opened(self.weights) as read, torch.inference_mode():
             for module, layer in self.layers_of(family, start, end).items():
-                # The scale is applied once, before the rounding.
-                a_RI, b_OR = read(layer.a).to(dtype), (read(layer.b).float() * self.config.scale).to(dtype)
-                for name, matrix in ((layer.a, a_RI), (layer.b, b_OR)):
-                    self._check_finite(name, matrix)
-                loras[module] = Lora(a_RI.to(device), b_OR.to(device))
-        return loras
+                of_model = model.get_submodule(module)
+                if isinstance(layer, LoraEntry):
+                    changes[module] = self._lora(read, module, layer, of_model, device, dtype)
+                else:
+                    tensors = {part: read(name).to(dtype) for part, name in layer.parameters.items()}
+                    for part, tensor in tensors.items():
+                        self._check_finite(layer.parameters[part], tensor)
+                    changes[module] = whole(of_model, {part: tensor.to(device) for part, tensor in tensors.items()})
+        return changes
+
+    def _lora(
+        self,
+        read: Callable[[str], Tensor],
+        module: str,
+        layer: LoraEntry,
+        of_model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Lora:
+        a_RI, b_OR = read(layer.a), read(layer.b).float() * self.config.scale_of(module)
+        gain_O = bias_O = None
+        if layer.magnitude:
+            gain_O, b_OR = dora(of_model, a_RI, b_OR, read(layer.magnitude))
+            gain_O, bias_O = gain_O.to(dtype), getattr(of_model, "bias", None)
+            self._check_finite(layer.magnitude, gain_O)
+        # The scale is applied once, before the rounding.
+        a_RI, b_OR = a_RI.to(dtype), b_OR.to(dtype)
+        for name, matrix in ((layer.a, a_RI), (layer.b, b_OR)):
+            self._check_finite(name, matrix)
+        return Lora(a_RI.to(device), b_OR.to(device), None if gain_O is None else gain_O.to(device), bias_O)
 
     def _check_finite(self, name: str, matrix: Tensor) -> None:
         if not bool(matrix.isfinite().all()):
@@ -296,6 +431,11 @@ class AdapterFile:
             raise CheckpointError(
                 f"{self.weights}: {name[:100]} holds NaN or infinity in {kind}; train the adapter again"
             )
+
+
+def _units_of(family: Family, module: str) -> tuple[int, ...]:
+    """Return the units that hold a layer. A tied matrix is two layers: the adapter's is the one that it names."""
+    return (0,) if module == family.input_embedding else family.units_of_tensor(f"{module}.weight")
 
 
 @contextmanager

@@ -4,8 +4,8 @@ A compressor only does arithmetic: `run` is a generator of rounds, and its drive
 all parts of a round are taken. The kept state changes only by `accept`, when the step is committed, so that a failed attempt leaves
 no trace.
 
-Memory besides the two vectors: none of their size without error feedback. With it (int4, top-k, PowerSGD) there is the attempt's
-residual, which takes the place of the last one when the step is committed.
+Memory besides the two vectors: none of their size without error feedback. With it (int4, int2, top-k, PowerSGD) there is the
+attempt's residual, which takes the place of the last one when the step is committed.
 
 Shape letter: N elements of all tensors together.
 """
@@ -27,8 +27,8 @@ from swarmnode.compute.training.averaging.robust_aggregation import CentredClipp
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.swarm.records.run import Averaging
 
-COARSE = frozenset({Codec.INT8, Codec.INT4, *SPARSE_CODECS})  # codecs for matrices only
-ACCOUNTED = frozenset({Codec.INT4, *SPARSE_CODECS})  # codecs that lose too much without error feedback
+COARSE = frozenset({Codec.INT8, Codec.INT4, Codec.INT2, *SPARSE_CODECS})  # codecs for matrices only
+ACCOUNTED = frozenset({Codec.INT4, Codec.INT2, *SPARSE_CODECS})  # codecs that lose too much without error feedback
 DECAY = {Codec.TOPK2: 0.95}  # factor of the residual, each time: SparseLoCo's, in place of an outer momentum
 
 Rounds = Generator[Round, None, None]

@@ -41,6 +41,37 @@ def test_ranks_scale_as_peft_has_it(tmp_path, tensors):
     assert adapter_in(stable).config.scale == ALPHA / math.sqrt(RANK)
 
 
+def test_layers_have_ranks_and_scales_of_their_own(tmp_path, model):
+    wide, narrow = (
+        matrices(model, lambda name, at=at: f"layers.{at}.self_attn.q_proj" in name, rank=rank)
+        for at, rank in ((0, 8), (1, 2))
+    )
+    fields = {
+        "rank_pattern": {"layers.0.self_attn.q_proj": 8, "q_proj": 2},
+        "alpha_pattern": {"^model.layers.1.self_attn.q_proj": 5, r"layers\.0\.self_attn\.q_proj$": 3, "proj": 99},
+    }
+    config = adapter_in(write_adapter(tmp_path, wide | narrow, **fields)).config
+    assert [config.rank_of(f"model.layers.{at}.self_attn.q_proj") for at in (0, 1)] == [8, 2]
+    assert [config.scale_of(f"model.layers.{at}.self_attn.q_proj") for at in (0, 1)] == [3 / 8, 5 / 2]
+    assert config.scale_of("model.layers.0.mlp.up_proj") == config.scale == ALPHA / RANK
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("lm_head.weight", (5, 5), "parameters of other shapes"),
+        ("model.layers.0.self_attn.bias", (64,), "no layer of the model that can be replaced"),
+        ("model.layers.0.self_attn.q_proj.weight", (64, 64), "changed and replaced"),
+        ("model.layers.0.self_attn.q_proj.scale", (64,), "no matrix A or B"),
+        ("model.layers.0.mlp.up_proj.weight", (64, 64), "no matrix A or B"),
+    ],
+)
+def test_replaced_layers_that_do_not_fit_are_refused(tmp_path, tensors, span, name, shape, said):
+    saved = {**tensors, f"base_model.model.{name}": torch.ones(shape)}
+    with pytest.raises(CheckpointError, match=said):
+        load(write_adapter(tmp_path, saved, modules_to_save=["lm_head", "self_attn"]), span)
+
+
 def test_neutral_fields_are_taken(tmp_path, tensors):
     fields = {
         "base_model_name_or_path": "somebody/model",
@@ -60,12 +91,16 @@ def test_neutral_fields_are_taken(tmp_path, tensors):
     ("fields", "said"),
     [
         ({"peft_type": "IA3"}, "only LORA"),
-        ({"use_dora": True}, "DoRA"),
+        ({"use_dora": True}, "lacks DoRA's magnitudes"),
         ({"bias": "all"}, "biases"),
         ({"lora_bias": True}, "biases"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 8}}, "alpha_pattern"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save"),
+        ({"rank_pattern": {"q_proj": 8}}, "the config says 8"),
+        ({"rank_pattern": {"q_proj": 0}}, "rank_pattern must be"),
+        ({"rank_pattern": {"(a+)+b": 4}}, "regular expression"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern must map"),
+        ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern must be"),
+        ({"alpha_pattern": {"x" * 300: 8}}, "regular expression"),
         ({"target_parameters": ["experts.gate"]}, "target_parameters"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa"),
         ({"init_lora_weights": ["pissa"]}, "pissa"),

@@ -24,9 +24,9 @@ from tests.compute.training.averaging.together import agree
 SHAPES = [Size((40, 24)), Size((24,)), Size((24, 33)), Size((7,))]
 LENGTH = sum(shape.numel() for shape in SHAPES)
 WEIGHTS = [0.5, 0.25, 0.25]
-CODECS = [Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8, Codec.INT4, Codec.TOPK, Codec.TOPK2]
+CODECS = [Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8, Codec.INT4, Codec.INT2, Codec.TOPK, Codec.TOPK2]
 STEPS = 120
-ERROR = {Codec.NONE: 1e-6, Codec.BF16: 0.01, Codec.FP16: 1e-3, Codec.INT8: 0.02, Codec.INT4: 0.2}
+ERROR = {Codec.NONE: 1e-6, Codec.BF16: 0.01, Codec.FP16: 1e-3, Codec.INT8: 0.02, Codec.INT4: 0.2, Codec.INT2: 0.7}
 
 
 def vectors(seed: int, weights: list[float] = WEIGHTS) -> list[Tensor]:

@@ -1,0 +1,360 @@
+"""Optimisers beside those that they should beat, by the learners that swarms train with. Prints JSON with ratios.
+
+    python contrib/benchmarks/optimisers.py packages                          # differences to schedulefree and lion-pytorch
+    python contrib/benchmarks/optimisers.py eva [--steps 200] [--seeds 3]     # needs scikit-learn
+    python contrib/benchmarks/optimisers.py muon [--tokens 1000000] [--hidden 320] [--layers 8] [--seeds 3]
+    python contrib/benchmarks/optimisers.py muloco [--steps 400] [--every 50] [--seeds 3]
+
+`eva` trains a small ResNet on scikit-learn's digits, with SGD with momentum and with Eva, each over one grid of learning rates. It
+prints the steps and CPU seconds after which Eva has reached SGD's last loss, relative to SGD's. `muon` trains a byte-level Llama on
+the standard library's sources, and prints the tokens that Muon needs for AdamW's last held-out loss. `muloco` trains four replicas
+that average every 50 steps, with AdamW in float32 and with Muon in two bits, and prints the held-out loss of their mean and the
+bytes that a replica sends.
+All numbers are of this machine and these sizes, which are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from corpus import batches, read_corpus
+from torch import Tensor, nn
+from torch.nn import functional
+
+sys.path.append(str(Path(__file__).parents[2]))  # replicas in one process belong to the tests
+
+from swarmnode.codec.tensors import Codec
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.optimizer import Optimizer
+from swarmnode.compute.training.segment import Segment, Shares, Values
+from swarmnode.swarm.records.run import Averaging, Run
+from tests.compute.training.averaging.together import agree
+
+CLASSES, VOCABULARY = 10, 256
+LAST = 10  # steps whose mean is a run's last loss
+RATES = {"sgd": (0.03, 0.1, 0.3, 1.0), "eva": (0.03, 0.1, 0.3, 1.0)}
+MUON = {"optimizer": "muon", "momentum": 0.95}
+SEQUENCE, SAMPLES = 64, 8
+REPLICAS = 4
+
+
+class Residual(nn.Module):
+    """Residual block of two convolutions with batch norms."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layers = [[nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)] for _ in range(2)]
+        self.path = nn.Sequential(*layers[0], nn.ReLU(), *layers[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the block's output, of the shape of its input."""
+        return functional.relu(x + self.path(x))
+
+
+class Digits(Segment):
+    """ResNet for images of 8 x 8 in one layer."""
+
+    start, end, units = 0, 1, 1
+
+    def __init__(self, seed: int, width: int = 16) -> None:
+        torch.manual_seed(seed)
+        self.device = torch.device("cpu")
+        stem = [nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
+        blocks = [Residual(width), nn.AvgPool2d(2), Residual(width), Residual(width)]
+        self.net = nn.Sequential(
+            *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)
+        ).train()
+
+    def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
+        """Return the parameters of the one layer."""
+        return {0: dict(self.net.named_parameters())}
+
+    def buffers(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """Return the running statistics of the one layer."""
+        return {0: dict(self.net.named_buffers())}
+
+    def forward(
+        self, values: Values, start: int, end: int, seed: int, labels: Values = (), shares: Shares = ()
+    ) -> Values:
+        """Return the mean loss."""
+        return (functional.cross_entropy(self.net(values[0]), labels[0]),)
+
+
+def run_of(steps: int, **settings: Any) -> Run:
+    """Return a run of one microbatch a step, with a constant rate after a warm-up."""
+    usual = {"data": bytes(32), "steps": steps, "batch": 1, "microbatch": 1, "schedule": "cosine"}
+    return Run(**{**usual, "warmup_steps": max(1, steps // 20), **settings})
+
+
+def one_step(learner: Learner, inputs: Values, labels: Values) -> float:
+    """Train one step and return its loss."""
+    (loss,) = learner.forward(0, 0, 0, learner.segment.units, inputs, labels)
+    learner.backward(0, ())
+    learner.commit({}, math.sqrt(learner.squared_norm(learner.blocks)))
+    return float(loss)
+
+
+def interval(numbers: Sequence[float]) -> list[float]:
+    """Return the mean, the least and the largest, rounded."""
+    return [round(one, 4) for one in (statistics.fmean(numbers), min(numbers), max(numbers))]
+
+
+# -- Eva
+
+
+def digits_losses(name: str, rate: float, steps: int, seed: int) -> tuple[list[float], float]:
+    """Return the smoothed losses of a training on digits, and its CPU seconds for a step."""
+    from sklearn.datasets import load_digits
+
+    data: Any = load_digits()
+    images_NCHW, labels_N = torch.tensor(data.images[:, None] / 16).float(), torch.tensor(data.target)
+    settings: dict[str, Any] = {"clip": 1e-3, "epsilon": 0.03} if name == "eva" else {"clip": 0.0}
+    run = run_of(steps, optimizer=name, learning_rate=rate, momentum=0.9, weight_decay=5e-4, **settings)
+    learner = Learner(Digits(seed), run)
+    generator = torch.Generator().manual_seed(seed)
+    losses: list[float] = []
+    began_s = time.process_time()
+    for _ in range(steps):
+        chosen_B = torch.randint(len(labels_N), (64,), generator=generator)
+        losses.append(one_step(learner, (images_NCHW[chosen_B],), (labels_N[chosen_B],)))
+    step_s = (time.process_time() - began_s) / steps
+    return [statistics.fmean(losses[max(0, end - LAST) : end]) for end in range(1, steps + 1)], step_s
+
+
+def eva(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compare Eva with SGD."""
+    for seed in range(arguments.seeds):
+        runs = {
+            name: {rate: digits_losses(name, rate, arguments.steps, seed) for rate in rates}
+            for name, rates in RATES.items()
+        }
+        best = {name: min(rates, key=lambda rate, rates=rates: rates[rate][0][-1]) for name, rates in runs.items()}  # type: ignore[misc]
+        goal, sgd_s = runs["sgd"][best["sgd"]][0][-1], runs["sgd"][best["sgd"]][1]
+        reached = {rate: first_below(losses, goal) for rate, (losses, _) in runs["eva"].items()}
+        found = {rate: steps for rate, steps in reached.items() if steps is not None}
+        quickest = min(found, key=lambda rate: found[rate]) if found else None
+        yield {
+            "seed": seed,
+            "steps": arguments.steps,
+            "sgd": {str(rate): round(losses[-1], 5) for rate, (losses, _) in runs["sgd"].items()},
+            "eva": {str(rate): round(losses[-1], 5) for rate, (losses, _) in runs["eva"].items()},
+            "steps_ratio": None if quickest is None else round(found[quickest] / arguments.steps, 3),
+            "time_ratio": None
+            if quickest is None
+            else round(found[quickest] * runs["eva"][quickest][1] / (arguments.steps * sgd_s), 3),
+        }
+
+
+def first_below(losses: Sequence[float], goal: float) -> int | None:
+    """Return the number of steps after which a loss is at most `goal`; None if none is."""
+    return next((number for number, loss in enumerate(losses, 1) if loss <= goal and number >= LAST), None)
+
+
+# -- language models
+
+
+def llama(folder: Path, hidden: int, layers: int, seed: int) -> Path:
+    """Write a random byte-level Llama, and return its folder."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        max_position_embeddings=SEQUENCE,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def learner_of(folder: Path, run: Run) -> Learner:
+    """Return a learner of the whole model."""
+    checkpoint = Checkpoint(folder)
+    return Learner(load_segment(checkpoint, 0, checkpoint.units), run)
+
+
+def held_out(learner: Learner, ids_NT: Tensor) -> float:
+    """Return the mean loss of held-out windows."""
+    found = [learner.compute(0, 0, learner.segment.units, (ids_BT,), (ids_BT,))[0] for ids_BT in ids_NT.split(SAMPLES)]
+    return float(torch.stack(found).mean())
+
+
+def data_of(seed: int, batch: int) -> tuple[Iterator[Tensor], Tensor]:
+    """Return batches ids_BT to learn, and held-out windows ids_NT."""
+    corpus_N = read_corpus()
+    cut = len(corpus_N) - 64 * SEQUENCE
+    return batches(corpus_N[:cut], batch, SEQUENCE, seed), corpus_N[cut:].view(-1, SEQUENCE)
+
+
+def muon(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compare Muon with AdamW, both over one grid of rates."""
+    tokens = SAMPLES * SEQUENCE
+    steps = arguments.tokens // tokens
+    every = max(1, steps // 25)
+    for seed in range(arguments.seeds):
+        curves: dict[str, dict[float, list[float]]] = {"adamw": {}, "muon": {}}
+        with tempfile.TemporaryDirectory() as folder:
+            path = llama(Path(folder), arguments.hidden, arguments.layers, seed)
+            for (name, found), rate in itertools.product(curves.items(), arguments.rates):
+                settings = MUON if name == "muon" else {}
+                learner = learner_of(path, run_of(steps, learning_rate=rate, sequence=SEQUENCE, **settings))
+                feed, ids_NT = data_of(seed, SAMPLES)
+                found[rate] = []
+                for step in range(steps):
+                    ids_BT = next(feed)
+                    one_step(learner, (ids_BT,), (ids_BT,))
+                    if step % every == every - 1 or step == steps - 1:
+                        found[rate].append(held_out(learner, ids_NT))
+        goal = min(losses[-1] for losses in curves["adamw"].values())
+        reached = [
+            next((place * every for place, loss in enumerate(losses, 1) if loss <= goal), None)
+            for losses in curves["muon"].values()
+        ]
+        quickest = min((one for one in reached if one is not None), default=None)
+        yield {
+            "seed": seed,
+            "tokens": steps * tokens,
+            "hidden": arguments.hidden,
+            "layers": arguments.layers,
+            **{name: {str(rate): round(one[-1], 4) for rate, one in found.items()} for name, found in curves.items()},
+            "tokens_ratio": None if quickest is None else round(min(quickest, steps) / steps, 3),
+        }
+
+
+# -- MuLoCo
+
+
+def replicas_loss(path: Path, run: Run, seed: int) -> tuple[float, float]:
+    """Return the held-out loss of replicas that average, and the bytes that one of them sends at each averaging."""
+    members = [learner_of(path, run) for _ in range(REPLICAS)]
+    blocks = tuple(members[0].blocks)
+    compressors = [make_gradient_compressor(run.averaging, members[0].shapes(blocks)) for _ in members]
+    feed, ids_NT = data_of(seed, REPLICAS * SAMPLES)
+    sent_bytes = []
+    for step in range(run.steps):
+        for member, ids_BT in zip(members, next(feed).chunk(REPLICAS), strict=True):
+            member.forward(0, 0, 0, member.segment.units, (ids_BT,), (ids_BT,))
+            member.backward(0, ())
+        ways: list[Mapping[tuple[int, ...], Tensor]] = [{} for _ in members]
+        if step % run.averaging.every == run.averaging.every - 1 or step == run.steps - 1:
+            own = [member.pseudo_gradients(blocks) / REPLICAS for member in members]
+            agreed, crossed_bytes = agree(compressors, own, [1 / REPLICAS] * REPLICAS)
+            for compressor in compressors:
+                compressor.accept()
+            ways = [{blocks: way_N} for way_N in agreed]
+            sent_bytes.append(crossed_bytes / REPLICAS)
+        for member, way in zip(members, ways, strict=True):
+            norm = math.sqrt(member.apart_squared_norm(blocks))
+            member.commit({}, norm, summed=(), apart=blocks, pseudo_gradients=way)
+    return held_out(members[0], ids_NT), statistics.fmean(sent_bytes)
+
+
+def muloco(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compare MuLoCo with DiLoCo."""
+    averagings = {
+        "diloco": Averaging(every=arguments.every),
+        "muloco": Averaging(every=arguments.every, codec=Codec.INT2),
+    }
+    for seed in range(arguments.seeds):
+        losses: dict[str, float] = {}
+        sent: dict[str, float] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            path = llama(Path(folder), arguments.hidden, arguments.layers, seed)
+            for name, averaging in averagings.items():
+                settings = MUON if name == "muloco" else {}
+                found = [
+                    replicas_loss(
+                        path,
+                        run_of(arguments.steps, learning_rate=rate, averaging=averaging, sequence=SEQUENCE, **settings),
+                        seed,
+                    )
+                    for rate in arguments.rates
+                ]
+                losses[name], sent[name] = min(found)
+        yield {
+            "seed": seed,
+            "steps": arguments.steps,
+            "every": arguments.every,
+            "hidden": arguments.hidden,
+            "layers": arguments.layers,
+            **{name: round(loss, 4) for name, loss in losses.items()},
+            "loss_ratio": round(losses["muloco"] / losses["diloco"], 4),
+            "bytes_ratio": round(sent["muloco"] / sent["diloco"], 4),
+        }
+
+
+# -- packages
+
+
+def packages(_arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Compare updates with those of the packages schedulefree and lion-pytorch."""
+    from lion_pytorch import Lion
+    from schedulefree import AdamWScheduleFree
+
+    settings: dict[str, Any] = {"weight_decay": 0.1, "warmup_steps": 3, "schedule": "constant"}
+    free = run_of(20, optimizer="schedule-free", betas=(0.9, 0.999), learning_rate=1e-2, **settings)
+    sign = run_of(20, optimizer="lion", betas=(0.9, 0.99), learning_rate=1e-3, **settings)
+    cases: list[tuple[Run, Callable[[list[nn.Parameter]], Any]]] = [
+        (free, lambda own: AdamWScheduleFree(own, lr=1e-2, betas=free.betas, weight_decay=0.1, warmup_steps=3)),
+        (sign, lambda own: Lion(own, lr=1e-3, betas=sign.betas, weight_decay=0.1)),
+    ]
+    for run, theirs in cases:
+        own, other = ({"weight": nn.Parameter(torch.linspace(-1, 1, 400).view(20, 20))} for _ in range(2))
+        optimizer, reference = Optimizer(own, run), theirs([*other.values()])
+        for step in range(run.steps):
+            gradient = torch.randn(20, 20, generator=torch.Generator().manual_seed(step))
+            own["weight"].grad, other["weight"].grad = gradient.clone(), gradient.clone()
+            optimizer.update(step)
+            if run is free:
+                reference.train()
+            else:
+                reference.param_groups[0]["lr"] = run.learning_rate_at(step)
+            reference.step()
+        if run is free:
+            reference.eval()
+        apart = float((own["weight"] - other["weight"]).detach().abs().max())
+        yield {"optimizer": run.optimizer, "steps": run.steps, "largest_difference": apart}
+
+
+def main() -> None:
+    """Run the benchmark that is named, print a line for each seed, and a last one with means and ranges of the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["packages", "eva", "muon", "muloco"])
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--hidden", type=int, default=320)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    arguments = parser.parse_args()
+    rows = []
+    for row in {"packages": packages, "eva": eva, "muon": muon, "muloco": muloco}[arguments.what](arguments):
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    ratios = {name for row in rows for name in row if name.endswith("ratio")}
+    found = {name: [row[name] for row in rows if row[name] is not None] for name in sorted(ratios)}
+    print(json.dumps({name: interval(numbers) for name, numbers in found.items() if numbers}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Update rules beside torch's own, each for one parameter."""

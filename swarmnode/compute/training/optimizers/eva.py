@@ -1,0 +1,144 @@
+"""Eva (arXiv 2308.02123): K-FAC with rank-one factors, the running means of each layer's inputs and of its outputs' gradients.
+
+An update is (G - (g'Ga) / (damping + |g|^2 |a|^2) ga') / damping, for a gradient G with a row for each output, the mean input a and
+the mean gradient g. A bias is one more column, with an input of 1. `clip` bounds the KL divergence of the step: all updates are
+multiplied by min(1, sqrt(clip / (learning_rate^2 * sum(update * G)))), with the sum over the whole model. Parameters that no linear
+layer or convolution uses as its weights keep their own gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.grad import conv2d_weight
+from torch.overrides import TorchFunctionMode
+
+from swarmnode.compute.training.optimizers.muon import is_matrix
+
+LINEAR = (functional.linear, torch.ops.aten.linear.default)
+CONVOLUTION = (functional.conv2d, torch.ops.aten.conv2d.default)
+DIMENSIONS = (2, 4)  # of weights of linear layers and of convolutions
+
+
+class LayerMeans(NamedTuple):
+    """Means of one layer: of its inputs (`input_I`) and of the gradients of its outputs (`output_O`), for outputs' mean loss."""
+
+    input_I: Tensor
+    output_O: Tensor
+
+
+def is_watched(name: str, parameter: Tensor) -> bool:
+    """Return whether the means of the layer with this weight are taken: matrices and kernels, but for embeddings and heads."""
+    return parameter.requires_grad and parameter.dim() in DIMENSIONS and is_matrix(name, parameter)
+
+
+def shapes_of(parameter: Tensor) -> tuple[torch.Size, torch.Size]:
+    """Return the shapes of the means of a weight's layer."""
+    outputs = len(parameter)
+    return torch.Size([parameter.numel() // outputs]), torch.Size([outputs])
+
+
+def keys_of(name: str) -> tuple[str, str]:
+    """Return the names of the means of the layer whose weight is `name`, among changes of statistics."""
+    return f"{name}/input", f"{name}/output"
+
+
+def clip_factor(clip: float, learning_rate: float, norm: float) -> float:
+    """Return the factor of all updates. `norm` is the square root of the sum of update * G; a `clip` of 0 turns clipping off."""
+    size = learning_rate * norm
+    return min(1.0, math.sqrt(clip) / size) if clip and size else 1.0
+
+
+def moved(mean: Tensor, newest: Tensor, decay: float, step: int) -> Tensor:
+    """Return the running mean after step `step` (from 0). The first step's mean is the newest."""
+    return mean.lerp(newest, 1 - decay) if step else newest.clone()
+
+
+def curvature(gradient: Tensor, bias_O: Tensor | None, means: LayerMeans, damping: float) -> tuple[float, float]:
+    """Return the factor of ga' that an update of damping 1 takes from the gradient, and the sum of update * G."""
+    gradient_OI = gradient.reshape(len(gradient), -1)
+    projected_O = gradient_OI @ means.input_I
+    square = float(gradient_OI.square().sum())
+    input_square = float(means.input_I.square().sum())
+    if bias_O is not None:
+        projected_O = projected_O + bias_O
+        square += float(bias_O.square().sum())
+        input_square += 1.0
+    along = float(means.output_O @ projected_O)
+    factor = along / (damping + input_square * float(means.output_O.square().sum()))
+    return factor, max(0.0, square - along * factor) / damping
+
+
+def precondition(gradient: Tensor, bias_O: Tensor | None, means: LayerMeans, *, damping: float, clipped: float) -> None:
+    """Replace a layer's gradients by its update, multiplied by `clipped`."""
+    factor, _ = curvature(gradient, bias_O, means, damping)
+    gradient.view(len(gradient), -1).addr_(means.output_O, means.input_I, alpha=-factor).mul_(clipped / damping)
+    if bias_O is not None:
+        bias_O.sub_(means.output_O, alpha=factor).mul_(clipped / damping)
+
+
+class LayerWatch(TorchFunctionMode):
+    """Mode that writes down the means of the layers whose weights are `watched`, as a pass calls them.
+
+    `watched` holds the target of each weight's means by its id: the changes of its layer's statistics, and the weight's name. The
+    gradients come later, when the graph goes back.
+    """
+
+    def __init__(self, watched: Mapping[int, tuple[dict[str, Tensor], str]]) -> None:
+        super().__init__()
+        self._watched = watched
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch, and watch it if it is a layer."""
+        output = func(*args, **(kwargs or {}))
+        if func in LINEAR or func in CONVOLUTION:
+            inputs, weight, *more = args
+            if id(weight) in self._watched and (func in LINEAR or _is_plain(more, kwargs or {})):
+                self._watch(func in LINEAR, output, inputs.detach(), weight, more, kwargs or {})
+        return output
+
+    @torch.no_grad()
+    def _watch(
+        self, is_linear: bool, output: Tensor, inputs: Tensor, weight: Tensor, more: list[Any], named: Mapping[str, Any]
+    ) -> None:
+        changes, name = self._watched[id(weight)]
+        input_key, output_key = keys_of(name)
+        mean_I = (
+            inputs.float().reshape(-1, inputs.shape[-1]).mean(0)
+            if is_linear
+            else _mean_patch(inputs.float(), weight, output, _geometry(more, named))
+        )
+        _add(changes, input_key, mean_I)
+        if output.requires_grad:
+            others = [place for place in range(output.dim()) if place != (output.dim() - 1 if is_linear else 1)]
+            output.register_hook(lambda gradient: _add(changes, output_key, gradient.detach().float().sum(others)))
+
+
+def _add(changes: dict[str, Tensor], key: str, value: Tensor) -> None:
+    changes[key] = changes[key] + value if key in changes else value
+
+
+def _geometry(more: list[Any], named: Mapping[str, Any]) -> tuple[Any, Any, Any, int]:
+    """Return stride, padding, dilation and groups of a convolution by its arguments behind the weight."""
+    given = dict(zip(("bias", "stride", "padding", "dilation", "groups"), more, strict=False)) | dict(named)
+    return given.get("stride", 1), given.get("padding", 0), given.get("dilation", 1), given.get("groups", 1)
+
+
+def _is_plain(more: list[Any], named: Mapping[str, Any]) -> bool:
+    """Return whether a convolution has one group, and its padding in numbers."""
+    _, padding, _, groups = _geometry(more, named)
+    return groups == 1 and not isinstance(padding, str)
+
+
+def _mean_patch(inputs_NCHW: Tensor, weight: Tensor, output: Tensor, geometry: tuple[Any, Any, Any, int]) -> Tensor:
+    """Return the mean_I of all patches that a convolution multiplies, without making them: the gradient of a kernel, for ones."""
+    ones = torch.ones_like(output[:, :1], dtype=inputs_NCHW.dtype)
+    sums: Tensor = conv2d_weight(inputs_NCHW, (1, *weight.shape[1:]), ones, *geometry)
+    return sums.flatten() / ones.numel()
