@@ -50,7 +50,7 @@ def open_draft(model: str, folder: Path, served: Checkpoint) -> Checkpoint:
     if isinstance(served, GraphCheckpoint):
         raise UsageError("--draft-model: this swarm serves a module, which writes no text: leave the option out")
     draft = open_model(model, folder, packs=True, force=True)
-    own, other = draft.config.vocab_size, served.config.vocab_size
+    own, other = getattr(draft.config, "vocab_size", 0), served.config.vocab_size
     if own != other:
         raise UsageError(
             f"--draft-model {model}: its vocabulary has {own:,} tokens, and that of the swarm's model has {other:,}: "

@@ -15,6 +15,7 @@ from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import Account
+from swarmnode.lending.lending import LendingState
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.serving.client.generation import Generation
@@ -165,3 +166,19 @@ async def test_a_draft_model_takes_memory_from_the_layers(founded: Founded, tiny
         late = swarm.node("n1", "0:6", config=NodeConfig(HostConfig(tmp_path / "late", name="n1"), small))
         with pytest.raises(LocalError, match=r"--draft-model needs .* are lent: lend more with --memory"):
             await late.wait_for("ready")
+
+
+@in_virtual_time
+async def test_the_draft_model_ends_with_a_pause_and_comes_back(
+    founded: Founded, tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6") as (swarm, client):
+        first = swarm.members["n0"]
+        before, lending = stage_of(first).draft, first.node.lending
+        lending.pause("a film")
+        await lending.until(LendingState.PAUSED)
+        lending.resume()
+        await lending.until(LendingState.RUNNING)
+        await sees_ready(client, 2)
+        assert (await ask(client)).ids == tiny.alone(PROMPT, NEW)
+        assert stage_of(first).draft not in (None, before) and guesses(first)["model"] > 0

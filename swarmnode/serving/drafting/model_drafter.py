@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 STRIDE = 4  # guesses that are computed together
+TEXT_BYTES = 40  # of memory for each token of a text: an entry of a list, and an int
 
 log = logging.getLogger(__name__)
 
