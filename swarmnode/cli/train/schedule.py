@@ -78,10 +78,11 @@ class ScheduleOptions:
         fields = dataclasses.asdict(self)
         defaults = USUAL | PUBLISHED.get(self.optimizer, {})
         fields |= {name: default for name, default in defaults.items() if fields[name] is None}
+        betas = fields.pop("beta1"), fields.pop("beta2")
         return {
             **fields,
             "steps": self.steps or 1,
-            "betas": (fields.pop("beta1"), fields.pop("beta2")),
+            "betas": betas,
             "schedule": RECIPE,
             "autocast": self.autocast and self.optimizer != "eva",
         }
