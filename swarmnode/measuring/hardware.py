@@ -40,6 +40,7 @@ from swarmnode.counting import format_bytes, layers
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
+from swarmnode.measuring.draft_part import CACHE_TOKENS, DraftPart
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
 from swarmnode.plan.audits.judgement import KV8, PACKED
@@ -81,6 +82,7 @@ class Hardware:
     folder: Path | None = None  # holds the model's tokenizer
     products: str = PLAIN  # of packed weights
     width: int = 0  # float32 values per position, or per sample of a module, that pass between two units
+    draft: DraftPart | None = None  # on the first device, if this node holds the first layers
 
     def __repr__(self) -> str:
         return f"<Hardware {self.device_name}, {self.capacity_units} units in {self.dtype}>"
@@ -94,6 +96,7 @@ class Hardware:
         trains: bool = False,
         host: MemoryLedger | None = None,
         clock: Clock = MACHINE_CLOCK,
+        draft: Checkpoint | None = None,
     ) -> Hardware:
         """Determine the capacity of the devices, and set the limit of the `host` ledger, which is also the device's if that is the
         CPU.
@@ -104,6 +107,7 @@ class Hardware:
             trains: Whether the units are trained, rather than served.
             host: The ledger of the host's memory.
             clock: For the throttles of the devices.
+            draft: Model whose texts are guesses. Its memory on the first device is not available to layers.
 
         Raises:
             UsageError: An option is not valid, or not for this kind of model.
@@ -131,6 +135,9 @@ class Hardware:
         products = _products(config) if _stays_packed(devices, checkpoint, config, dtype) else PLAIN
         sizes = _sizes(checkpoint, dtype, config, trains=trains, keeps_packed=products != PLAIN)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
+        part = None if draft is None else _draft_part(devices[:1], draft, config)
+        if part is not None:
+            lent = _set_aside(lent, part)
         hardware = cls(
             lent,
             dtype,
@@ -141,6 +148,7 @@ class Hardware:
             checkpoint.path,
             products=products,
             width=_width(checkpoint),
+            draft=part,
         )
         if hardware.capacity_units == 0:
             raise LocalError(
@@ -362,6 +370,28 @@ def _sizes(
     if isinstance(checkpoint, GraphCheckpoint):
         return graph_sizes(checkpoint)
     return unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize, keeps_packed=keeps_packed, kv=config.kv)
+
+
+def _draft_part(devices: Sequence[Device], draft: Checkpoint, config: StageConfig) -> DraftPart:
+    """Return a draft model as it will be loaded on the one device in `devices`: its weights are not quantised again."""
+    config = replace(config, quantize="none")
+    dtype = _common_dtype(devices, _own_dtype(devices, draft, config), config.dtype)
+    products = _products(config) if _stays_packed(devices, draft, config, dtype) else PLAIN
+    sizes = unit_sizes(draft, dtype=dtype, keeps_packed=products != PLAIN, kv=config.kv)
+    weight_bytes = sizes.need_bytes(0, draft.units, 0)
+    cache_bytes = CACHE_TOKENS * sum(sizes.cache_bytes_per_token)
+    return DraftPart(draft, dtype, products, weight_bytes, cache_bytes)
+
+
+def _set_aside(lent: tuple[LentDevice, ...], part: DraftPart) -> tuple[LentDevice, ...]:
+    """Return the lent devices with the memory of `part` taken from the first one. Raises LocalError if that has less."""
+    left_bytes = lent[0].memory_bytes - part.need_bytes
+    if left_bytes <= 0:
+        need, have = format_bytes(part.need_bytes), format_bytes(lent[0].memory_bytes)
+        raise LocalError(
+            f"--draft-model needs {need}, and {have} are lent: lend more with --memory, or choose a smaller model"
+        )
+    return (replace(lent[0], memory_bytes=left_bytes), *lent[1:])
 
 
 def _width(checkpoint: Checkpoint) -> int:

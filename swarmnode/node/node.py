@@ -25,7 +25,7 @@ from swarmnode.codec.body import VERSION
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.counting import layers
 from swarmnode.credit.receipts import ReceiptKeeper
-from swarmnode.errors import LocalError, SwarmnodeError
+from swarmnode.errors import LocalError, SwarmnodeError, UsageError
 from swarmnode.lending.cards import CardGuard, Cards
 from swarmnode.lending.energy import EnergyMeter
 from swarmnode.lending.lending import Keep, Lending, LendingEvent, LendingState
@@ -63,6 +63,7 @@ from swarmnode.weights.seeder import Seeder
 
 if TYPE_CHECKING:
     from swarmnode.checkpoints.shared_states import SharedStates
+    from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.measuring.hardware import Hardware
     from swarmnode.serving.span_part import KeptSpan
 
@@ -70,6 +71,7 @@ log = logging.getLogger(__name__)
 
 MANIFEST_PATIENCE_S = 3600.0  # a volunteer has time
 REPORT_S = 60.0
+DRAFT_FOLDER = "draft-model"  # in the node's home: the index of a GGUF file
 
 NO_LONGER_FINISHING = (LendingState.RUNNING, LendingState.DRAINING)
 
@@ -328,7 +330,9 @@ class Node:
             services.push_async_callback(self._states.close)
         probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger, clock=host.clock)
         stage = self.config.stage.meeting(host.swarm.manifest.products or "")
-        hardware = self._hardware = await asyncio.to_thread(probe, await weights.outline(), stage)
+        outline = await weights.outline()
+        draft = await asyncio.to_thread(self._open_draft, outline, trains) if stage.draft_model else None
+        hardware = self._hardware = await asyncio.to_thread(probe, outline, stage, draft=draft)
         paced = [lent.throttle for lent in hardware.lent]
         self._guard = CardGuard.start(self._card_limits, paced, Cards, on_crash=host.supervisor.ends_peer)
         services.push_async_callback(self._guard.close)
@@ -341,6 +345,14 @@ class Node:
         workplace = Workplace(host, hardware, self._executors, adapters)
         loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place
+
+    def _open_draft(self, served: Checkpoint, trains: bool) -> Checkpoint:
+        """Open the draft model. Raises UsageError if it does not go with the `served` one, CheckpointError."""
+        from swarmnode.measuring.draft_part import open_draft
+
+        if trains:
+            raise UsageError("--draft-model: a swarm that trains writes no texts: leave the option out")
+        return open_draft(self.config.stage.draft_model, self.config.host.home / DRAFT_FOLDER, served)
 
     async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:
         """Hold the span that the swarm needs most, and move when another needs it more. Never returns; ends only by an error."""

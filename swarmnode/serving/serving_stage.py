@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.errors import PrecisionError
@@ -25,6 +26,7 @@ from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span as Units
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.audit_server import Author, audit_server
+from swarmnode.serving.drafting.draft_model import DraftModel
 from swarmnode.serving.drafting.proposers import Proposers
 from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.link_codecs import codec_rules_of
@@ -48,6 +50,7 @@ class ServingStage(Stage):
     server: StageServer
     statements: QuestionServer
     tasks: Tasks
+    draft: DraftModel | None = None
 
     def __post_init__(self) -> None:
         self._parts = [part for replica in self.replicas for part in replica]
@@ -107,6 +110,9 @@ class ServingStage(Stage):
                     part = await SpanPart.start(place, one)
                     undo.push_async_callback(part.close, keep_span=True)
                     replicas[-1].append(part)
+            draft = await _load_draft(place, loaded[0][0].span)
+            if draft is not None:
+                undo.push_async_callback(draft.close)
             span = loaded[0][-1].span
             compiler = GrammarCompiler(hardware.folder, span.vocab_size) if span.has_head and hardware.folder else None
             places = [(part.worker, hardware.lent[part.device].ledger) for replica in replicas for part in replica]
@@ -117,7 +123,7 @@ class ServingStage(Stage):
                 grammars=Grammars(compiler, host.link_config.ledger, config),
                 adapters=StageAdapters(place.adapters, places, config, on_crash=host.supervisor.ends_conversation),
                 codec_rules=codec_rules_of(host, span.dtype),
-                drafting=Proposers(host.directory.peers, lambda: server),
+                drafting=Proposers(host.directory.peers, lambda: server, draft),
             )
             undo.push_async_callback(server.close)
             await server.start()
@@ -127,7 +133,8 @@ class ServingStage(Stage):
             await statements.start()
             undo.pop_all()
             gc.freeze()  # library objects stay for good: collecting over them again would delay every session
-        return cls(hardware, replicas, server, statements, Tasks("serving stage", on_crash=host.supervisor.ends_peer))
+        tasks = Tasks("serving stage", on_crash=host.supervisor.ends_peer)
+        return cls(hardware, replicas, server, statements, tasks, draft)
 
     async def _pack(self, part: SpanPart) -> None:
         """Rearrange the weights of a part while sessions run.
@@ -177,9 +184,20 @@ class ServingStage(Stage):
         await self.tasks.close()
         await self.statements.close()
         await self.server.close()
+        if self.draft is not None:
+            await self.draft.close()
         for part in self._parts:
             await part.close(keep_span=keep_span)
         gc.unfreeze()  # the objects of this stage may be collected
+
+
+async def _load_draft(place: Workplace, first: ModelSpan) -> DraftModel | None:
+    """Load the draft model, if this node has one and holds the `first` layers; else return None. Raises CheckpointError."""
+    part, config = place.hardware.draft, place.hardware.config
+    if part is None or not first.has_embedding:
+        return None
+    capture = config.capture != "off"
+    return await DraftModel.load(part, place.hardware.lent[0], place.executors[0], kv=config.kv, capture=capture)
 
 
 async def _load_part(

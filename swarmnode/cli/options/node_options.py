@@ -85,6 +85,12 @@ class NodeOptions:
     capture: str = option(
         "auto", "Replay decoding steps if possible: as CUDA graphs, or on a CPU as flat programs.", metavar="auto|off"
     )
+    draft_model: str = option(
+        "",
+        "Guess tokens with this small model while others compute, for clients with --drafts auto: a folder, a GGUF file or a hub "
+        "id. Its vocabulary must be that of the swarm's model.",
+        metavar="PATH|HUB_ID",
+    )
     memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: the free memory.", "--memory")
     max_cache_bytes: int | None = size_option(
         "Disk space for weights and others' training states; default: most of the free space.",

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from swarmnode.plan.serving.draft_budget import MeasuredBudget
-from swarmnode.serving.drafting.drafter import Drafter
+from swarmnode.serving.drafting.drafter import Drafter, LiveDrafter
 
 
 class DrafterChoice:
@@ -22,11 +22,22 @@ class DrafterChoice:
             raise ValueError("a choice needs drafters")
         self.name = drafters[0].name
         self._drafters = list(drafters)
+        self._live = [one for one in drafters if isinstance(one, LiveDrafter)]
         self._budget = budget
         self._clock = clock
 
     def __repr__(self) -> str:
         return f"<DrafterChoice of {', '.join(one.name for one in self._drafters)}, now {self.name}>"
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake` on the loop whenever a drafter that computes in the background has more guesses."""
+        for drafter in self._live:
+            drafter.listen(wake)
+
+    def close(self) -> None:
+        """Stop the drafters that compute in the background."""
+        for drafter in self._live:
+            drafter.close()
 
     def push(self, ids: Sequence[int]) -> None:
         """Append accepted tokens to the text; the prompt comes first."""
@@ -49,7 +60,8 @@ class DrafterChoice:
                 continue
             began_s = self._clock()
             if proposed := drafter.propose(guessed, allowed):
-                self._budget.proposer(drafter.name).took(len(proposed), self._clock() - began_s)
+                if drafter not in self._live:  # which know by themselves how long they compute
+                    self._budget.proposer(drafter.name).took(len(proposed), self._clock() - began_s)
                 self.name = drafter.name
                 return proposed
         return []

@@ -7,7 +7,7 @@ would have drawn it alone, and a guess only lets the hops compute the next posit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from swarmnode.codec.messages import Open
 
@@ -35,6 +35,17 @@ class Drafter(Protocol):
         Returns an empty list if nothing is likely enough to follow.
         """
         ...
+
+
+@runtime_checkable
+class LiveDrafter(Drafter, Protocol):
+    """Drafter that computes in the background: guesses become ready between two calls."""
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake` on the loop whenever more guesses are ready."""
+
+    def close(self) -> None:
+        """Stop computing and free what the session holds. Calling it again changes nothing."""
 
 
 class DraftBudget(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from swarmnode.measuring.meters import ACCEPTED, WASTED
-from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
+from swarmnode.serving.drafting.drafter import DraftBudget, Drafter, LiveDrafter
 from swarmnode.serving.drafting.forced import ForcedDrafter
 
 
@@ -66,6 +66,16 @@ class DraftLead:
     def in_flight(self) -> int:
         """Number of guesses without a verdict."""
         return len(self._flying)
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake` whenever a drafter that computes in the background has more guesses."""
+        if isinstance(self._drafter, LiveDrafter):
+            self._drafter.listen(wake)
+
+    def close(self) -> None:
+        """Stop a drafter that computes in the background: the session guesses no more."""
+        if isinstance(self._drafter, LiveDrafter):
+            self._drafter.close()
 
     def pause(self) -> None:
         """Guess nothing until the next token comes back: a new epoch begins, or the text is whole."""

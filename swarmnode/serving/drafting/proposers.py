@@ -10,8 +10,9 @@ from swarmnode.codec.messages import Open
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost, busiest
 from swarmnode.serving.drafting.choice import DrafterChoice
-from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
+from swarmnode.serving.drafting.drafter import ANY_DRAFTS, DraftBudget, Drafter
 from swarmnode.serving.drafting.lookup import LookupDrafter
+from swarmnode.serving.drafting.model_drafter import ModelDrafter
 from swarmnode.swarm.records.announcement import Announcement
 
 
@@ -27,15 +28,32 @@ class BusyNode(Protocol):
         """Share of the time that rows of all sessions take, between 0 and 1."""
 
 
+class OpensDrafters(Protocol):
+    """Source of drafters that a model computes for, like `DraftModel`."""
+
+    def open(self, max_length: int, took: Callable[[int, float], None]) -> ModelDrafter | None:
+        """Return the drafter of a new session of at most `max_length` positions; None if too many sessions guess already.
+
+        The drafter calls `took` with the number of guesses and the seconds that computing them took.
+        """
+
+
 class Proposers:
     """Maker of the drafter and the budget of a session.
 
-    `announced` returns the announcements of the known peers, this node included. `node` returns this node.
+    `announced` returns the announcements of the known peers, this node included. `node` returns this node. `model` is
+    its draft model, for sessions whose client lets it use anything; None if it has none.
     """
 
-    def __init__(self, announced: Callable[[], Mapping[PeerId, Announcement]], node: Callable[[], BusyNode]) -> None:
+    def __init__(
+        self,
+        announced: Callable[[], Mapping[PeerId, Announcement]],
+        node: Callable[[], BusyNode],
+        model: OpensDrafters | None = None,
+    ) -> None:
         self._announced = announced
         self._node = node
+        self._model = model
 
     def __repr__(self) -> str:
         return f"<Proposers at {self._node()!r}>"
@@ -43,7 +61,11 @@ class Proposers:
     def __call__(self, opened: Open) -> tuple[Drafter, DraftBudget]:
         """Return a new drafter and budget for the session of `opened`."""
         budget = MeasuredBudget(lambda: self._cost(opened.route), max_window=opened.drafts)
-        return DrafterChoice([LookupDrafter()], budget), budget
+        drafters: list[Drafter] = [LookupDrafter()]
+        if self._model is not None and opened.proposer == ANY_DRAFTS:
+            drafter = self._model.open(opened.max_length, lambda *took: budget.proposer(ModelDrafter.name).took(*took))
+            drafters += [] if drafter is None else [drafter]
+        return DrafterChoice(drafters, budget), budget
 
     def _cost(self, route: tuple[HopSpec, ...]) -> RowCost:
         """Return the cost of rows at the busiest hop of a route, as far as its hops announce their speeds."""

@@ -18,7 +18,9 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import ENTRY_BYTES
 from swarmnode.net.links.switchboard import Channel
+from swarmnode.serving.drafting.drafter import ANY_DRAFTS
 from swarmnode.serving.drafting.lookup import MAX_TOKENS, TOKEN_BYTES
+from swarmnode.serving.drafting.model_drafter import TEXT_BYTES
 
 WIDEST_BYTES = 4  # per element, whatever the codec
 SESSION_BYTES = 16 * 1024  # memory of the Python objects of a session
@@ -104,7 +106,8 @@ def _drafting_bytes(opened: Open) -> int:
     """Return the bytes of the text so that the first hop can guess; 0 at other hops, or without guesses."""
     if opened.index > 0 or not opened.drafts:
         return 0
-    return opened.max_length * ID_BYTES + min(opened.max_length, MAX_TOKENS) * TOKEN_BYTES
+    model_bytes = TEXT_BYTES if opened.proposer == ANY_DRAFTS else 0
+    return opened.max_length * (ID_BYTES + model_bytes) + min(opened.max_length, MAX_TOKENS) * TOKEN_BYTES
 
 
 def draws_by_grammar(opened: Open) -> bool:

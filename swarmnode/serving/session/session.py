@@ -153,7 +153,15 @@ class StageSession:
         if drafting is None:
             return None
         clock, counts = self.pipeline.clock, self.host.meter.drafts
-        return DraftLead(*drafting, most=self.opened.drafts, begin=begin, clock=clock, counts=counts)
+        lead = DraftLead(*drafting, most=self.opened.drafts, begin=begin, clock=clock, counts=counts)
+        lead.listen(self._feed_soon)
+        return lead
+
+    def _end_lead(self) -> None:
+        """Guess nothing any more, and free what the drafters hold."""
+        if self.lead is not None:
+            self.lead.close()
+            self.lead = None
 
     # -- a new epoch
 
@@ -204,6 +212,7 @@ class StageSession:
         self._downstream.settle(min(self.cursor.sure, self.computed))
         self._guessed_jobs.drop_from(self.cursor.sure)
         if self.lead is None or (former.drafts, former.proposer) != (self.opened.drafts, self.opened.proposer):
+            self._end_lead()
             self.lead = self._new_lead(begin=self.cursor.sure)
         if self.lead is not None:
             self.lead.cut(self.cursor.sure)
@@ -282,7 +291,7 @@ class StageSession:
         if self.lead is not None and (ids := ids_in(body.tensor, payload)) is not None:
             self.lead.know(ids[skip:])
         else:
-            self.lead = None  # the worker refuses the input
+            self._end_lead()  # the worker refuses the input
         reorder = body.reorder if not skip else ()
         self._submit(end, ((body.tensor, payload),), want, reorder, skip, guessed=body.guessed)
         self._feed_what_waits()
@@ -335,7 +344,12 @@ class StageSession:
             self.cursor.hold(position, output.ids[0])
         if self.lead is None:
             self._feed_what_waits()
-        elif not self._feeding:  # after all tokens that came together
+        else:  # after all tokens that came together
+            self._feed_soon()
+
+    def _feed_soon(self) -> None:
+        """Take tokens and guesses as inputs in a later turn of the loop."""
+        if not self._feeding:
             self._feeding = True
             asyncio.get_running_loop().call_soon(self._feed_what_waits)
 
@@ -546,6 +560,7 @@ class StageSession:
         self._log.info("session %s: over after %d positions", self.trace_id.hex()[:8], self.cursor.accepted)
         if self._orphaned is not None:
             self._orphaned.cancel()
+        self._end_lead()
         self._downstream.unbind()
         self._ring.unbind()
         if self._upstream is not None:

@@ -1,0 +1,71 @@
+"""Draft model of a volunteer: a small language model with the swarm's vocabulary, whose texts are guesses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swarmnode.compute.graph.serialise import GraphCheckpoint
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.packing.tensor_entry import read_json
+from swarmnode.errors import UsageError
+from swarmnode.founding.model_source import open_model
+
+CACHE_TOKENS = 8_192  # positions of all drafting sessions together
+TOKENIZER_FILE = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class DraftPart:
+    """Draft model of a node, not loaded yet.
+
+    Args:
+        checkpoint: The model's files.
+        dtype: Dtype to compute in.
+        products: Kind of products of packed weights.
+        weight_bytes: Memory that the weights take.
+        cache_bytes: Memory that the KV caches of all sessions may take.
+    """
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    products: str
+    weight_bytes: int
+    cache_bytes: int
+
+    @property
+    def need_bytes(self) -> int:
+        """Memory that is set aside for the model."""
+        return self.weight_bytes + self.cache_bytes
+
+
+def open_draft(model: str, folder: Path, served: Checkpoint) -> Checkpoint:
+    """Open a draft model: a folder, a GGUF file, or a hub id. `folder` gets the index of a GGUF file.
+
+    Raises UsageError if its vocabulary is not the one of the `served` model, CheckpointError if it cannot be read or split.
+    """
+    if isinstance(served, GraphCheckpoint):
+        raise UsageError("--draft-model: this swarm serves a module, which writes no text: leave the option out")
+    draft = open_model(model, folder, packs=True, force=True)
+    own, other = getattr(draft.config, "vocab_size", 0), served.config.vocab_size
+    if own != other:
+        raise UsageError(
+            f"--draft-model {model}: its vocabulary has {own:,} tokens, and that of the swarm's model has {other:,}: "
+            "choose a smaller model of the same family"
+        )
+    vocabularies = _vocabulary(draft), _vocabulary(served)
+    if None not in vocabularies and vocabularies[0] != vocabularies[1]:
+        raise UsageError(
+            f"--draft-model {model}: its tokens are not those of the swarm's model: choose a model with its tokenizer"
+        )
+    draft.family  # noqa: B018  # raises if it cannot be split
+    return draft
+
+
+def _vocabulary(checkpoint: Checkpoint) -> Any:
+    """Return the ids by token of a checkpoint's tokenizer.json; None if it has no such file."""
+    file = checkpoint.small_file(TOKENIZER_FILE)
+    return None if file is None else read_json(file).get("model", {}).get("vocab")

@@ -1,0 +1,165 @@
+"""Drafter that a small language model computes ahead for.
+
+    push, propose -> text and wanted guesses -> the model continues it, in the background -> wake -> propose
+
+`propose` returns guesses that are ready. The model goes on in the background, a few tokens at a time, and the session is woken when
+there are more. Pure state on the event loop; the model computes elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+STRIDE = 4  # guesses that are computed together
+TEXT_BYTES = 40  # of memory for each token of a text: an entry of a list, and an int
+
+log = logging.getLogger(__name__)
+
+
+class Continued(NamedTuple):
+    """Result of continuing a text.
+
+    Args:
+        cached: Number of first positions that the model's cache holds now.
+        ids: Most likely tokens after the text, one after another; none while the model still reads the text.
+        seconds: Time that it took; 0 if the model read a part of the prompt before.
+    """
+
+    cached: int
+    ids: tuple[int, ...]
+    seconds: float
+
+
+GoOn = Callable[[int, Sequence[int], int], "asyncio.Future[Continued]"]
+"""Function of (start, ids, count) that continues a text by at most `count` tokens. The model's cache holds the positions before
+`start`, and `ids` are the tokens from there on, at least one"""
+
+
+class ModelDrafter:
+    """Drafter of one session that guesses what a model would write.
+
+    Args:
+        go_on: Continues the text in the background.
+        end: Frees what the model keeps for the session.
+        limit: Positions that the model can have in this session.
+        took: Function of the number of guesses and the seconds that computing them took; called after each computation.
+    """
+
+    name = "model"
+
+    def __init__(self, go_on: GoOn, end: Callable[[], None], limit: int, took: Callable[[int, float], None]) -> None:
+        self._go_on = go_on
+        self._end = end
+        self._limit = limit
+        self._took = took
+        self._wake: Callable[[], None] = lambda: None
+        self._ids: list[int] = []  # accepted tokens, and then the model's guesses or those in flight
+        self._accepted = 0
+        self._given = 0  # length of `_ids` up to the last guess in flight that is of another drafter
+        self._cached = 0  # first positions of `_ids` that the model's cache holds
+        self._unchanged = 0  # first positions of `_ids` that are as they were when the present computation began
+        self._wanted = 0  # length of `_ids` that the model shall reach
+        self._running: asyncio.Future[Continued] | None = None
+        self._over = False
+
+    def __repr__(self) -> str:
+        return f"<ModelDrafter {len(self._ids) - self._accepted} tokens ahead of {self._accepted}>"
+
+    def listen(self, wake: Callable[[], None]) -> None:
+        """Call `wake` on the loop whenever more guesses are ready."""
+        self._wake = wake
+
+    def close(self) -> None:
+        """Guess nothing any more, and free the model's cache. Calling it again changes nothing."""
+        if not self._over:
+            self._over = True
+            self._end()
+
+    def push(self, ids: Sequence[int]) -> None:
+        """Append accepted tokens to the text; the prompt comes first."""
+        self._put(ids)
+        self._accepted += len(ids)
+
+    def cut(self, length: int) -> None:
+        """Forget all but the first `length` accepted tokens."""
+        self._accepted = min(self._accepted, length)
+        self._cut(length)
+
+    def propose(self, guessed: Sequence[int], count: int) -> list[int]:
+        """Return at most `count` tokens that may follow the accepted tokens and then `guessed`: those that are ready.
+
+        The model computes them and a few more in the background. Returns an empty list if none is ready.
+        """
+        begin = self._accepted + len(guessed)
+        if begin < self._given:  # guesses left the flight without a verdict: a new epoch began
+            self._cut(begin)
+        if self._put(guessed):
+            self._given = begin
+        self._wanted = begin + count + STRIDE
+        self._start()
+        return self._ids[begin : begin + count]
+
+    def _put(self, ids: Sequence[int]) -> bool:
+        """Set the tokens behind the accepted ones. Returns whether any of them is not as guessed before; else the guesses behind
+        them stay."""
+        at = self._accepted
+        same = _common(self._ids[at : at + len(ids)], ids)
+        if same < len(ids):
+            self._cut(at + same)
+            self._ids.extend(ids[same:])
+        return same < len(ids)
+
+    def _cut(self, length: int) -> None:
+        del self._ids[length:]
+        self._given = min(self._given, length)
+        self._cached = min(self._cached, length)
+        self._unchanged = min(self._unchanged, length)
+
+    def _start(self) -> None:
+        """Have the model go on, unless it does so already, or has reached the wanted length."""
+        length = len(self._ids)
+        count = min(self._wanted - length, self._limit - length, STRIDE)
+        if self._over or self._running is not None or count <= 0 or not length:
+            return
+        self._unchanged = length
+        start = min(self._cached, length - 1)
+        self._running = self._go_on(start, self._ids[start:], count)
+        self._running.add_done_callback(partial(self._computed, length))
+
+    def _computed(self, length: int, future: asyncio.Future[Continued]) -> None:
+        """Take the continuation of the first `length` tokens, as far as these are still the text."""
+        self._running = None
+        if self._over:
+            return
+        if future.cancelled() or (error := future.exception()) is not None:
+            log.info("the draft model guesses no more for a session: %s", None if future.cancelled() else error)
+            self.close()
+            return
+        done = future.result()
+        before = len(self._ids)
+        if self._unchanged < length:
+            self._cached = min(done.cached, self._unchanged)
+        else:
+            came = self._ids[length:]  # accepted meanwhile, or guessed by others
+            same = _common(came, done.ids)
+            if same == len(came):
+                self._cached = done.cached
+                self._ids.extend(done.ids[same:])
+            else:
+                self._cached = min(done.cached, length + same)
+        if done.seconds:
+            self._took(len(done.ids), done.seconds)
+        self._start()
+        if len(self._ids) > before:
+            self._wake()
+
+
+def _common(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the length of the longest common beginning of two texts, in tokens."""
+    return next(
+        (at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), min(len(left), len(right))
+    )

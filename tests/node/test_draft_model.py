@@ -1,0 +1,184 @@
+"""Nodes with a draft model: the same texts in fewer turns if it is good, and the same texts if it is not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.config import StageConfig
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.ledger import Account
+from swarmnode.lending.lending import LendingState
+from swarmnode.node.node_config import NodeConfig
+from swarmnode.peer.host_config import HostConfig
+from swarmnode.serving.client.generation import Generation
+from swarmnode.serving.drafting import draft_model
+from swarmnode.serving.serving_stage import ServingStage
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready
+from tests.tiny import PROMPT, TinyModel
+
+NEW = 32
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with the same vocabulary and other weights: it guesses nothing right."""
+    return save(tmp_path_factory.mktemp("other"), 512)
+
+
+def save(folder: Path, vocabulary: int) -> Path:
+    torch.manual_seed(9)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_hidden_layers=1, **sizes)).save_pretrained(folder)
+    return folder
+
+
+@contextlib.asynccontextmanager
+async def swarm_with(
+    founded: Founded, folder: Path, draft: Path, *spans: str
+) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
+    async with VirtualSwarm(folder) as swarm:
+        founded.into(swarm)
+        await swarm.bootstrap()
+        for number, span in enumerate(spans):
+            swarm.node(f"n{number}", span, draft_model=str(draft))
+        for member in swarm.members.values():
+            await member.wait_for("ready")
+        async with swarm.client() as client:
+            await sees_ready(client, len(spans))
+            yield swarm, client
+
+
+async def ask(client: SwarmClient, drafts: str = "auto", prompt: list[int] = PROMPT) -> Generation:
+    stream = await client.stream(prompt, max_new_tokens=NEW, drafts=drafts)
+    async for _ in stream:
+        pass
+    return stream.result
+
+
+def stage_of(member: VirtualMember) -> ServingStage:
+    stage = member.node._stage
+    assert isinstance(stage, ServingStage)
+    return stage
+
+
+def guesses(member: VirtualMember) -> dict[str, int]:
+    """Right guesses at this node, by proposer."""
+    counts = stage_of(member).server.meter.drafts
+    return {proposer: count for (proposer, result), count in counts.items() if result == "accepted" and count}
+
+
+@in_virtual_time
+async def test_a_good_draft_model_saves_turns(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
+    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6") as (swarm, client):
+        result = await ask(client)
+        assert result.ids == tiny.alone(PROMPT, NEW)
+        assert result.accepted_drafts > NEW / 2
+        assert guesses(swarm.members["n0"])["model"] > NEW / 2 and not guesses(swarm.members["n1"])
+        assert stage_of(swarm.members["n1"]).draft is None, "it does not hold the first layers"
+
+
+@in_virtual_time
+async def test_only_a_client_that_allows_it_is_served_by_the_model(
+    founded: Founded, tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6") as (swarm, client):
+        for drafts in ("lookup", "off"):
+            assert (await ask(client, drafts)).ids == tiny.alone(PROMPT, NEW)
+        assert "model" not in guesses(swarm.members["n0"])
+
+
+@in_virtual_time
+async def test_a_bad_draft_model_changes_nothing(
+    founded: Founded, tiny: TinyModel, other: Path, tmp_path: Path
+) -> None:
+    async with swarm_with(founded, tmp_path, other, "0:3", "3:6") as (swarm, client):
+        result = await ask(client)
+        assert result.ids == tiny.alone(PROMPT, NEW)
+        counts = stage_of(swarm.members["n0"]).server.meter.drafts
+        assert counts["model", "wasted"] > 0, "it has guessed"
+
+
+@in_virtual_time
+async def test_the_text_goes_on_at_another_node_with_a_draft_model(
+    founded: Founded, tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6", "0:3", "3:6") as (swarm, client):
+        stream = await client.stream(PROMPT, max_new_tokens=NEW, drafts="auto")
+        ids = []
+        async for token in stream:
+            ids.append(token.id)
+            if len(ids) == NEW // 4:
+                await swarm.member(stream.result.route[0].peer).kill()
+        assert ids == tiny.alone(PROMPT, NEW) and stream.result.reroutes
+        first = swarm.member(stream.result.route[0].peer)
+        assert guesses(first)["model"] > 0
+
+
+@in_virtual_time
+async def test_too_many_sessions_do_without_and_all_memory_is_given_back(
+    founded: Founded, tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_model, "MAX_SESSIONS", 1)
+    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6") as (swarm, client):
+        first = swarm.members["n0"]
+        model, ledger = stage_of(first).draft, stage_of(first).hardware.lent[0].ledger
+        assert model is not None
+        streams = [aiter(await client.stream(PROMPT, max_new_tokens=NEW, drafts="auto")) for _ in range(2)]
+        begun = [await anext(stream) for stream in streams]
+        assert len(model._limits) == 1
+        for stream, token in zip(streams, begun, strict=True):
+            assert [token.id, *[one.id async for one in stream]] == tiny.alone(PROMPT, NEW)
+        assert not model._limits and not model._runner._sessions
+        await first.stop()
+        assert ledger.accounts()[Account.WEIGHTS] == ledger.accounts()[Account.KV_CACHE] == 0
+
+
+@in_virtual_time
+async def test_a_draft_model_with_another_vocabulary_is_refused_at_once(founded: Founded, tmp_path: Path) -> None:
+    draft = save(tmp_path / "draft", 500)
+    with pytest.raises(UsageError, match=r"--draft-model .*: its vocabulary has 500 tokens, .* has 512: choose"):
+        async with swarm_with(founded, tmp_path, draft, "0:3"):
+            pass
+
+
+@in_virtual_time
+async def test_a_draft_model_takes_memory_from_the_layers(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
+    async with VirtualSwarm(tmp_path) as swarm:
+        founded.into(swarm)
+        await swarm.bootstrap()
+        stage = StageConfig(draft_model=str(tiny.folder), memory_bytes=256 << 20)
+        member = swarm.node("n0", "0:6", config=NodeConfig(HostConfig(tmp_path / "home", name="n0"), stage))
+        await member.wait_for("ready")
+        hardware = stage_of(member).hardware
+        assert hardware.draft is not None and hardware.draft.cache_bytes > 0
+        assert hardware.memory_bytes == (256 << 20) - hardware.draft.need_bytes
+        small = replace(stage, memory_bytes=hardware.draft.need_bytes)
+        late = swarm.node("n1", "0:6", config=NodeConfig(HostConfig(tmp_path / "late", name="n1"), small))
+        with pytest.raises(LocalError, match=r"--draft-model needs .* are lent: lend more with --memory"):
+            await late.wait_for("ready")
+
+
+@in_virtual_time
+async def test_the_draft_model_ends_with_a_pause_and_comes_back(
+    founded: Founded, tiny: TinyModel, tmp_path: Path
+) -> None:
+    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6") as (swarm, client):
+        first = swarm.members["n0"]
+        before, lending = stage_of(first).draft, first.node.lending
+        lending.pause("a film")
+        await lending.until(LendingState.PAUSED)
+        lending.resume()
+        await lending.until(LendingState.RUNNING)
+        await sees_ready(client, 2)
+        assert (await ask(client)).ids == tiny.alone(PROMPT, NEW)
+        assert stage_of(first).draft not in (None, before) and guesses(first)["model"] > 0
