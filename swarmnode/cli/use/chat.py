@@ -306,7 +306,8 @@ class Dialogue:
         names = {peer["peer"]: one_line(peer["name"]) for peer in self._client.status()["peers"]}
         machines = dict.fromkeys(hop.peer for hop in result.route)
         by = ", ".join(names.get(peer) or peer[-8:] for peer in machines)
-        return f"[{result.tokens_per_s:.3g} tokens/s, written by {by}]"
+        speed = result.tokens_per_s
+        return f"[{speed:.{0 if speed >= 100 else 1}f} tokens/s, written by {by}]"
 
 
 async def _message(lines: TypedLines) -> str | None:
