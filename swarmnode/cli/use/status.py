@@ -214,9 +214,9 @@ def status_table(status: dict[str, Any]) -> Table:
     columns = ["id", "name", "state", "device", "layers", "of the model", "texts"]
     columns += ["reached"] * far + ["sends"] * trains
     adapters = [one_line(f"adapters: {', '.join(status['adapters'])}")] if status["adapters"] else []
-    if status["ungiven"]:
+    if ungiven := status.get("ungiven"):  # a node of an earlier version does not say
         adapters.append(
-            f"no machine gives the weights of layers {', '.join(ranges(status['ungiven']))} to new machines: the host's model file "
+            f"no machine gives the weights of layers {', '.join(ranges(ungiven))} to new machines: the host's model file "
             "was moved or changed, or its bootstrap peer is away"
         )
     caption = "\n".join([*adapters, *map(credit_line, status.get("credit", ()))]) or None
