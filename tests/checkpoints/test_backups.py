@@ -228,7 +228,12 @@ async def test_false_chunks_are_not_kept(world: World) -> None:
     writer = await world.writer("writer")
     state = writer.keeps(10, 2)
     read = writer.server._read
-    setattr(writer.server, "_read", lambda *arguments: b"?" + read(*arguments)[1:])  # noqa: B010
+
+    def falsified(*arguments: Any) -> tuple[bytes, Any]:
+        data, stamp = read(*arguments)
+        return b"?" + data[1:], stamp
+
+    setattr(writer.server, "_read", falsified)  # noqa: B010
     with pytest.raises(PeerRefused) as caught:
         await writer.back_up(state)
     assert caught.value.code == ErrorCode.MALFORMED and world.backups.find(state.root) is None
