@@ -135,8 +135,10 @@ class Cohort(AttentionCache):
         """Set the columns from `column` on, which are not in use, to zero."""
         for layer, buffers in self.buffers.items() if column < self.dirty_end else ():
             first = self.first_kept(layer)
+            # A window's buffer may end behind the cohort's capacity.
+            end = None if self.dirty_end >= self.capacity else self.dirty_end - first
             for buffer in buffers:
-                buffer[:, :, column - first : self.dirty_end - first] = 0
+                buffer[:, :, column - first : end] = 0
         self.dirty_end = column
 
     def note_floors(self) -> None:
