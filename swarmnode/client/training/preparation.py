@@ -56,8 +56,18 @@ def prepare(
     samples = batches.samples(run)  # raises if there is not one sample
     steps = steps_of(rules.epochs, samples, run.batch) if rules.epochs else run.steps
     run = msgspec.structs.replace(run, data=batches.fingerprint, steps=steps)
+    if not run.weight_decay:
+        run = _without_recipe(run) or run  # so that machines of earlier versions can take part
     check_run(run)
     return run, batches
+
+
+def _without_recipe(run: Run) -> Run | None:
+    """Return a run of the same schedule without a recipe, as in earlier versions; None if the recipe has more in it."""
+    schedule = run.known_recipe.schedule
+    if not run.has_recipe or run.recipe != Recipe(schedule) or schedule not in SCHEDULES:
+        return None
+    return msgspec.structs.replace(run, schedule=schedule, recipe=msgspec.UNSET)
 
 
 def as_older_versions(manifest: Manifest, folder: Path, data: Path, settings: Run, rules: DataRules) -> list[Prepared]:
@@ -69,10 +79,10 @@ def as_older_versions(manifest: Manifest, folder: Path, data: Path, settings: Ru
     for begins in (True, False):
         run, batches = prepare(manifest, folder, data, settings, rules, begins=begins)
         if run.has_recipe:
-            schedule = run.known_recipe.schedule
-            if run.recipe != Recipe(schedule) or schedule not in SCHEDULES:
+            earlier = _without_recipe(run)
+            if earlier is None:
                 continue
-            run = msgspec.structs.replace(run, schedule=schedule, recipe=msgspec.UNSET)
+            run = earlier
         found += [(run, batches), (msgspec.structs.replace(run, label_weights=msgspec.UNSET), batches)]
     return found
 
