@@ -206,8 +206,6 @@ class CapturedDecode:
         """
         steps = self._steady[cohort] = self._steady.get(cohort, 0) + 1
         is_wanted = not self.refusal and cohort not in self._captured and not any(map(len, self.span.packings))
-        if self._is_on_cpu and cohort.windows:
-            return False  # recorded steps with sliding windows gave NaN now and then, for a reason not found
         period = STEADY_STEPS_CPU if self._is_on_cpu else STEADY_STEPS
         return is_wanted and steps % period == 0 and cohort.capacity - cohort.end >= LEAST_COLUMNS
 

@@ -135,7 +135,7 @@ class Cohort(AttentionCache):
         """Set the columns from `column` on, which are not in use, to zero."""
         for layer, buffers in self.buffers.items() if column < self.dirty_end else ():
             first = self.first_kept(layer)
-            # A window's buffer may end behind the cohort's capacity.
+            # A window's buffer may end behind the cohort's capacity; large values there overflow in products with queries.
             end = None if self.dirty_end >= self.capacity else self.dirty_end - first
             for buffer in buffers:
                 buffer[:, :, column - first : end] = 0
