@@ -62,7 +62,7 @@ class QuantisedTensors:
     @cached_property
     def plain_names(self) -> list[str]:
         """Names of the tensors that are not quantised."""
-        return [name for name in self._entries if name not in self.packed and name not in self.beside]
+        return [name for name in self._entries if not self.is_quantised(name)]
 
     @cached_property
     def marked(self) -> dict[str, TensorEntry]:

@@ -58,14 +58,15 @@ def read_quantised(
             weight = _read_plain(plain[place.parts[0][0]], dtype, exact=exact, looked_up=target == looked_up)
         if weight is not None:
             held[target] = weight
-            packed = {name: stored for name, stored in packed.items() if name not in place.names}
-            plain = {name: each for name, each in plain.items() if name not in place.names}
+            for name in place.names:
+                packed.pop(name, None)
+                plain.pop(name, None)
     return {**plain, **quantised.slices(slices, packed.values())}, held
 
 
 def plain_slices(quantised: QuantisedTensors, slices: Mapping[str, Any], names: Iterable[str] = ()) -> dict[str, Any]:
     """Return the slices that are not quantised, and the parameters that the packed tensors `names` make, to be dequantised."""
-    others = {name: each for name, each in slices.items() if name not in quantised.packed | quantised.beside}
+    others = {name: each for name, each in slices.items() if not quantised.is_quantised(name)}
     return {**others, **quantised.slices(slices, names)}
 
 
