@@ -155,8 +155,10 @@ class CapturedDecode:
         """
         captured = self._captured.get(cohort)
         if captured is not None and not captured.columns.fits(cohort):
-            captured = None
             del self._captured[cohort]
+            cohort.when_given_up.remove(captured.close)
+            captured.close()
+            captured = None
         if captured is not None and captured.shape == shape:
             self.replays += 1
             return captured.replay(cohort, x).clone()

@@ -178,6 +178,19 @@ def test_a_program_is_in_the_ledger_and_gone_with_its_cohorts_buffers(tmp_path: 
     assert ledger.used_bytes == 0
 
 
+def test_a_program_is_gone_once_its_cohorts_windows_have_moved(tmp_path: Path) -> None:
+    ledger = MemoryLedger()
+    runner = open_runner(plain_span("gemma3_text", tmp_path), capture=True, ledger=ledger)
+    decode(runner)
+    held_bytes, programs = [], []
+    for _ in range(STEPS):
+        runner.run([StepInput(name, torch.ones(1, 1, dtype=torch.int64)) for name in "ab"])
+        held_bytes.append(ledger.accounts()[Account.ACTIVATIONS])
+        programs += [len(cohort.when_given_up) for cohort in runner.pool.cohorts]
+    assert held_bytes[0] > 0 and 0 in held_bytes, "windows moved while there was a program"
+    assert set(programs) == {0, 1}
+
+
 @pytest.mark.parametrize("function", [torch.nonzero, torch.Tensor.item, torch.rand_like, lambda x: x[x > 0]])
 def test_values_and_random_numbers_are_refused(function: Callable[[Tensor], Any]) -> None:
     with pytest.raises(CannotBeRecorded), Recorder():
