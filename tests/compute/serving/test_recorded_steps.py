@@ -28,7 +28,9 @@ from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.compute.stopwatch import Stopwatch, Tell
 from swarmnode.ledger import Account, MemoryLedger
 from tests.compute.model.llama_gguf import LAYERS, save_llama_gguf, save_moe_gguf
+from tests.compute.model.test_dequantize import quantise
 from tests.compute.model.test_packed_weight import pack
+from tests.llama import save_llama
 from tests.numerics.families import tiny_config
 
 CLOSE = {"atol": 1e-4, "rtol": 1e-3}
@@ -136,6 +138,25 @@ def test_exact_products_are_recorded_as_a_whole(tmp_path: Path) -> None:
     for got, wanted in zip(decode(recorded), decode(ordinary), strict=True):
         torch.testing.assert_close(got, wanted, **CLOSE)
     assert decoder(recorded).replays > STEADY_STEPS
+
+
+@needs_ggml
+@pytest.mark.parametrize("method", ["fp8", "nf4"])
+def test_products_in_tiles_are_recorded_without_their_weights(method: str, tmp_path: Path) -> None:
+    save_llama(tmp_path / "llama", layers=2)
+    quantise(tmp_path / "llama", tmp_path / "quantised", method)
+    checkpoint = Checkpoint(tmp_path / "quantised")
+    span = load_span(checkpoint, 1, 3, dtype=torch.float32, products="exact", check=False)
+    hidden = torch.randn(1, 1, span.hidden_size)
+    with torch.inference_mode():
+        with Recorder() as recorder:
+            output = span.forward(hidden, cache=None, position_ids=torch.zeros(1, 1, dtype=torch.int64))
+        program = recorder.program()
+        wanted = output.clone()
+        output.zero_()
+        program.run()
+    assert torch.equal(output, wanted)
+    assert program.nbytes < span.weight_bytes
 
 
 @needs_ggml

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swarmnode.compute.model.dequantize.float_methods import Mxfp4
 from swarmnode.compute.model.dequantize.packed_matrix import Grid, Method, PackedMatrix
-from swarmnode.compute.model.packing.ggml import FORMATS, TILE_ELEMENTS, GgmlMatrix, aligned
+from swarmnode.compute.model.packing.ggml import FORMATS, TILE_ELEMENTS, GgmlMatrix, aligned, library, threads
 from swarmnode.compute.model.packing.packed_weight import MatrixProducts
 from swarmnode.compute.model.packing.quantised_folders.blocks import BLOCK, WHOLE_NUMBERS, WholeNumbers, mxfp4_rows
 
@@ -29,6 +29,9 @@ class TiledMatrix:
 
     def multiply(self, x_RI: Tensor) -> Tensor:
         """Return y (R, O) for x (R, I), both float32."""
+        if library() is not None and (recorder := threads().recorder) is not None:
+            whole_RO: Tensor = recorder.calling(self.multiply, x_RI)  # else the program would keep dequantised weights
+            return whole_RO
         y_RO = torch.empty(len(x_RI), self.outputs)
         for first, last in self._cuts:
             rows = self._method.rows(self._matrix, first, last)
