@@ -9,7 +9,6 @@ the columns of each query one by one, skips those that are masked, and takes eac
 from __future__ import annotations
 
 import math
-from ctypes import c_void_p
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from swarmnode.compute.model.packing.ggml import (
     SIZES_AT,
     STRIDES_AT,
     Prepared,
+    address_at,
     library,
     numbers_at,
     threads,
@@ -49,7 +49,7 @@ class _Attention(Prepared):
         mask = ggml.new_tensor_4d(self.context, MASK_NUMBER, 1, 1, 1, queries)
         y = ggml.attend(self.context, q, k, v, mask, scale, 0.0, 0.0)
         ggml.expand(self.graph, y)
-        self._places = [c_void_p.from_address(tensor + DATA_AT) for tensor in (q, k, v, mask, y)]
+        self._places = [address_at(tensor + DATA_AT) for tensor in (q, k, v, mask, y)]
         self._sizes = [numbers_at(tensor + SIZES_AT) for tensor in (k, v, mask)]
         self._strides = [numbers_at(tensor + STRIDES_AT) for tensor in (k, v, mask)]
 

@@ -178,7 +178,7 @@ class _Library:
         buffer = self.over_memory(memory.data_ptr(), memory.nbytes)
         self.place(buffer, tensor, memory.data_ptr())
         known = {BUFFER_AT: buffer, DATA_AT: memory.data_ptr(), EXTRA_AT: None}
-        found = {place: c_void_p.from_address(tensor + place).value for place in known}
+        found = {place: address_at(tensor + place).value for place in known}
         sizes, strides = numbers_at(tensor + SIZES_AT), numbers_at(tensor + STRIDES_AT)
         agrees = found == known and self.data_of(tensor) == memory.data_ptr()
         agrees &= (list(sizes), list(strides)) == ([4, 3, 1, 1], [4, 16, 48, 48])
@@ -274,8 +274,8 @@ class _Product(Prepared):
         x = ggml.new_tensor_4d(self.context, x_form.number, *shape)
         y = ggml.multiply(self.context, weight, x)
         ggml.expand(self.graph, y)
-        self.weight, self.x, self.y = (c_void_p.from_address(tensor + DATA_AT) for tensor in (weight, x, y))
-        self.buffer, self.extra = (c_void_p.from_address(weight + place) for place in (BUFFER_AT, EXTRA_AT))
+        self.weight, self.x, self.y = (address_at(tensor + DATA_AT) for tensor in (weight, x, y))
+        self.buffer, self.extra = (address_at(weight + place) for place in (BUFFER_AT, EXTRA_AT))
 
 
 class _Backend:
@@ -395,7 +395,7 @@ def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | No
     if ggml is None or ggml.interleaved is None or form.name in DTYPES:
         return None
     with _interleaved_tensor(ggml, form, outputs, inputs) as (tensor, _):
-        extra = c_void_p.from_address(tensor + EXTRA_AT).value
+        extra = address_at(tensor + EXTRA_AT).value
     return None if extra is None else _Interleaving(ggml.new_buffer(ggml.interleaved, ALIGNMENT), extra)
 
 

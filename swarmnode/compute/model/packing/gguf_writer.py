@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -43,10 +44,7 @@ class NewTensor:
     @classmethod
     def packed(cls, name: str, shape: tuple[int, ...], form: Format) -> NewTensor:
         """Describe a tensor in a format that is kept packed. Raises ValueError if a row has no whole blocks."""
-        rows = 1
-        for size in shape[:-1]:
-            rows *= size
-        return cls(name, shape, form.number, rows * form.row_bytes(shape[-1]))
+        return cls(name, shape, form.number, math.prod(shape[:-1]) * form.row_bytes(shape[-1]))
 
 
 class GgufWriter:
