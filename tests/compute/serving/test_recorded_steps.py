@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,37 +18,23 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.packing.joined_products import JoinedProducts
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.serving.captured_decode import STEADY_STEPS, CapturedDecode, StaticColumns
+from swarmnode.compute.serving.captured_decode import STEADY_STEPS, StaticColumns
 from swarmnode.compute.serving.flat_program import CannotBeRecorded, Recorder
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
-from swarmnode.compute.stopwatch import Stopwatch, Tell
 from swarmnode.ledger import Account, MemoryLedger
+from tests.card.test_on_captured_decode import CLOSE, Dictated, decoder
 from tests.compute.model.llama_gguf import LAYERS, save_llama_gguf, save_moe_gguf
 from tests.compute.model.test_dequantize import quantise
 from tests.compute.model.test_packed_weight import pack
 from tests.llama import save_llama
 from tests.numerics.families import tiny_config
 
-CLOSE = {"atol": 1e-4, "rtol": 1e-3}
 STEPS = 30
 needs_ggml = pytest.mark.skipif(
     library() is None, reason="the package xllamacpp is not installed, or not for this machine"
 )
-
-
-class Dictated(Stopwatch):
-    """Stopwatch that tells, in turn, what the test says of a replay and of the ordinary pass beside it."""
-
-    def __init__(self, replay_s: float, ordinary_s: float) -> None:
-        super().__init__(torch.device("cpu"))
-        self._seconds = itertools.cycle((replay_s, ordinary_s))
-
-    @contextmanager
-    def timing(self, tell: Tell) -> Iterator[None]:
-        yield
-        tell(next(self._seconds))
 
 
 def plain_span(model_type: str, folder: Path) -> ModelSpan:
@@ -72,7 +56,7 @@ def open_runner(
     windows = {layer: Window(size, slack=8, room=16) for layer, size in sliding_layers(span.config).items()}
     runner = StageRunner(span, RunnerConfig(1 << 24, windows=windows, capture=capture, kv=kv), ledger=ledger)
     if runner.captured is not None:
-        runner.captured.stopwatch = Dictated(replay_s, 2.0)
+        runner.captured.stopwatch = Dictated(span.device, replay_s, 2.0)
     return runner
 
 
@@ -90,11 +74,6 @@ def decode(runner: StageRunner, steps: int = STEPS) -> list[Tensor]:
         works = [StepInput(name, torch.randint(0, 90, (1, 1), generator=generator)) for name in names]
         outputs.append(torch.cat([result.output for result in runner.run(works)]))
     return outputs
-
-
-def decoder(runner: StageRunner) -> CapturedDecode:
-    assert runner.captured is not None
-    return runner.captured
 
 
 @pytest.mark.parametrize("kv", ["plain", "int8"])
