@@ -16,8 +16,8 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.datasets import batches
 from swarmnode.compute.training.datasets.sample_batches import SampleBatches
 from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.lm import NO_LABEL, PACKING_FAMILIES, can_pack, load_segment
-from swarmnode.data.rows import make_rows
+from swarmnode.compute.training.lm import PACKING_FAMILIES, can_pack, load_segment
+from swarmnode.data.rows import NO_LABEL, make_rows
 from swarmnode.data.samples import TokenSample
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.swarm.records.run import Run
