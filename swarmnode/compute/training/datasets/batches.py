@@ -110,16 +110,21 @@ def _drawn(place: int, samples: int, seed: int) -> int:
     return Permutation(samples, f"{seed} {epoch}".encode())(position)
 
 
+def check_vocabulary(tokens: np.ndarray, vocabulary: int) -> None:
+    """Raise UsageError if a token is outside of a model's vocabulary of that size."""
+    if tokens.size and (highest := int(tokens.max())) >= vocabulary:
+        raise UsageError(
+            f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
+            "use the tokenizer that belongs to the model"
+        )
+
+
 class TokenBatches(Batches):
     """Batches of windows of `run.sequence` tokens out of one long row. Inputs and labels are both (ids_BT int64,)."""
 
     def __init__(self, tokens_N: np.ndarray, vocabulary: int) -> None:
         """Take the tokens; `vocabulary` is the model's. Raises UsageError if a token is outside of it."""
-        if len(tokens_N) and (highest := int(tokens_N.max())) >= vocabulary:
-            raise UsageError(
-                f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
-                "use the tokenizer that belongs to the model"
-            )
+        check_vocabulary(tokens_N, vocabulary)
         self._tokens_N, self._vocabulary = tokens_N, vocabulary
         digest = hashlib.sha256(f"tokens {len(tokens_N)}\n".encode())
         digest.update(np.ascontiguousarray(tokens_N, dtype="<u4").data)

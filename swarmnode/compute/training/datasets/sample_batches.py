@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarmnode.compute.training.datasets.batches import Microbatch, WeighedBatches
+from swarmnode.compute.training.datasets.batches import Microbatch, WeighedBatches, check_vocabulary
 from swarmnode.data.rows import NO_LABEL, Rows
 from swarmnode.data.rules import DataSummary
-from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Run
 
 
@@ -20,11 +19,7 @@ class SampleBatches(WeighedBatches):
     def __init__(self, rows: Rows, vocabulary: int) -> None:
         """Take the rows; `vocabulary` is the model's. Raises UsageError if a token is outside of it."""
         super().__init__()
-        if (highest := int(rows.ids_NT.max())) >= vocabulary:
-            raise UsageError(
-                f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
-                "use the tokenizer that belongs to the model"
-            )
+        check_vocabulary(rows.ids_NT, vocabulary)
         self.content, self._vocabulary = rows, vocabulary
         self.fingerprint = rows.fingerprint
         self._labels_N = (rows.labels_NT != NO_LABEL).sum(axis=1)
