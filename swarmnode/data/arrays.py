@@ -8,10 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from swarmnode.data.rows import NO_LABEL
 from swarmnode.data.samples import TokenSample
 from swarmnode.errors import UsageError
-
-NO_LABEL = -100
 
 
 def read_arrays(path: Path, length: int) -> Iterator[TokenSample]:

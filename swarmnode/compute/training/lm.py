@@ -24,10 +24,10 @@ from swarmnode.compute.serving.loading import check_family
 from swarmnode.compute.serving.window import AttentionCache, sliding_layers
 from swarmnode.compute.training.randomness import CounterDropout, draws_dropout, reseed
 from swarmnode.compute.training.segment import Segment, Shares, Values
+from swarmnode.data.rows import NO_LABEL
 from swarmnode.errors import ProtocolError
 from swarmnode.swarm.records.recipe import Recipe
 
-NO_LABEL = -100
 MOST_PACKED = 4096
 PACKING_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "phi3", "gemma"})
 PACKING_FAMILIES |= {"gpt2", "gpt_neox", "mixtral", "granite", "smollm3"}

@@ -180,18 +180,24 @@ class Optimizer:
                 self.slots[slot][name].copy_(mean)
             gradient = self.parameters[name].grad
             assert gradient is not None
-            bias = self.parameters.get(bias_of(name))
-            eva.precondition(
-                gradient, None if bias is None else bias.grad, means, damping=self.run.epsilon, clipped=clipped
-            )
+            bias = self._trained_bias(name)
+            bias_O = None if bias is None else self.parameters[bias].grad
+            eva.precondition(gradient, bias_O, means, damping=self.run.epsilon, clipped=clipped)
 
     @torch.no_grad()
     def kl_square(self, step: int, gradients: Mapping[str, Tensor], newest: Mapping[str, eva.LayerMeans]) -> float:
         """Return the sum of update * gradient over Eva's layers. Nothing changes."""
-        return sum(
-            eva.curvature(gradients[name], gradients.get(bias_of(name)), means, self.run.epsilon)[1]
-            for name, means in self._means_after(step, newest).items()
-        )
+        total = 0.0
+        for name, means in self._means_after(step, newest).items():
+            bias = self._trained_bias(name)
+            bias_O = None if bias is None else gradients[bias]
+            total += eva.curvature(gradients[name], bias_O, means, self.run.epsilon)[1]
+        return total
+
+    def _trained_bias(self, name: str) -> str | None:
+        """Return the name of the bias beside a weight; None if the layer has none, or a frozen one, which is no column of it."""
+        bias = bias_of(name)
+        return bias if bias in self.parameters else None
 
     def _means_after(self, step: int, newest: Mapping[str, eva.LayerMeans]) -> dict[str, eva.LayerMeans]:
         """Return the running means after a step, of the layers that passes went through."""

@@ -56,15 +56,19 @@ class LocalState:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._partial, self._old = (folder.parent / f".{folder.name}.{end}" for end in ("partial", "old"))
 
     def __repr__(self) -> str:
         return f"LocalState({self.folder})"
 
     def load(self, learner: Learner) -> None:
-        """Let a learner go on from the state; do nothing if the folder does not exist or is empty.
+        """Let a learner go on from the state; do nothing if the folder does not exist or is empty. A state that was being replaced
+        when the process was killed is put back.
 
         Raises UsageError if the folder holds another run's state or something else, CheckpointError if the state is damaged.
         """
+        if not self.folder.exists() and self._old.exists():
+            self._old.rename(self.folder)
         if not self.folder.exists() or not any(self.folder.iterdir()):
             return
         try:
@@ -83,7 +87,7 @@ class LocalState:
 
     def save(self, learner: Learner) -> None:
         """Write the state of a learner between two steps, in place of the one before. Raises LocalError if it cannot be written."""
-        partial, old = (self.folder.parent / f".{self.folder.name}.{end}" for end in ("partial", "old"))
+        partial, old = self._partial, self._old
         try:
             for left in (partial, old):
                 shutil.rmtree(left, ignore_errors=True)

@@ -123,16 +123,10 @@ class Run(msgspec.Struct, frozen=True):
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of the update after step `step` (from 0): linear warm-up, then the schedule down to
         `final_share`."""
-        if self.recipe is not msgspec.UNSET:
-            factor = self.recipe.factor_at(step, self.steps, self.warmup_steps, self.final_share)
-            return self.learning_rate * factor
-        if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return self.learning_rate
-        done = (step - self.warmup_steps) / max(1, self.steps - 1 - self.warmup_steps)
-        left = 1 - done if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-        return self.learning_rate * (self.final_share + (1 - self.final_share) * max(0.0, left))
+        if not self.has_recipe and step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps  # rounded as by earlier versions, bit for bit
+        factor = self.known_recipe.factor_at(step, self.steps, self.warmup_steps, self.final_share)
+        return self.learning_rate * factor
 
 
 _encoder = msgspec.msgpack.Encoder(order="sorted")

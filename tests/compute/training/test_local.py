@@ -90,6 +90,8 @@ def test_a_run_goes_on_from_its_state(checkpoint: Get, text: TokenBatches, tmp_p
     assert list(train_locally(segment(), run, text, state=state)) == [], "it is over"
     with pytest.raises(UsageError, match="other settings or data"):
         next(train_locally(segment(), msgspec.structs.replace(run, seed=8), text, state=state))
+    (tmp_path / "state").rename(tmp_path / ".state.old")  # killed while the state was being replaced
+    assert list(train_locally(segment(), run, text, state=state)) == [], "the one before is put back"
     (tmp_path / "state" / "block-1.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="not readable"):
         next(train_locally(segment(), run, text, state=state))

@@ -16,7 +16,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.optimizer import Optimizer, memory_bytes
 from swarmnode.compute.training.optimizers.muon import COEFFICIENTS, ITERATIONS, orthogonalize
 from swarmnode.compute.training.optimizers.schedule_free import newest_share
-from swarmnode.swarm.records.recipe import Recipe
+from swarmnode.swarm.records.recipe import RECIPE, ParameterGroup, Recipe
 from swarmnode.swarm.records.run import Run, check_run
 from tests.compute.training.conftest import MICROBATCHES, commit_all, learners, make_run, pass_through, train
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment, toy_values
@@ -317,3 +317,23 @@ def test_eva_replicas_sum_their_means_with_the_gradients() -> None:
         for (one,) in replicas:
             one.commit({tuple(blocks): sums.clone()}, norm)
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_eva_clips_by_the_updates_that_it_makes_beside_frozen_biases() -> None:
+    recipe = Recipe("constant", groups=(ParameterGroup("*bias", frozen=True),))
+    settings = EVA | {"clip": 1e-6, "weight_decay": 0.0, "warmup_steps": 0}
+    run = make_run(**settings, schedule=RECIPE, recipe=recipe)
+    (learner,) = eva_chain(run, 0, 3)
+    for index in range(MICROBATCHES):
+        eva_pass([learner], index)
+    blocks = learner.segment.parameters().values()
+    weights = [one for named in blocks for name, one in named.items() if name.endswith("weight")]
+    before = [one.detach().clone() for one in weights]
+    flown = [one.grad.clone() for one in weights if one.grad is not None]
+    norm = math.sqrt(learner.squared_norm(learner.blocks))
+    commit_all([learner])
+    moved = sum(
+        float(((old - one.detach()) * gradient).sum())
+        for old, one, gradient in zip(before, weights, flown, strict=True)
+    )
+    assert moved == pytest.approx(math.sqrt(run.clip) * norm, rel=1e-4)

@@ -13,10 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.datasets import batches
 from swarmnode.compute.training.datasets.sample_batches import SampleBatches
 from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.lm import NO_LABEL, PACKING_FAMILIES, can_pack, load_segment
-from swarmnode.data.rows import make_rows
+from swarmnode.compute.training.lm import PACKING_FAMILIES, can_pack, load_segment
+from swarmnode.data.rows import NO_LABEL, make_rows
 from swarmnode.data.samples import TokenSample
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.swarm.records.run import Run
@@ -126,6 +127,22 @@ def test_a_short_window_takes_one_document_a_row(tmp_path: Path) -> None:
         step(checkpoint, (0, UNITS), pack=True)
 
 
+def test_samples_of_a_step_are_drawn_twice_however_many_microbatches_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = SampleBatches(make_rows(documents(), LENGTH, pack=False), VOCABULARY)
+    run, drawn = run_of(rows, 7), list[int]()
+    usual = batches._drawn
+
+    def counted(place: int, samples: int, seed: int) -> int:
+        drawn.append(place)
+        return usual(place, samples, seed)
+
+    monkeypatch.setattr(batches, "_drawn", counted)
+    shares = [float(rows.microbatch(1, number, run).labels[1]) for number in range(run.microbatches)]
+    assert len(drawn) == 2 * run.batch, "once for the rows, and once for their shares"
+    labels = [int((rows.microbatch(1, number, run).labels[0] >= 0).sum()) for number in range(run.microbatches)]
+    assert shares == pytest.approx([7 * count / sum(labels) for count in labels])
+
+
 def test_positions_that_jump_are_refused(tmp_path: Path) -> None:
     segment = load_segment(save(tmp_path / "llama", "llama"), 0, 2)
     ids_BT = torch.zeros(1, 4, dtype=torch.int64)
@@ -141,6 +158,6 @@ def test_samples_that_teach_nothing_are_refused() -> None:
         make_rows([TokenSample([1, 2, 3], [True, False, False])], LENGTH, pack=True)
     with pytest.raises(UsageError, match="no sample"):
         make_rows([], LENGTH, pack=True)
-    batches = make_rows([TokenSample([1, 70], [True, True])], LENGTH, pack=True)
+    rows = make_rows([TokenSample([1, 70], [True, True])], LENGTH, pack=True)
     with pytest.raises(UsageError, match="vocabulary mismatch"):
-        SampleBatches(batches, VOCABULARY)
+        SampleBatches(rows, VOCABULARY)

@@ -110,16 +110,21 @@ def _drawn(place: int, samples: int, seed: int) -> int:
     return Permutation(samples, f"{seed} {epoch}".encode())(position)
 
 
+def check_vocabulary(tokens: np.ndarray, vocabulary: int) -> None:
+    """Raise UsageError if a token is outside of a model's vocabulary of that size."""
+    if tokens.size and (highest := int(tokens.max())) >= vocabulary:
+        raise UsageError(
+            f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
+            "use the tokenizer that belongs to the model"
+        )
+
+
 class TokenBatches(Batches):
     """Batches of windows of `run.sequence` tokens out of one long row. Inputs and labels are both (ids_BT int64,)."""
 
     def __init__(self, tokens_N: np.ndarray, vocabulary: int) -> None:
         """Take the tokens; `vocabulary` is the model's. Raises UsageError if a token is outside of it."""
-        if len(tokens_N) and (highest := int(tokens_N.max())) >= vocabulary:
-            raise UsageError(
-                f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
-                "use the tokenizer that belongs to the model"
-            )
+        check_vocabulary(tokens_N, vocabulary)
         self._tokens_N, self._vocabulary = tokens_N, vocabulary
         digest = hashlib.sha256(f"tokens {len(tokens_N)}\n".encode())
         digest.update(np.ascontiguousarray(tokens_N, dtype="<u4").data)
@@ -168,7 +173,30 @@ class TokenBatches(Batches):
         return Microbatch(values, values)
 
 
-class ArrayBatches(Batches):
+class WeighedBatches(Batches):
+    """Batches of samples that may have more labels that count than others: in a run that weighs labels, the last label of a
+    microbatch is its shares of the means over the step's labels."""
+
+    def __init__(self) -> None:
+        self._shared: tuple[tuple[Run, int] | None, Tensor] = (None, torch.empty(0))  # of a step's microbatches
+
+    @abstractmethod
+    def _shares(self, numbers_MB: list[list[int]]) -> Tensor:
+        """Return the float32 shares of microbatches with these samples: a row for each microbatch, a column for each mean."""
+
+    def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
+        """Return microbatch `number` of step `step`. In a run that weighs by labels, the last label is the microbatch's shares of
+        the means."""
+        made = super().microbatch(step, number, run)
+        if not run.weighs_labels:
+            return made
+        if self._shared[0] != (run, step):
+            numbers_MB = [self._numbers(step, one, run) for one in range(run.microbatches)]
+            self._shared = (run, step), self._shares(numbers_MB)
+        return made._replace(labels=(*made.labels, self._shared[1][number].clone()))
+
+
+class ArrayBatches(WeighedBatches):
     """Rows of named arrays of equal length. `labels`: names of the arrays that the model's last layer takes; `inputs`: names of
     those that other layers take, all arrays if empty. Both are in the order of the model's inputs."""
 
@@ -179,6 +207,7 @@ class ArrayBatches(Batches):
         labels: Sequence[str] = (),
     ) -> None:
         """Take the arrays. Raises UsageError if there are none, one is empty, or their lengths differ."""
+        super().__init__()
         lengths = {name: len(array) for name, array in arrays.items()}
         if not lengths or not all(lengths.values()):
             raise UsageError("the data is empty: there is no sample in it; give data with samples")
@@ -188,7 +217,6 @@ class ArrayBatches(Batches):
         self._arrays = dict(arrays)
         self._inputs, self._labels = tuple(inputs or self._arrays), tuple(labels)
         self._label_shares: Sequence[LabelShares] = ()
-        self._shared: tuple[tuple[Run, int] | None, Tensor] = (None, torch.empty(0))  # of a step's microbatches
         digest = hashlib.sha256()
         for name, array in self._arrays.items():
             digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
@@ -214,19 +242,9 @@ class ArrayBatches(Batches):
         """Whether some samples may have more labels that count than others."""
         return bool(self._label_shares)
 
-    def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
-        """Return microbatch `number` of step `step`. In a run that weighs by labels, the last label is the microbatch's shares of
-        the means."""
-        made = super().microbatch(step, number, run)
-        if not run.weighs_labels:
-            return made
-        if self._shared[0] != (run, step):
-            rows = [self._rows(self._numbers(step, one, run)) for one in range(run.microbatches)]
-            self._shared = (
-                (run, step),
-                torch.tensor([*zip(*(share(rows) for share in self._label_shares), strict=True)]),
-            )
-        return made._replace(labels=(*made.labels, self._shared[1][number].clone()))
+    def _shares(self, numbers_MB: list[list[int]]) -> Tensor:
+        rows = [self._rows(numbers) for numbers in numbers_MB]
+        return torch.tensor([*zip(*(share(rows) for share in self._label_shares), strict=True)])
 
     def _rows(self, numbers: list[int]) -> dict[str, Tensor]:
         return {name: torch.from_numpy(array[numbers]) for name, array in self._arrays.items()}

@@ -6,24 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swarmnode.compute.training.datasets.batches import Batches, Microbatch
+from swarmnode.compute.training.datasets.batches import Microbatch, WeighedBatches, check_vocabulary
 from swarmnode.data.rows import NO_LABEL, Rows
 from swarmnode.data.rules import DataSummary
-from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Run
 
 
-class SampleBatches(Batches):
+class SampleBatches(WeighedBatches):
     """Batches of rows. Inputs are (ids_BT int64,), of packed rows also positions_BT int64; labels are labels_BT int64 and the
     microbatch's share of the step's labels."""
 
     def __init__(self, rows: Rows, vocabulary: int) -> None:
         """Take the rows; `vocabulary` is the model's. Raises UsageError if a token is outside of it."""
-        if (highest := int(rows.ids_NT.max())) >= vocabulary:
-            raise UsageError(
-                f"vocabulary mismatch: the data has token {highest}, the model knows {vocabulary} (0 to {vocabulary - 1}); "
-                "use the tokenizer that belongs to the model"
-            )
+        super().__init__()
+        check_vocabulary(rows.ids_NT, vocabulary)
         self.content, self._vocabulary = rows, vocabulary
         self.fingerprint = rows.fingerprint
         self._labels_N = (rows.labels_NT != NO_LABEL).sum(axis=1)
@@ -56,21 +52,15 @@ class SampleBatches(Batches):
 
     def in_order(self, number: int, run: Run) -> Microbatch:
         """Return microbatch `number` of the rows in their own order, with its share of the labels of all held-out microbatches."""
-        count = run.evaluations_at(0)
-        rows = [range(one * run.microbatch, (one + 1) * run.microbatch) for one in range(count)]
-        counts_M = [self._labels_N[[*numbers]].sum() for numbers in rows]
-        return self._weighed(self.rows([*rows[number]], run), counts_M[number] / np.mean(counts_M))
+        size = run.microbatch
+        numbers_MB = [[*range(one * size, (one + 1) * size)] for one in range(run.evaluations_at(0))]
+        made = self.rows(numbers_MB[number], run)
+        return made._replace(labels=(*made.labels, self._shares(numbers_MB)[number]))
 
-    def microbatch(self, step: int, number: int, run: Run) -> Microbatch:
-        """Return microbatch `number` of step `step`. The last label is its share: its labels over the mean of the step's
-        microbatches."""
-        made = super().microbatch(step, number, run)
-        counts_M = [self._labels_N[self._numbers(step, one, run)].sum() for one in range(run.microbatches)]
-        return self._weighed(made, counts_M[number] / np.mean(counts_M))
-
-    @staticmethod
-    def _weighed(made: Microbatch, share: float) -> Microbatch:
-        return made._replace(labels=(*made.labels, torch.tensor([share], dtype=torch.float32)))
+    def _shares(self, numbers_MB: list[list[int]]) -> Tensor:
+        """Return the labels of each microbatch over the mean of all."""
+        counts_M = self._labels_N[numbers_MB].sum(axis=1)
+        return torch.tensor(counts_M / counts_M.mean(), dtype=torch.float32).unsqueeze(1)
 
 
 def _tensor(values_NT: np.ndarray, numbers: list[int]) -> Tensor:
