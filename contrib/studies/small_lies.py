@@ -200,6 +200,11 @@ def small_llama(folder: Path, seed: int) -> Checkpoint:
     return Checkpoint(folder)
 
 
+def own_pages() -> list[Path]:
+    """Return this repository's pages."""
+    return sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
+
+
 def texts_of(checkpoint: Checkpoint, texts: int, seed: int, pages: Sequence[Path]) -> Tensor:
     """Return ids_ST, cut from `pages` at random places; drawn at random if the model has no tokenizer."""
     if not (checkpoint.path / "tokenizer.json").exists():
@@ -371,19 +376,24 @@ def judge(folder: Path, positions: int, trials: int, seed: int) -> dict[str, Any
     return results
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(description: str | None, *, texts: int, positions: int) -> argparse.ArgumentParser:
+    """Return the arguments of a study that records and judges; `texts` and `positions` are its defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("do", choices=("record", "compute", "judge"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="")
     parser.add_argument("--kernel", default="own")
-    parser.add_argument("--texts", type=int, default=32)
-    pages = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
-    parser.add_argument("--pages", type=Path, nargs="+", default=pages)
-    parser.add_argument("--honest", action="store_true")
-    parser.add_argument("--positions", type=int, default=1_000_000)
+    parser.add_argument("--texts", type=int, default=texts)
+    parser.add_argument("--positions", type=int, default=positions)
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
+    return parser
+
+
+def main() -> None:
+    parser = arguments(__doc__, texts=32, positions=1_000_000)
+    parser.add_argument("--pages", type=Path, nargs="+", default=own_pages())
+    parser.add_argument("--honest", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.do == "record":

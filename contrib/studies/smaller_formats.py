@@ -14,7 +14,6 @@ counts false alarms for pairs of honest runs, and the positions that an audit ne
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -38,9 +37,11 @@ from small_lies import (
     STEP_S,
     Pipeline,
     Records,
+    arguments,
     false_alarms,
     hops_of,
     judge_lie,
+    own_pages,
     texts_of,
 )
 from torch import Tensor, nn
@@ -111,11 +112,10 @@ def add_noise(model: nn.Module, seed: int) -> None:
 def record(folder: Path, model: str, liars: Sequence[str], texts: int, seed: int) -> None:
     """Record every run, one process after another; runs that `folder` has are left out."""
     folder.mkdir(parents=True, exist_ok=True)
-    pages = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
     paths = {"honest": model, **{Path(liar).stem: liar for liar in liars}}
     checkpoints = {name: open_model(path, folder / name, packs=True, force=True) for name, path in paths.items()}
     if not (folder / "ids.pt").exists():
-        ids_ST = texts_of(checkpoints["honest"], texts, seed, pages)
+        ids_ST = texts_of(checkpoints["honest"], texts, seed, own_pages())
         torch.save({"checkpoint": str(checkpoints["honest"].path), "ids_ST": ids_ST}, folder / "ids.pt")
     for kernel in ("own", "old"):
         command = [sys.executable, __file__, "compute", str(folder), "--kernel", kernel]
@@ -227,16 +227,8 @@ def judge(folder: Path, positions: int, trials: int, seed: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("do", choices=("record", "compute", "judge"))
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", default="")
+    parser = arguments(__doc__, texts=16, positions=100_000)
     parser.add_argument("--liar", nargs="+", default=[])
-    parser.add_argument("--kernel", default="own")
-    parser.add_argument("--texts", type=int, default=16)
-    parser.add_argument("--positions", type=int, default=100_000)
-    parser.add_argument("--trials", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.do == "record":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,10 +21,12 @@ from swarmnode.serving.drafting import draft_model
 from swarmnode.serving.serving_stage import ServingStage
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
+from tests.node.test_kept_sessions import TWO_BY_TWO, swarm_of
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready
 from tests.tiny import PROMPT, TinyModel
 
 NEW = 32
+TWO = {"n0": "0:3", "n1": "3:6"}
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +40,6 @@ def save(folder: Path, vocabulary: int) -> Path:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
     LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_hidden_layers=1, **sizes)).save_pretrained(folder)
     return folder
-
-
-@contextlib.asynccontextmanager
-async def swarm_with(
-    founded: Founded, folder: Path, draft: Path, *spans: str
-) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
-    async with VirtualSwarm(folder) as swarm:
-        founded.into(swarm)
-        await swarm.bootstrap()
-        for number, span in enumerate(spans):
-            swarm.node(f"n{number}", span, draft_model=str(draft))
-        for member in swarm.members.values():
-            await member.wait_for("ready")
-        async with swarm.client() as client:
-            await sees_ready(client, len(spans))
-            yield swarm, client
 
 
 async def ask(client: SwarmClient, drafts: str = "auto", prompt: list[int] = PROMPT) -> Generation:
@@ -79,7 +63,7 @@ def guesses(member: VirtualMember) -> dict[str, int]:
 
 @in_virtual_time
 async def test_a_good_draft_model_saves_turns(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
-    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6") as (swarm, client):
+    async with swarm_of(founded, tmp_path, TWO, draft_model=str(tiny.folder)) as (swarm, client):
         result = await ask(client)
         assert result.ids == tiny.alone(PROMPT, NEW)
         assert result.accepted_drafts > NEW / 2
@@ -91,7 +75,7 @@ async def test_a_good_draft_model_saves_turns(founded: Founded, tiny: TinyModel,
 async def test_only_a_client_that_allows_it_is_served_by_the_model(
     founded: Founded, tiny: TinyModel, tmp_path: Path
 ) -> None:
-    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6") as (swarm, client):
+    async with swarm_of(founded, tmp_path, TWO, draft_model=str(tiny.folder)) as (swarm, client):
         for drafts in ("lookup", "off"):
             assert (await ask(client, drafts)).ids == tiny.alone(PROMPT, NEW)
         assert "model" not in guesses(swarm.members["n0"])
@@ -101,7 +85,7 @@ async def test_only_a_client_that_allows_it_is_served_by_the_model(
 async def test_a_bad_draft_model_changes_nothing(
     founded: Founded, tiny: TinyModel, other: Path, tmp_path: Path
 ) -> None:
-    async with swarm_with(founded, tmp_path, other, "0:3", "3:6") as (swarm, client):
+    async with swarm_of(founded, tmp_path, TWO, draft_model=str(other)) as (swarm, client):
         result = await ask(client)
         assert result.ids == tiny.alone(PROMPT, NEW)
         counts = stage_of(swarm.members["n0"]).server.meter.drafts
@@ -112,7 +96,7 @@ async def test_a_bad_draft_model_changes_nothing(
 async def test_the_text_goes_on_at_another_node_with_a_draft_model(
     founded: Founded, tiny: TinyModel, tmp_path: Path
 ) -> None:
-    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6", "0:3", "3:6") as (swarm, client):
+    async with swarm_of(founded, tmp_path, TWO_BY_TWO, draft_model=str(tiny.folder)) as (swarm, client):
         stream = await client.stream(PROMPT, max_new_tokens=NEW, drafts="auto")
         ids = []
         async for token in stream:
@@ -129,7 +113,7 @@ async def test_too_many_sessions_do_without_and_all_memory_is_given_back(
     founded: Founded, tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_model, "MAX_SESSIONS", 1)
-    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6") as (swarm, client):
+    async with swarm_of(founded, tmp_path, TWO, draft_model=str(tiny.folder)) as (swarm, client):
         first = swarm.members["n0"]
         model, ledger = stage_of(first).draft, stage_of(first).hardware.lent[0].ledger
         assert model is not None
@@ -147,7 +131,7 @@ async def test_too_many_sessions_do_without_and_all_memory_is_given_back(
 async def test_a_draft_model_with_another_vocabulary_is_refused_at_once(founded: Founded, tmp_path: Path) -> None:
     draft = save(tmp_path / "draft", 500)
     with pytest.raises(UsageError, match=r"--draft-model .*: its vocabulary has 500 tokens, .* has 512: choose"):
-        async with swarm_with(founded, tmp_path, draft, "0:3"):
+        async with swarm_of(founded, tmp_path, {"n0": "0:3"}, draft_model=str(draft)):
             pass
 
 
@@ -172,7 +156,7 @@ async def test_a_draft_model_takes_memory_from_the_layers(founded: Founded, tiny
 async def test_the_draft_model_ends_with_a_pause_and_comes_back(
     founded: Founded, tiny: TinyModel, tmp_path: Path
 ) -> None:
-    async with swarm_with(founded, tmp_path, tiny.folder, "0:3", "3:6") as (swarm, client):
+    async with swarm_of(founded, tmp_path, TWO, draft_model=str(tiny.folder)) as (swarm, client):
         first = swarm.members["n0"]
         before, lending = stage_of(first).draft, first.node.lending
         lending.pause("a film")

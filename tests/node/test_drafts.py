@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +20,13 @@ from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time
 from tests.node.audited_swarm import results, three_by_two
 from tests.node.conftest import Founded
-from tests.node.virtual_swarm import VirtualSwarm, sees_ready
+from tests.node.test_kept_sessions import swarm_of
+from tests.node.virtual_swarm import VirtualSwarm
 from tests.serving.drafting import Oracle, Steady
 from tests.tiny import PROMPT, TinyModel
 
 NEW = 40
+TWO = {"n0": "0:3", "n1": "3:6"}
 VOCABULARY = 512
 DRAWS = {
     "greedy": {},
@@ -64,20 +64,6 @@ def verse(tiny: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Fo
     return Founded.on(tiny.folder, folder, adapters=adapters), TinyModel(merged, tiny.units)
 
 
-@contextlib.asynccontextmanager
-async def swarm_of(founded: Founded, folder: Path, *spans: str) -> AsyncIterator[tuple[VirtualSwarm, SwarmClient]]:
-    async with VirtualSwarm(folder) as swarm:
-        founded.into(swarm)
-        await swarm.bootstrap()
-        for number, span in enumerate(spans):
-            swarm.node(f"n{number}", span)
-        for member in swarm.members.values():
-            await member.wait_for("ready")
-        async with swarm.client() as client:
-            await sees_ready(client, len(spans))
-            yield swarm, client
-
-
 def let_guess(swarm: VirtualSwarm, text: list[int], wrong: float = 0.3) -> list[Steady]:
     """Let all nodes guess this text. Returns the budgets that the sessions will have."""
     budgets: list[Steady] = []
@@ -104,7 +90,7 @@ async def ask(client: SwarmClient, prompt: list[int], owner: str | None = None, 
 async def test_the_text_is_the_same_however_tokens_are_drawn(
     founded: Founded, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    async with swarm_of(founded, tmp_path, "0:3", "3:6") as (swarm, client):
+    async with swarm_of(founded, tmp_path, TWO) as (swarm, client):
         plain = await ask(client, PROMPT, **options, drafts="off")
         assert plain.accepted_drafts == 0
         budgets = let_guess(swarm, [*PROMPT, *plain.ids])
@@ -132,7 +118,7 @@ async def test_a_text_with_guesses_is_audited_and_its_hops_trusted(
 
 @in_virtual_time
 async def test_a_kept_text_with_guesses_goes_on(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
-    async with swarm_of(founded, tmp_path, "0:3", "3:6") as (swarm, client):
+    async with swarm_of(founded, tmp_path, TWO) as (swarm, client):
         said, text = PROMPT * 8, list[int]()
         let_guess(swarm, text)
         for turn in range(4):
@@ -151,7 +137,7 @@ async def test_a_text_by_an_adapter_is_the_same(
     founded, changed = verse
     texts = {"verse": changed.alone(PROMPT, NEW), "": tiny.alone(PROMPT, NEW)}
     assert texts["verse"] != texts[""], "an adapter that changes nothing would prove nothing"
-    async with swarm_of(founded, tmp_path, "0:3", "3:6") as (swarm, client):
+    async with swarm_of(founded, tmp_path, TWO) as (swarm, client):
         for name in ("verse", "", "verse"):
             budgets = let_guess(swarm, [*PROMPT, *texts[name]])
             result = await ask(client, PROMPT, adapter=name)
@@ -165,30 +151,23 @@ async def test_a_hop_is_lost_while_a_sure_position_waits_where_a_wrong_guess_was
     founded: Founded, tmp_path: Path, place: int
 ) -> None:
     """Devices are slow beside the network, so that verdicts come before the next passes begin."""
-    async with VirtualSwarm(tmp_path) as swarm:
-        founded.into(swarm)
-        await swarm.bootstrap()
-        for number, span in enumerate(["0:2", "2:4", "4:6"] * 2):
-            swarm.node(f"n{number}", span, cost_s=lambda _item: 0.3)
-        for member in swarm.members.values():
-            await member.wait_for("ready")
-        async with swarm.client() as client:
-            await sees_ready(client, 6)
-            options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.7, "seed": 5, "compress": "none"}
-            plain = await ask(client, PROMPT, **options, drafts="off")
-            let_guess(swarm, [*PROMPT, *plain.ids], wrong=0.2)
-            stream = await client.stream(PROMPT, **options)
-            async for _ in stream:
-                if len(stream.result.ids) == 8 and not stream.result.reroutes:
-                    await swarm.member(stream.result.route[place].peer).kill()
-            assert stream.result.ids == plain.ids and stream.result.reroutes == 1
+    spans = {f"n{number}": span for number, span in enumerate(["0:2", "2:4", "4:6"] * 2)}
+    async with swarm_of(founded, tmp_path, spans, cost_s=lambda _item: 0.3) as (swarm, client):
+        options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.7, "seed": 5, "compress": "none"}
+        plain = await ask(client, PROMPT, **options, drafts="off")
+        let_guess(swarm, [*PROMPT, *plain.ids], wrong=0.2)
+        stream = await client.stream(PROMPT, **options)
+        async for _ in stream:
+            if len(stream.result.ids) == 8 and not stream.result.reroutes:
+                await swarm.member(stream.result.route[place].peer).kill()
+        assert stream.result.ids == plain.ids and stream.result.reroutes == 1
 
 
 @in_virtual_time
 async def test_windows_of_sliding_layers_go_back_behind_wrong_guesses(sliding: Founded, tmp_path: Path) -> None:
     """Their buffers move on in the middle of the answer."""
     prompt = [(7 * position) % VOCABULARY for position in range(MOVES_AT - NEW // 2)]
-    async with swarm_of(sliding, tmp_path, "0:2", "2:4") as (swarm, client):
+    async with swarm_of(sliding, tmp_path, {"n0": "0:2", "n1": "2:4"}) as (swarm, client):
         plain = await ask(client, prompt, drafts="off")
         budgets = let_guess(swarm, [*prompt, *plain.ids], wrong=0.4)
         guessed = await ask(client, prompt)
