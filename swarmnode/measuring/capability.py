@@ -285,4 +285,5 @@ def speeds_section(speeds: Speeds) -> WorkSpeeds:
         decode_units_per_s=speeds.decode_units_per_s or UNSET,
         prefill_units_per_s=speeds.prefill_units_per_s or UNSET,
         training_units_per_s=speeds.training_units_per_s or UNSET,
+        pair_units_per_s=speeds.pair_units_per_s or UNSET,
     )
