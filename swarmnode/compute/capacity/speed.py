@@ -31,7 +31,8 @@ class Speeds:
 
 
 def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = time.perf_counter) -> Speeds:
-    """Measure decode steps, steps of two positions and prompt chunks in a session of its own, closed at the end. No other session may run meanwhile.
+    """Measure decode steps, steps of two positions and prompt chunks in a session of its own, closed at the end. No other session
+    may run meanwhile.
 
     `few` measures only some layers in the middle and assumes that all take as long, for a result that will not hold for long.
     """

@@ -150,7 +150,8 @@ class Proposer:
 
     A proposer without gain rests for `resting` turns, and for twice as many the next time. In a crowded ring it begins with
     `PROBE` guesses in flight. Each right one allows one more, so that a proposer that is not known yet does not crowd a ring.
-    `best` is the window that was chosen last; None if a quality has changed since.
+    `best` is the window that was chosen last; None if a quality has changed since. `place` is where among `WINDOWS` the best one
+    was found; None if the costs have changed since.
     """
 
     acceptance: float = EXPECTED
@@ -160,6 +161,7 @@ class Proposer:
     resting: int = 0
     rest: int = FIRST_REST
     best: WindowChoice | None = None
+    place: int | None = None
 
     def judge(self, right: bool) -> None:
         """Count one verdict. Early verdicts weigh more."""
@@ -215,7 +217,9 @@ class MeasuredBudget:
         cost, crowd = self._cost, self._crowd
         lost_per_s = cost.hops / self._turn_s + crowd.tokens_per_s  # tokens of this session and of others
         right = itertools.accumulate(likely, initial=0.0)
-        gains = [tokens - lost_per_s * cost.longer_s(count, crowd) if count else 0.0 for count, tokens in enumerate(right)]
+        gains = [
+            tokens - lost_per_s * cost.longer_s(count, crowd) if count else 0.0 for count, tokens in enumerate(right)
+        ]
         return max(range(len(gains)), key=gains.__getitem__)
 
     @property
@@ -232,7 +236,9 @@ class MeasuredBudget:
             known.judge(right)
         if self._best(known).window:
             known.rest = FIRST_REST
-        elif not known.resting and (rejected or not self._best(replace(known, acceptance=1.0, best=None)).window):
+        elif not known.resting and (
+            rejected or not self._best(replace(known, acceptance=1.0, best=None, place=None)).window
+        ):
             known.begin_rest()
 
     def turn(self, took_s: float) -> None:
@@ -245,7 +251,7 @@ class MeasuredBudget:
         if self._cost_age_s >= COST_S:
             self._cost, self._cost_age_s = self._ask_cost(), 0.0
             for proposer in self._proposers.values():
-                proposer.best = None
+                proposer.best = proposer.place = None
 
     def proposer(self, name: str) -> Proposer:
         """Return the measured qualities of a proposer."""
@@ -280,7 +286,12 @@ class MeasuredBudget:
         if not turn_s:
             return WindowChoice(0.0, min(PROBE * PASSES, self._max_window))
         forecast = partial(worth, proposer=proposer, turn_s=turn_s, cost=self._cost, crowd=self._crowd)
-        best = max(WindowChoice(forecast(window), window) for window in self._windows)
+        places = range(len(self._windows))
+        if proposer.place is not None:  # one verdict moves the best window by a step at most
+            places = places[max(0, proposer.place - 1) : proposer.place + 2]
+        best, proposer.place = max(
+            (WindowChoice(forecast(self._windows[place]), self._windows[place]), place) for place in places
+        )
         return best if best.worth * turn_s > LEAST_GAIN else WindowChoice(1 / turn_s, 0)
 
 
@@ -309,7 +320,7 @@ def worth(window: int, proposer: Proposer, turn_s: float, cost: RowCost, crowd: 
     tokens_per_s = 1 / token_s(window, proposer, turn_s, cost, crowd)
     rows_per_s = tokens_per_s * (1 + (1 - min(proposer.acceptance, SURE)) * window)
     lost_per_row = crowd.tokens_per_s * cost.longer_s(together, crowd) / together
-    return tokens_per_s - lost_per_row * (rows_per_s - 1 / turn_s)
+    return tokens_per_s - lost_per_row * max(0.0, rows_per_s - 1 / turn_s)
 
 
 class RowLoad:

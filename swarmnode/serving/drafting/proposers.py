@@ -68,8 +68,10 @@ class Proposers:
         return DrafterChoice(drafters, budget), budget
 
     def _cost(self, route: tuple[HopSpec, ...]) -> RowCost:
-        """Return the cost of rows at the busiest hop of a route, as far as its hops announce their speeds. Its load is estimated from
-        that of this node: all sessions count as equally busy."""
+        """Return the cost of rows at the busiest hop of a route, as far as its hops announce their speeds.
+
+        Its load is estimated from that of this node: all sessions count as equally busy.
+        """
         known, node = self._announced(), self._node()
         costs = []
         for place, hop in enumerate(route):

@@ -128,6 +128,13 @@ def test_announced_speeds_give_the_cost_of_a_second_position() -> None:
     assert busiest([cost, RowCost(0.001, 0.004)]).hops == pytest.approx(1.5)
 
 
+@pytest.mark.parametrize("pair_units_per_s", [5e-324, 1e-9, 1e18])
+def test_false_costs_of_a_hop_break_nothing(pair_units_per_s: float) -> None:
+    cost = RowCost.of_speeds(10, 1000.0, 5000.0, pair_units_per_s, sharing=3)
+    one = budget(busiest([cost, RowCost(0.001, 0.004)]), turn_s=0.1, acceptance=0.9)
+    assert (one.window() > PROBE, one.worthwhile([1.0]) == 1) == (pair_units_per_s > 1, pair_units_per_s > 1)
+
+
 def test_only_guesses_that_are_worth_their_rows_are_sent() -> None:
     one = MeasuredBudget(lambda: RowCost(0.004, 0.001, hops=3.0, joined_s=0.005))
     assert one.worthwhile([0.1, 0.01]) == 2, "no turn is measured"
