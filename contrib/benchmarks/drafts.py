@@ -218,7 +218,7 @@ class Ring:
     @classmethod
     @contextlib.asynccontextmanager
     async def over(cls, model: Path, delay_s: float, holders: int = 1) -> AsyncIterator[Ring]:
-        """Start a ring with so many `holders` of each hop, over relays of `delay_s` seconds each way."""
+        """Start a ring with `holders` nodes for each hop, over relays of `delay_s` seconds each way."""
         with tempfile.TemporaryDirectory(prefix="swarmnode-drafts-") as name, contextlib.ExitStack() as stack:
             relay = stack.enter_context(DelayingRelay(delay_s))
             swarm = stack.enter_context(LocalSwarm(Path(name)))

@@ -14,11 +14,11 @@ are as many as h of the busiest one. Then a token takes
 A wrong guess costs a turn, and behind it guesses are computed in vain. Every w + 1 right guesses in a row take one more turn,
 unless rows cannot be computed or proposed that fast. T(0) = R.
 
-Passes with guesses take time from other sessions. Let u be the probability that another session is in such a pass or waits for it.
-Each second costs u S / L tokens of the S others. L is the least turn of late, because R grows as guesses crowd the ring. So the
-window is the w with the most
+Passes with guesses take time from the S other sessions. At each hop such a pass disturbs the share u of them, for u the share of
+time that rows take there, and s = min(1, h u) S. Each second costs h u S / L tokens. L is the least turn of late, because R grows
+as guesses crowd the ring. So the window is the w with the most
 
-    W(w) = 1 / T(w)  -  u S / L  (x / b)  ((1 + (1 - a) w) / T(w) - 1 / R)
+    W(w) = 1 / T(w)  -  h u S / L  (x / b)  ((1 + (1 - a) w) / T(w) - 1 / R)
 
 It is 0 if that is hardly more than without guesses: under load guesses go last. For a proposer that knows how likely each guess is,
 the same costs say how many of its guesses are worth a row (`worthwhile`).
@@ -38,27 +38,29 @@ WINDOWS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 28, 32)  # that are compared
 PASSES = 4  # that carry the guesses of a session, one behind the other
 KEPT, TURN_KEPT = 1 / 24, 1 / 8  # weight of a new verdict, and of a new turn
 TURN_DRIFT = 1.005  # by which the least turn grows with each turn, until a new least one comes
-COST_S = 0.5  # turns that take so long together, while the cost of rows counts as unchanged
+COST_S = 0.5  # seconds of turns after which the cost of rows is asked for again
 EXPECTED = 0.7  # acceptance of a proposer before its first verdicts
 LEAST_GAIN = 1.03  # times the worth of no guesses: less is not worth the work
 FIRST_REST, LONGEST_REST = 16, 1024  # turns without guesses before a retry
 PROBE = 2  # guesses of a retry
 QUIET = 0.2  # probability of disturbing another session below which a ring is not crowded
-FULL = 0.6  # share of time for rows above which a hop has none for guesses: the passes take longer than their rows
+FULL = 0.45  # share of time for rows above which a hop has none for guesses: the passes take longer than their rows
 OVER_S = 2.0  # of the measured load
 FEW = 4  # other sessions with which a ring is not crowded, as far as is known before the first turn
 SURE = 0.999  # the highest acceptance that is believed
 
 
 class Crowd(NamedTuple):
-    """Other sessions that a pass of one session disturbs.
+    """Disturbance of other sessions by the passes of one session.
 
     Args:
+        load: Share of a hop's time that rows take, between 0 and 1; 0 without other sessions.
         probability: Probability that another session is in the same passes, between 0 and 1.
         beside: Number of sessions in the same pass, on average.
         tokens_per_s: Tokens that all others lose if the passes of a turn take a second longer at each hop.
     """
 
+    load: float
     probability: float
     beside: float
     tokens_per_s: float
@@ -73,7 +75,7 @@ class RowCost(NamedTuple):
         sharing: Number of other sessions in the passes.
         load: Share of the time that rows of all sessions take at the hop, between 0 and 1.
         hops: Seconds of a step on the whole route, in multiples of those at this hop.
-        joined_s: Seconds that a step takes longer as soon as it has a second position, beside `position_s`.
+        joined_s: Seconds that a second position adds to a step, beside `position_s`.
     """
 
     pass_s: float
@@ -115,9 +117,9 @@ class RowCost(NamedTuple):
 
     def in_turn(self, turn_s: float) -> Crowd:
         """Return the other sessions, in a ring whose least turn takes `turn_s` seconds. Each has at least a row in a turn."""
-        load = min(1.0, max(self.load, (1 + self.sharing) * self.position_s / turn_s))
-        probability = min(1.0, load * self.hops) if self.sharing else 0.0
-        return Crowd(probability, probability * self.sharing, load * self.hops * self.sharing / turn_s)
+        load = min(1.0, max(self.load, self.rows_s / turn_s)) if self.sharing else 0.0
+        probability = min(1.0, load * self.hops)
+        return Crowd(load, probability, probability * self.sharing, load * self.hops * self.sharing / turn_s)
 
     def longer_s(self, guesses: int, crowd: Crowd) -> float:
         """Return the seconds that `guesses` guesses lengthen a pass at the hop, or that their own pass takes: x of this module's
@@ -265,11 +267,14 @@ class MeasuredBudget:
     def _allowed(self, proposer: Proposer) -> int:
         """Return the most guesses that a proposer may have in flight yet: in a crowded ring few until it has proved itself, and
         none at a full hop or before a turn was measured."""
-        if proposer.resting or (self._cost.sharing and self._cost.load > FULL):
+        if proposer.resting:
             return 0
         if not self._turn_s:
             return 0 if self._cost.sharing > FEW else self._max_window
-        return min(proposer.allowed, self._max_window) if self._crowd.probability > QUIET else self._max_window
+        crowd = self._crowd
+        if crowd.load > FULL:
+            return 0
+        return min(proposer.allowed, self._max_window) if crowd.probability > QUIET else self._max_window
 
     def worth(self, name: str) -> float:
         """Return the tokens/s that this proposer's best window brings, less those that other sessions lose."""

@@ -38,7 +38,7 @@ MAX_EDIT, MAX_EDITS = 16, 256  # tokens of a remembered edit, and edits
 class MatchKind(Enum):
     """Kind of predictions, whose shares of right ones are counted together. The value is the share that is expected at first."""
 
-    FIRST = 0.35  # one token matches at its first place in the prompt, and nothing has matched yet
+    FIRST = 0.5  # one token matches at its first place in the prompt, and nothing has matched yet
     REPLACED = 0.3  # the source goes on as if one token had been replaced
     NEAR_ONE = 0.4  # one token matches near the place of an edit
     NEAR_TWO = 0.6
