@@ -10,7 +10,7 @@ trains a byte-level Llama on the standard library's sources, and compares the lo
 train over one grid of learning rates; the goal is the lowest last loss of SGD or AdamW. Then the other one trains with shorter and
 shorter schedules, at the rates that still reach the goal. `steps_ratio` is the shortest share of the steps that reached it; it is
 null if all steps were not enough. `time_ratio` is that share times the ratio of the CPU seconds of a step.
-`muloco` trains four replicas that average every 50 steps, with AdamW in float32 and with Muon in two bits, and prints the held-out
+`muloco` trains four replicas that average every 50 steps: with AdamW in float32, and with Muon in two bits. It prints the held-out
 loss of their mean and the bytes that a replica sends.
 All numbers are of this machine and these sizes, which are printed.
 """
