@@ -259,12 +259,12 @@ def cost_of_evaluation(steps: int, seed: int) -> Iterator[Mapping[str, Any]]:
             taken[name].append(time.process_time() - began_s)
     plain_s, evaluates_s = (statistics.mean(taken[name]) for name in ("plain", "evaluates"))
     passes = 3 * steps * plain.microbatches
-    forward = sum(evaluates.evaluations_at(step) for step in range(steps))
+    forward = sum(evaluates.evaluations_at(step) for step in range(steps + 1))
     yield {
         "seed": seed,
         "steps": steps,
         "held_out_microbatches": count,
-        "evaluations": sum(bool(evaluates.evaluations_at(step)) for step in range(steps)),
+        "evaluations": sum(bool(evaluates.evaluations_at(step)) for step in range(steps + 1)),
         "plain_cpu_s": plain_s,
         "ratio_of_cpu": evaluates_s / plain_s,
         "share_of_passes": forward / passes,

@@ -40,6 +40,8 @@ class Segment(ABC):
     device: torch.device
     means: int = 0
     """Number of means over labels that the loss adds up."""
+    expert_load: float = 0.0
+    """Load of the busiest expert over the mean load, in the last pass to the model's end; 0 if no losses of routers are computed"""
     is_portable: bool = True
     """Whether other devices compute the same except for rounding: random numbers are not drawn by the device"""
 
@@ -70,8 +72,7 @@ class Segment(ABC):
 
     def aim(self, recipe: Recipe) -> None:
         """Take over the objective of a run. Raises UsageError if the model cannot have it."""
-        if recipe.label_smoothing or recipe.z_loss:
-            raise UsageError("--label-smoothing and --z-loss are for language models that are split at their layers")
+        check_objective(recipe)
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which passes are of held-out data: without dropout. Raises UsageError if the model cannot do that."""
@@ -83,6 +84,15 @@ class Segment(ABC):
         They have the right shapes, and take as long to compute with as real ones. Raises CheckpointError if only the data has them.
         """
         raise CheckpointError("no made-up values fit these layers: only their data has them")
+
+
+def check_objective(recipe: Recipe) -> None:
+    """Raise UsageError if a recipe changes the objective, which an exported module brings along."""
+    if recipe.label_smoothing or recipe.z_loss or recipe.watches_routers:
+        raise UsageError(
+            "--label-smoothing, --z-loss, --router-balance and --router-z-loss are for language models that are split at "
+            "their layers: leave them out, or export a module with such a loss"
+        )
 
 
 def refound(segment: Segment, founding: Segment) -> None:
@@ -132,6 +142,7 @@ class SplitSegment(Segment):
             low, high = max(start, one.start), min(end, one.end)
             if low < high:
                 values = one.forward(moved(values, one.device), low, high, seed, moved(labels, one.device), shares)
+        self.expert_load = self._segments[-1].expert_load
         return values
 
 

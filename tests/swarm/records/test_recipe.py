@@ -104,5 +104,7 @@ def test_what_is_out_of_bounds_is_not_decoded(bad: dict[str, Any]) -> None:
 
 def test_held_out_microbatches_are_of_some_steps() -> None:
     run = run_of(Recipe(evaluate_every=10, evaluation=3))
-    assert [step for step in range(STEPS) if run.evaluations_at(step)] == [0, 10, 20, 22]
-    assert run.passes_at(10) == 5 and run.passes_at(11) == 2 == run.microbatches
+    assert [step for step in range(STEPS) if run.evaluations_at(step)] == [0, 10, 20]
+    assert run.passes(10) == range(5) and run.passes(11) == range(2)
+    assert run.passes(STEPS) == range(2, 5), "behind the last step, by the final weights"
+    assert run_of(Recipe()).passes(STEPS) == range(2, 2)
