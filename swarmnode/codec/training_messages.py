@@ -305,7 +305,7 @@ class StepReport(Body, frozen=True):
 class Wait(Body, frozen=True):
     """Peer that the step waits for, and since when.
 
-    `what` is the kind of the unanswered command; LEASE: a microbatch is under way through the peer; 0: it failed and is left alone,
+    `what` is the kind of the unanswered command; FAILED: the peer cannot take up the run; LEASE: a microbatch is under way through the peer; 0: it failed and is left alone,
     and `since_s` are the seconds until it is asked again. WORK, without a peer: the peers are still coming to their places before
     the first step of a run.
     """
