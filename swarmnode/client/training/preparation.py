@@ -12,7 +12,7 @@ import msgspec
 
 from swarmnode.client.tokenizer import Tokenizer
 from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
-from swarmnode.compute.graph.boundary import ARRAYS_SUFFIX, array_batches, token_length, token_windows
+from swarmnode.compute.graph.boundary import array_batches, token_length, token_windows
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
@@ -189,7 +189,13 @@ def _for_graph(folder: Path, data: Path, settings: Run, rules: DataRules) -> Pre
     if rules.evaluate_every:
         raise UsageError("held-out data are for language models that are split at their layers: leave out --eval-every")
     check_objective(settings.known_recipe)
-    length = token_length(graph) if data.suffix != ARRAYS_SUFFIX else 0
+    kind = sample_kind(data)
+    if kind not in (ARRAYS, TEXT):
+        raise UsageError(
+            f"{data} holds samples, which are for language models that are split at their layers: give a module text, or an "
+            ".npz file of arrays"
+        )
+    length = token_length(graph) if kind == TEXT else 0
     if settings.sequence and settings.sequence != length:
         raise UsageError("--sequence is for language models, and this model's samples are rows of arrays: leave it out")
     microbatch = settings.microbatch or (min(MICROBATCH, settings.batch) if graph.any_batch else graph.batch)

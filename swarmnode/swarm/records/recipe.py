@@ -14,12 +14,13 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from swarmnode.config import SCHEDULES_BY_NAME
+
 RECIPE = "recipe"  # the name of a run's schedule if the recipe has it
 MAX_GROUPS = 16
 MAX_PATTERN = 64  # characters
 MAX_STARS = 4  # of a pattern: each may be tried at every place of a name
 MAX_ROUTER_SUMS = 1 << 14  # two for each expert, and two more
-SCHEDULES_BY_NAME = ("constant", "linear", "cosine", "hf-constant", "hf-linear", "hf-cosine", "hf-wsd")
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 
@@ -67,7 +68,7 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     z_loss: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     router_balance: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
     router_z_loss: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
-    ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    ema: Share = 0.0
     evaluate_every: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     evaluation: Annotated[int, Meta(ge=0, le=2048)] = 0
 
@@ -124,6 +125,7 @@ def recipe_rules(recipe: Recipe) -> dict[str, bool]:
         f"patterns with at most {MAX_STARS} stars and without brackets": all(
             group.match.count("*") <= MAX_STARS and "[" not in group.match for group in recipe.groups
         ),
+        "an average of the weights (ema) that keeps less than all of itself": recipe.ema < 1,
         "finite settings": all(
             math.isfinite(number)
             for group in recipe.groups

@@ -82,6 +82,7 @@ def test_a_version_that_knows_no_recipes_names_the_schedule() -> None:
         (Recipe(groups=(ParameterGroup("*" * 5),)), "at most 4 stars"),
         (Recipe(groups=(ParameterGroup("[a-z]"),)), "without brackets"),
         (Recipe(evaluate_every=3), "held-out microbatches"),
+        (Recipe(ema=1.0), "less than all of itself"),
         (Recipe(evaluate_every=3, evaluation=2047), "with the held-out ones"),
     ],
 )
@@ -94,7 +95,14 @@ def test_recipes_that_are_not_valid_are_refused(recipe: Recipe, told: str) -> No
 
 @pytest.mark.parametrize(
     "bad",
-    [{"groups": [{"match": "x" * 65}]}, {"groups": [{"match": "x"}] * 17}, {"label_smoothing": 2.0}, {"z_loss": -1.0}],
+    [
+        {"groups": [{"match": "x" * 65}]},
+        {"groups": [{"match": "x"}] * 17},
+        {"label_smoothing": 2.0},
+        {"z_loss": -1.0},
+        {"router_balance": -1.0},
+        {"unknown": 1},
+    ],
 )
 def test_what_is_out_of_bounds_is_not_decoded(bad: dict[str, Any]) -> None:
     raw: dict[str, Any] = msgspec.msgpack.decode(encode_run(run_of(Recipe())))
