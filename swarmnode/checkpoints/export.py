@@ -203,17 +203,13 @@ def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing], electorate: 
     return text if differ is None else f"{text}: {differ}"
 
 
-async def _write(
-    host: Host, tensors: Mapping[str, Tensor], out: Path, force: bool, unconfirmed: Sequence[str]
-) -> None:
+async def _write(host: Host, tensors: Mapping[str, Tensor], out: Path, force: bool, unconfirmed: Sequence[str]) -> None:
     assert host.swarm.manifest is not None
     language = host.swarm.manifest.kind == CAUSAL_LM
     weights = Weights(host)
     try:
         founded = await (weights.small_files() if language else weights.everything())
-        await asyncio.to_thread(
-            write_checkpoint, language, tensors, founded, out, force=force, unconfirmed=unconfirmed
-        )
+        await asyncio.to_thread(write_checkpoint, language, tensors, founded, out, force=force, unconfirmed=unconfirmed)
     finally:
         await weights.close()
 

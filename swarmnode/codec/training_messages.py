@@ -289,7 +289,8 @@ class Failed(Body, frozen=True):
 class StepReport(Body, frozen=True):
     """Report of a committed step, with its `loss`, duration `step_s` and gradient `norm`. `expected_s` is the coordinator's
     estimate at its beginning; 0: none. `held_out_loss` is the mean loss of held-out data, by the parameters before the update, of
-    the last step by the final ones; below 0: none. `expert_load` is the mean over the microbatches, of the busiest expert over the mean of all; 0: unknown."""
+    the last step by the final ones; below 0: none. `expert_load` is that of the busiest expert over the mean of all, a mean over
+    the microbatches; 0: unknown."""
 
     step: Step
     run: RunId
@@ -305,9 +306,9 @@ class StepReport(Body, frozen=True):
 class Wait(Body, frozen=True):
     """Peer that the step waits for, and since when.
 
-    `what` is the kind of the unanswered command; FAILED: the peer cannot take up the run; LEASE: a microbatch is under way through the peer; 0: it failed and is left alone,
-    and `since_s` are the seconds until it is asked again. WORK, without a peer: the peers are still coming to their places before
-    the first step of a run.
+    `what` is the kind of the unanswered command; LEASE: a microbatch is under way through the peer; 0: it failed and is left alone,
+    and `since_s` are the seconds until it is asked again. FAILED: it cannot take up the run. WORK, without a peer: the peers are
+    still coming to their places before the first step of a run.
     """
 
     peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)]

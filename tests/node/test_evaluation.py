@@ -43,7 +43,7 @@ def save_mixture(folder: Path) -> None:
 
 @in_virtual_time
 async def test_a_swarm_evaluates_as_one_process_does(tmp_path: Path) -> None:
-    """Of a mixture, whose routers are balanced over all stages, and by the average of its weights."""
+    """The model is a mixture, whose routers are balanced over all stages, and evaluates by the average of its weights."""
     model, data = tmp_path / "model", tmp_path / "chats.jsonl"
     save_mixture(model)
     settings = msgspec.structs.replace(RUN, recipe=OF_MIXTURES)

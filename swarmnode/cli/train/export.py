@@ -30,7 +30,9 @@ def export(
     out: Path = argument(..., "Folder to write; it appears when it is complete.", typed=Path, metavar="OUT"),
     force: bool = option(False, "Replace a checkpoint in OUT."),
     average: bool = option(
-        True, "Write the average of the weights if the training keeps one (--ema), or those of the last step.", "--average/--last"
+        True,
+        "Write the average of the weights if the training keeps one (--ema), or those of the last step.",
+        "--average/--last",
     ),
     patience: float = patience_option(30.0, "How long to wait for machines that hold all layers."),
     home: Path = HOME,

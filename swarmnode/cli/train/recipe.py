@@ -36,7 +36,9 @@ class RecipeOptions:
     )
     label_smoothing: float = option(0.0, "Share of each label that goes to the whole vocabulary.")
     z_loss: float = option(0.0, "Factor of the squared log-sum-exp of the logits in the loss; PaLM's is 1e-4.")
-    router_balance: float = option(0.0, "Factor of the routers' balance loss in mixtures of experts, for example 0.001.")
+    router_balance: float = option(
+        0.0, "Factor of the routers' balance loss in mixtures of experts, for example 0.001."
+    )
     router_z_loss: float = option(0.0, "Factor of the squared log-sum-exp of the routers' logits; ST-MoE's is 0.001.")
     ema: float = option(0.0, "Also keep an average of the weights, which holds this share of itself per step.")
     decay_steps: int = option(0, "With --schedule hf-wsd: steps of the decay at the end.")

@@ -165,6 +165,8 @@ def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
         tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown if the coordinator was lost
         summary = StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm)
         held_out_loss = None if report.held_out_loss == NOT_EVALUATED else report.held_out_loss
-        listener.step(replace(summary, expected_s=report.expected_s, held_out_loss=held_out_loss, expert_load=report.expert_load))
+        listener.step(
+            replace(summary, expected_s=report.expected_s, held_out_loss=held_out_loss, expert_load=report.expert_load)
+        )
 
     return tell

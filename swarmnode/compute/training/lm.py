@@ -30,6 +30,7 @@ from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.data.rows import NO_LABEL
 from swarmnode.errors import ProtocolError
 from swarmnode.swarm.records.recipe import Recipe
+from swarmnode.swarm.records.run import Run
 
 MOST_PACKED = 4096
 PACKING_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "phi3", "gemma"})
@@ -112,6 +113,11 @@ class SpanSegment(Segment):
         if self._routers is not None:
             self._routers.close()
         self._routers = RouterWatch(self.span.model) if recipe.watches_routers else None
+
+    def mask_bytes(self, run: Run) -> int:
+        """Return the bytes of the mask of a microbatch's documents, float32. Only rows of samples may hold several."""
+        packs = run.weighs_labels and can_pack(self.span.config, run.sequence)
+        return run.microbatch * run.sequence**2 * torch.float32.itemsize if packs else 0
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -199,11 +205,17 @@ class SpanSegment(Segment):
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
 
     def _documents(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions, and the mask_B1TT of rows of several documents: a token sees those before it in its own one."""
+        """Return the positions, and the mask_B1TT of rows of several documents: a token sees those before it in its own one.
+
+        The mask is added to scores. Of a mask of truth values torch would keep such a copy for the backward pass of each layer.
+        """
         positions_BT = self._here(positions_BT)
         documents_BT = (positions_BT == 0).cumsum(1)
         same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-        return positions_BT, same_BTT.tril()[:, None]
+        hidden_BTT = same_BTT.tril().logical_not_()
+        return positions_BT, torch.zeros(hidden_BTT.shape, device=self.device).masked_fill_(hidden_BTT, -torch.inf)[
+            :, None
+        ]
 
     def _reseeding(self, unit: int) -> Any:
         """Return a hook that reseeds before a layer's own code: earlier code may have drawn, and another split runs less of it."""
@@ -222,9 +234,11 @@ class SpanSegment(Segment):
         sums = values[-1:] if self._routers is not None and start else ()
         positions = values[1 : len(values) - len(sums)]
         if len(positions) > 1 or len(values) < 1 + len(sums):
-            raise ProtocolError(f"{len(values)} values at boundary {start} of a language model, which are too many or too few")
-        if self._routers is not None and any(value.shape != self._routers.no_sums().shape for value in sums):
-            raise ProtocolError(f"the sums of the routers have the wrong shape {tuple(sums[0].shape)}")
+            raise ProtocolError(
+                f"{len(values)} values at boundary {start} of a language model, which are too many or too few"
+            )
+        if self._routers is not None and sums:
+            self._routers.check(*sums)
         if positions:
             self._check_places(positions[0], values[0].shape[:2])
         if start == 0:

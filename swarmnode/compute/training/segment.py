@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 from swarmnode.swarm.records.recipe import Recipe
-from swarmnode.swarm.records.run import MAX_MICROBATCHES
+from swarmnode.swarm.records.run import MAX_MICROBATCHES, Run
 
 Shares = tuple[float, ...]
 """Factors of the means over labels in a microbatch's loss, one for each mean; empty if the means have no factors."""
@@ -74,6 +74,10 @@ class Segment(ABC):
         """Take over the objective of a run. Raises UsageError if the model cannot have it."""
         check_objective(recipe)
 
+    def mask_bytes(self, run: Run) -> int:
+        """Return the bytes of the attention mask of one microbatch of a run; 0 if there is none, or a layer's own code makes it."""
+        return 0
+
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which passes are of held-out data: without dropout. Raises UsageError if the model cannot do that."""
         raise UsageError("held-out data are for language models that are split at their layers: leave out --eval-every")
@@ -120,6 +124,10 @@ class SplitSegment(Segment):
     def positions(self) -> int | None:
         """Most tokens of a sample, see `Segment`; None if there is no limit."""
         return self._segments[0].positions
+
+    def mask_bytes(self, run: Run) -> int:
+        """Return the bytes of one segment's mask, see `Segment`: each device has its own."""
+        return self._segments[0].mask_bytes(run)
 
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
         """Return the parameters of all segments by block, see `Segment`."""

@@ -119,7 +119,7 @@ class StepLedger:
         for peer, span in lease.route:
             self.count(peer, span, lease.number)
         self._losses[lease.number] = loss
-        if expert_load:
+        if expert_load > 0:  # not NaN
             self._expert_loads[lease.number] = expert_load
 
     def call_back(

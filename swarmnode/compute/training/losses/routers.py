@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarmnode.errors import UsageError
+from swarmnode.errors import ProtocolError, UsageError
 
 TRANSFORMERS_ARGUMENTS = ("gate_logits", "num_experts", "top_k", "attention_mask")
 """Arguments of the balance loss that this module computes; families with another loss have others"""
@@ -57,6 +57,13 @@ class RouterWatch:
     def no_sums(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the sums_R before the first layer."""
         return torch.zeros(2 * self.experts + 2, device=device)
+
+    def check(self, sums_R: Tensor) -> None:
+        """Raise ProtocolError if sums that came from another stage are not float32, or not as many as the experts demand."""
+        if sums_R.dtype != torch.float32 or sums_R.shape != (2 * self.experts + 2,):
+            raise ProtocolError(
+                f"sums of the routers have the wrong dtype or shape: {sums_R.dtype} {tuple(sums_R.shape)}"
+            )
 
     def begin(self, sums_R: Tensor, counts_BT: Tensor | None) -> None:
         """Begin a pass with the sums of earlier layers. `counts_BT` (bool) excludes padding; None: all tokens count."""
