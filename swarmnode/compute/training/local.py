@@ -69,7 +69,7 @@ def train_steps(
     clock: Callable[[], float] = time.perf_counter,
     state: LocalState | None = None,
 ) -> Generator[StepSummary, None, None]:
-    """Train the steps that are left of a learner's run and yield a summary of each.
+    """Train the remaining steps of a learner's run and yield a summary of each.
 
     With `state`, go on from it, and write it every `run.checkpoint_steps` steps and at the end, also if the iterator is closed.
 
@@ -93,7 +93,7 @@ def train_steps(
 
 
 def _steps(learner: Learner, batches: Batches, clock: Callable[[], float]) -> Generator[StepSummary, None, None]:
-    """Train the steps that are left, and yield a summary of each."""
+    """Train the remaining steps, and yield a summary of each."""
     run = learner.run
     for step in range(learner.step, run.steps):
         began_s = clock()
