@@ -80,11 +80,15 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Result of a step: hidden_BTH, or logits_BKV of the K positions wanted. `start` is the step's first position."""
+    """Result of a step: hidden_BTH, or logits_BKV of the K positions wanted. `start` is the step's first position.
+
+    `left_BKH` are the states that left the last layer at these K positions, if the span has a reader of them, else None.
+    """
 
     session_id: Hashable
     start: int
     output: Tensor
+    left_BKH: Tensor | None = None
 
 
 @dataclass
@@ -351,7 +355,7 @@ class StageRunner:
             y = output[member.row_slice]
             end = max(0, y.shape[1] - (columns - work.count))
             wanted = work.count if is_hidden else work.head_positions
-            yield StepOutput(work.session_id, member.length - work.count, y[:, end - wanted : end])
+            yield self._outcome(opened, work.session_id, member.length - work.count, y[:, end - wanted : end])
 
     def _run_prompt(self, work: StepInput) -> StepOutput:
         """Run many new positions of one session in chunks. If a chunk fails, none of the positions is kept."""
@@ -376,7 +380,14 @@ class StageRunner:
             raise
         if rows * length >= TRIMMED_POSITIONS and self.span.device.type == "cpu":
             trim_heap()
-        return StepOutput(work.session_id, start, torch.cat(outputs, dim=1))
+        return self._outcome(opened, work.session_id, start, torch.cat(outputs, dim=1))
+
+    def _outcome(self, opened: _Opened, session_id: Hashable, start: int, y: Tensor) -> StepOutput:
+        """Return a step's result; logits are parted from the hidden states that may follow them."""
+        if self.span.reader is None or opened.end < self.span.family.units:
+            return StepOutput(session_id, start, y)
+        vocabulary = self.span.vocab_size
+        return StepOutput(session_id, start, y[..., :vocabulary], y[..., vocabulary:])
 
     def _forward(self, cohort: Cohort, inputs: Mapping[CachedSession, Tensor], shape: StepShape) -> Tensor:
         """Run one pass over new positions of all sessions of a cohort (sessions computed together), and count them as cached."""
