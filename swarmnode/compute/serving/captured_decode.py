@@ -52,7 +52,7 @@ class _Place(Tensor):
     """Number of a column on the device that differs from every number on the host. transformers compares the place of several
     queries with 0, to leave a mask out, and would wait for the device."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:  # type: ignore[override]
         return self is other

@@ -165,7 +165,7 @@ def test_a_long_answer_and_a_full_cache_are_no_errors(folder: Path, monkeypatch:
     monkeypatch.setattr(mtp_guesses, "CACHE_POSITIONS", 60)
     guesses = MtpGuesses(layer, Throttle(), ledger, capture=False, kv="plain")
     left_TH = torch.randn(1, span.hidden_size, generator=torch.Generator().manual_seed(6))
-    for position in range(30):
+    for position in range(24):
         assert len(guesses.guess([DrawnStates("a", position, left_TH, (4,), True)])["a"]) == GUESSES
     assert ledger.accounts()[Account.KV_CACHE] > 0
     others = guesses.guess([DrawnStates(name, 5, left_TH, (4,), True) for name in "abc"])
