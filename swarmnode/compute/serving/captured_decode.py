@@ -164,7 +164,7 @@ class CapturedDecode:
         self.stopwatch = stopwatch or Stopwatch(span.device, clock=clock)
         has_same_bits = getattr(span.config, "_attn_implementation", "") == BY_POSITION
         self._tolerance = 0.0 if has_same_bits else TOLERANCES.get(span.dtype, 0.0)
-        self.refusal = ""  # why this model's steps are not captured
+        self.refusals: dict[int, str] = {}  # by number of columns: why this model's steps are not captured
         self.replays = 0
         self._ledger = ledger or MemoryLedger()
         self._pool: Any = None  # graphs that run one after another share memory for intermediate results
@@ -173,6 +173,15 @@ class CapturedDecode:
 
     def __repr__(self) -> str:
         return f"<CapturedDecode of {self.span!r}: {self.refusal or f'{len(self._captured)} cohorts, {self.replays} replays'}>"
+
+    @property
+    def refusal(self) -> str:
+        """Why this model's steps, or some of them, are not captured; empty if all may be."""
+        return next(iter(self.refusals.values()), "")
+
+    def _refuses(self, columns: int) -> bool:
+        """Return whether steps of `columns` columns are not captured: because of their number, or because none are."""
+        return not self.refusals.keys().isdisjoint((1, columns))
 
     def step(self, cohort: Cohort, x: Tensor, shape: StepShape, ordinary: Callable[[], Tensor]) -> Tensor:
         """Return the output of a cohort's next step, which writes T columns: that of the `ordinary` pass.
@@ -204,9 +213,8 @@ class CapturedDecode:
     def columns_for(self, longest: int) -> int:
         """Return the number of columns of a step whose longest work has `longest` positions: on a card a few more, so that few
         numbers have to be captured."""
-        if self._is_on_cpu or self.refusal:
-            return longest
-        return next((columns for columns in CARD_COLUMNS if columns >= longest), longest)
+        columns = next((columns for columns in CARD_COLUMNS if columns >= longest), longest)
+        return longest if self._is_on_cpu or self._refuses(columns) else columns
 
     def _compare(self, cohort: Cohort, candidate: _CapturedStep, x: Tensor, ordinary: Callable[[], Tensor]) -> Tensor:
         """Return the ordinary pass's output. Keep the candidate if it gave the same in no more time."""
@@ -244,7 +252,7 @@ class CapturedDecode:
             return False
         counts[shape] += 1
         steps = counts[shape]
-        is_wanted = not self.refusal and not any(map(len, self.span.packings))
+        is_wanted = not self._refuses(shape.columns) and not any(map(len, self.span.packings))
         period = STEADY_STEPS_CPU if self._is_on_cpu else STEADY_STEPS
         return is_wanted and steps % period == 0 and cohort.capacity - cohort.end >= LEAST_COLUMNS
 
@@ -258,8 +266,8 @@ class CapturedDecode:
         except Exception as error:  # a family's code may raise anything
             if not self._is_on_cpu and not card_answers():
                 raise
-            self.refusal = f"{type(error).__name__}: {error}"
-            log.info("decode steps of %r are not captured: %s", self.span, self.refusal)
+            refusal = self.refusals[shape.columns] = f"{type(error).__name__}: {error}"
+            log.info("decode steps of %r with %d columns are not captured: %s", self.span, shape.columns, refusal)
             forget_traceback(error)
             return None
         return step

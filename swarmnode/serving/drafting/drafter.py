@@ -53,7 +53,7 @@ class SuggestedDrafter(Drafter, Protocol):
     """Drafter of tokens that the last hop tells."""
 
     def suggest(self, ids: Sequence[int]) -> None:
-        """Take tokens that may follow the text; none if nothing was told."""
+        """Take the tokens that the last hop expects after the text, which may be none."""
 
 
 class DraftBudget(Protocol):
