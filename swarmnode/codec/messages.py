@@ -291,6 +291,7 @@ class Output(Body, frozen=True):
     guessed: bool = False
     wasted: Position = 0
     forced: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # tokens that must follow, by the grammar
+    guesses: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # that may follow, by a prediction layer
 
     def check(self) -> None:
         if bool(self.ids) == (self.tensor is not None):
