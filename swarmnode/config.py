@@ -33,6 +33,10 @@ class ServerConfig:
     max_compiling: int = 16  # grammars waiting to be compiled
     compile_s: float = 20.0  # how long a session waits for its grammar, and the first session for the tokenizer
     adapter_s: float = 1.5  # how long a session waits for its adapter: shorter than its client waits for READY
+    adapters: int = 256  # of members, on the disk at a time
+    adapter_bytes: int = 4 << 30  # of all of them together
+    owner_adapters: int = 16  # of one owner
+    owner_adapter_bytes: int = 1 << 30
     max_drafts: int = 16  # guessed positions of one session in flight; 0: none
     longest_chunk_tokens: int = (
         1024  # prompt tokens in one pass, on devices where further positions cost next to nothing

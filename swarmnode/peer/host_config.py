@@ -21,6 +21,7 @@ from swarmnode.swarm.storage.swarmfile import Swarm
 if TYPE_CHECKING:
     from swarmnode.membership.access_control import AccessControl
 
+ADAPTERS = NO_ADAPTERS, OF_MANIFEST, MEMBERS_TOO = ("none", "manifest", "members")
 EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
 
 
@@ -48,6 +49,7 @@ class HostConfig:
     max_cache_bytes: int | None = None
     # Files and folders on this machine to copy the swarm's weights from before peers are asked; None: none.
     weights: tuple[Path, ...] | None = None
+    adapters: str = MEMBERS_TOO  # those that sessions may ask for at this node
 
 
 def network_config(

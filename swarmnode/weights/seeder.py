@@ -78,6 +78,18 @@ class Seeder(ChunkServer):
         for file in files:
             self._offers.setdefault(file.root, Offer(file, cache.path(file), cache))
 
+    def add_paths(self, files: Mapping[FileContent, Path]) -> None:
+        """Offer whole files, each at its path."""
+        for file, path in files.items():
+            if file.root not in self._offers or self._offers[file.root].cache is not None:
+                self._offers[file.root] = Offer(file, path)
+
+    def withdraw(self, roots: Iterable[bytes]) -> None:
+        """Offer the files with these roots no longer."""
+        for root in roots:
+            self._offers.pop(root, None)
+            self._hashes.pop(root, None)
+
     def _offer_whole(self, files: Iterable[FileContent], folder: Path) -> None:
         for file in files:
             fault = fault_of_size(file, folder)

@@ -1,0 +1,220 @@
+"""Offers of adapters: how hops fetch the files of an adapter from its owner, whose client nobody can dial.
+
+The client opens a conversation with each hop of a route and names the adapter. The hop asks for chunks on this conversation when a
+session needs them. Format: `protocol/frames.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Chunk, End, Error, GetChunks, OfferAdapter
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.net.identity import verify
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.peer.local_peer import LocalPeer, board_of
+from swarmnode.peer.questions import MAX_WAITING, SILENCE_S
+from swarmnode.swarm.records.adapter_record import AdapterRecord, open_adapter
+from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent
+from swarmnode.swarm.storage.own_adapters import OwnAdapter
+from swarmnode.weights.chunk_server import Asker, ChunkServer, Offer
+from swarmnode.weights.sources import Source
+
+log = logging.getLogger(__name__)
+
+ADAPTER_PROTOCOL = "/swarmnode/adapter/1"
+MAX_OFFERS = 1024  # kept by one hop; further ones get BUSY
+MAX_OFFERS_PER_PEER = 32
+BUSY_RETRY_S = 2.0
+DIAL_S = 3.0  # for all hops of a route together
+
+
+class OfferedSource(Source):
+    """Owner of an adapter, who has begun a conversation about it."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.name = channel.peer
+        self._channel = channel
+        self._turn = asyncio.Lock()
+        self._answers: asyncio.Queue[Frame | PeerError] | None = None  # None: nothing has been asked
+        channel.on_frame = self._hear
+
+    def __repr__(self) -> str:
+        return f"<OfferedSource {self.name}>"
+
+    async def hashes(self, file: FileContent) -> Buffer:
+        async for frame in self._ask(GetChunks(file.root, 0, 0), 1):
+            return frame.payload
+        raise AssertionError("an answer or an error came")
+
+    async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
+        number = first
+        async for frame in self._ask(GetChunks(file.root, first, count), count):
+            if frame.seq != number:
+                raise ProtocolError("it sent another chunk than the requested one", peer=self.name)
+            yield number, frame.payload
+            number += 1
+
+    def lost(self, error: PeerError) -> None:
+        """End the question that waits, if any, with `error`."""
+        if self._answers is not None:
+            self._answers.put_nowait(error)
+
+    def _hear(self, frame: Frame, body: Body) -> None:
+        if self._answers is None or self._answers.qsize() >= MAX_WAITING:
+            raise ProtocolError("it sends more than it was asked for", code=ErrorCode.TOO_LARGE, peer=self.name)
+        if isinstance(body, Chunk):
+            self._answers.put_nowait(frame)
+        elif isinstance(body, Error):
+            self._answers.put_nowait(refusal(body.code, retry_s=body.retry_s, peer=self.name))
+        else:
+            self._answers.put_nowait(PeerLost(f"peer {self.name} has taken its offer back", peer=self.name))
+
+    async def _ask(self, question: GetChunks, count: int) -> AsyncIterator[Frame]:
+        """Yield `count` answers. A question that does not get all of them ends the conversation."""
+        async with self._turn:
+            if not self._channel.open:
+                raise PeerLost(f"peer {self.name} has taken its offer back", peer=self.name)
+            answers = self._answers = asyncio.Queue()
+            whole = False
+            try:
+                self._channel.send(question)
+                for _ in range(count):
+                    yield await self._next(answers)
+                whole = True
+            finally:
+                self._answers = None
+                if not whole:
+                    self._channel.close()
+
+    async def _next(self, answers: asyncio.Queue[Frame | PeerError]) -> Frame:
+        silent = PeerLost(f"peer {self.name} did not answer for {SILENCE_S:.0f} s", peer=self.name)
+        alarm = asyncio.get_running_loop().call_later(SILENCE_S, answers.put_nowait, silent)
+        try:
+            item = await answers.get()
+        finally:
+            alarm.cancel()
+        if isinstance(item, PeerError):
+            raise item
+        return item
+
+
+class AdapterOffers:
+    """Offers that this node has received, by the adapters' ids."""
+
+    def __init__(self, peer: LocalPeer, swarm: bytes) -> None:
+        self._swarm = swarm
+        self._sources: dict[str, dict[Channel, OfferedSource]] = {}
+        self._news = asyncio.Event()
+        config = replace(peer.link_config, max_payload_bytes=CHUNK_BYTES)
+        self._board = Switchboard(peer.network, ADAPTER_PROTOCOL, peer.hello, config, accept=self._accept)
+
+    def __repr__(self) -> str:
+        return f"<AdapterOffers of {len(self._sources)} adapters>"
+
+    async def start(self) -> None:
+        """Start to take offers."""
+        await self._board.start()
+
+    async def close(self) -> None:
+        """End all conversations about adapters."""
+        await self._board.close()
+
+    def sources(self, adapter: str) -> list[Source]:
+        """Return the peers that offer the adapter now."""
+        return [source for channel, source in self._sources.get(adapter, {}).items() if channel.open]
+
+    async def changed(self) -> None:
+        """Wait for the next offer."""
+        self._news.clear()
+        await self._news.wait()
+
+    def forget(self, adapter: str) -> None:
+        """End all conversations about an adapter."""
+        for channel in self._sources.pop(adapter, {}):
+            channel.close()
+
+    def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
+        if not isinstance(body, OfferAdapter):
+            channel.close(Error(ErrorCode.MALFORMED))
+            return
+        record = open_adapter(body.record, self._swarm, verify)
+        channels = [one for sources in self._sources.values() for one in sources]
+        if len(channels) >= MAX_OFFERS or sum(one.peer == channel.peer for one in channels) >= MAX_OFFERS_PER_PEER:
+            channel.close(Error(ErrorCode.BUSY, BUSY_RETRY_S))
+            return
+        source = self._sources.setdefault(record.id, {})[channel] = OfferedSource(channel)
+        hear = channel.on_frame
+
+        def forget(error: PeerError) -> None:
+            source.lost(error)
+            sources = self._sources.get(record.id, {})
+            sources.pop(channel, None)
+            if not sources:
+                self._sources.pop(record.id, None)
+
+        def listen(frame: Frame, body: Body) -> None:
+            if isinstance(body, End | Error):
+                forget(PeerLost(f"peer {channel.peer} has taken its offer back", peer=channel.peer))
+            else:
+                hear(frame, body)
+
+        channel.on_frame, channel.on_lost = listen, forget
+        self._news.set()
+
+
+class AdapterGiver(ChunkServer):
+    """Client's side of offers: it begins conversations with hops, and sends the chunks that they ask for."""
+
+    def __init__(self, peer: LocalPeer) -> None:
+        super().__init__(peer, ())
+        self._board = board_of(peer, ADAPTER_PROTOCOL)
+        self._channels: dict[tuple[PeerId, str], Channel] = {}
+
+    def __repr__(self) -> str:
+        return f"<AdapterGiver in {len(self._channels)} conversations>"
+
+    async def close(self) -> None:
+        """End all conversations."""
+        await super().close()
+        await self._board.close()
+
+    async def offer(self, peers: Iterable[PeerId], own: OwnAdapter, record: AdapterRecord, raw: bytes) -> None:
+        """Offer an adapter to each of `peers` that has no conversation about it. Peers that cannot be reached, or take no offers,
+        are left out: their answer to OPEN says why."""
+        for file in record.info.files:
+            self._offers.setdefault(file.root, Offer(file, own.paths[file.root]))
+        new = [peer for peer in peers if (known := self._channels.get((peer, record.id))) is None or not known.open]
+        dialling = [self._tasks.spawn(self._offer(peer, record, raw), f"offer to {peer}") for peer in new]
+        if dialling:
+            await asyncio.wait(dialling, timeout=DIAL_S)
+
+    async def _offer(self, peer: PeerId, record: AdapterRecord, raw: bytes) -> None:
+        roots = frozenset(file.root for file in record.info.files)
+        try:
+            channel = await self._board.call(peer, lambda _frame, _body: None, lambda _error: None)
+            channel.on_frame = lambda _frame, body: self._hear(channel, body, roots)
+            self._channels[peer, record.id] = channel
+            channel.send(OfferAdapter(raw))
+        except (PeerError, NetworkDown) as error:
+            log.debug("no offer of an adapter to %s: %s", peer, error)
+
+    def _hear(self, channel: Channel, body: Body, roots: frozenset[bytes]) -> None:
+        """Answer a question of a hop. It may ask for the offered files alone."""
+        if isinstance(body, End | Error):
+            channel.close()
+        elif not isinstance(body, GetChunks) or body.root not in roots:
+            channel.close(Error(ErrorCode.MALFORMED))
+        else:
+            self._take(channel, body, self._askers.setdefault(channel.peer, Asker()))
+
+    def _finish(self, channel: Channel, refused: ErrorCode | None) -> None:
+        """Keep the conversation for the next question, unless this one was refused."""
+        if refused is not None:
+            channel.close(Error(refused))

@@ -1,0 +1,276 @@
+"""Adapters of members at one node: which of them it takes, where it fetches them, and when their files go.
+
+A session brings the adapter's signed record in its OPEN. Quotas are checked before anything is fetched. Records lie beside the
+files, so that a node that was started again knows what it holds. After an adapter's expiry, or once its owner has blocked it, its
+files, its sessions and its copies in memory go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+
+from swarmnode.codec.messages import Open
+from swarmnode.config import ServerConfig
+from swarmnode.errors import Busy, ErrorCode, LocalError, ProtocolError, SwarmnodeError
+from swarmnode.membership.access_control import load_home_key
+from swarmnode.net.identity import verify
+from swarmnode.net.tasks import Tasks
+from swarmnode.peer.host import Host
+from swarmnode.peer.host_config import MEMBERS_TOO, NO_ADAPTERS
+from swarmnode.plan.view import Span
+from swarmnode.swarm.peers.record_validation import LISTED_S, adapter_subkey, adapters_key
+from swarmnode.swarm.records.adapter_record import (
+    AdapterRecord,
+    Share,
+    admitted_record,
+    open_adapter,
+    sign_adapter,
+)
+from swarmnode.swarm.records.manifest import AdapterInfo
+from swarmnode.swarm.storage.own_adapters import BlockedAdapters, OwnAdapter, OwnAdapters
+from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name
+from swarmnode.weights.adapter_offers import AdapterOffers
+from swarmnode.weights.seeder import Seeder
+from swarmnode.weights.sources import Source
+from swarmnode.weights.weights import Weights
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 5.0  # between two looks for adapters that must go
+LIST_S = LISTED_S / 3  # between two publications of own shared adapters
+TABLE_TIMEOUT_S = 10.0
+RECORD_GLOB = "adapter-*.record"
+
+
+@dataclass(eq=False)
+class BroughtAdapters:
+    """Adapters that members have brought to this node, from `start` to `close`. Used on the event loop."""
+
+    host: Host
+    weights: Weights
+    seeder: Seeder
+    limits: ServerConfig
+    _: KW_ONLY
+    is_used: Callable[[str], bool] = lambda _adapter: False
+    """Function that returns whether a session uses the adapter with this id"""
+    on_gone: Callable[[str, ErrorCode], None] = lambda _adapter, _code: None
+    """Function that ends the sessions of an adapter with an error code, and frees its memory"""
+
+    def __post_init__(self) -> None:
+        self._swarm = self.host.swarm.id
+        self._known: dict[str, AdapterRecord] = {}  # by id, the least recently used first
+        self._raw: dict[str, bytes] = {}  # their signed bytes
+        self._fetched: set[str] = set()
+        self._blocked_ids = frozenset[str]()
+        self._blocked = BlockedAdapters(self.host.config.home)
+        self._own = OwnAdapters(self.host.config.home, self._swarm)
+        self._given: dict[bytes, Path] = {}  # files of own shared adapters, by root
+        self.offers = AdapterOffers(self.host, self._swarm)
+        self._tasks = Tasks("adapters of members", on_crash=self.host.supervisor.ends_peer)
+
+    def __repr__(self) -> str:
+        return f"<BroughtAdapters, {len(self._known)} known>"
+
+    def __contains__(self, adapter: str) -> bool:
+        """Return whether the adapter with this id was admitted, and is not over."""
+        return adapter in self._known
+
+    async def start(self) -> None:
+        """Take up what an earlier run has left, and start to take offers."""
+        for record, raw in await asyncio.to_thread(self._restore):
+            self._known[record.id], self._raw[record.id] = record, raw
+            self._fetched.add(record.id)
+            self._give(record)
+        await self._drop_what_must_go()
+        await self.offers.start()
+        self._tasks.spawn(self._sweep(), "sweep")
+        self._tasks.spawn(self._list_own(), "list own adapters")
+
+    async def close(self) -> None:
+        """Stop taking offers. Files stay for the next run."""
+        await self._tasks.close()
+        await self.offers.close()
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether this node serves adapters at all."""
+        return self.host.config.adapters != NO_ADAPTERS
+
+    # -- admission
+
+    def admit(self, opened: Open) -> None:
+        """Check that a session may use the adapter that it names, and note the adapter.
+
+        Raises ProtocolError as `admitted_record` does; ADAPTER_REFUSED if this node takes no adapters of members, or not this one;
+        ADAPTER_QUOTA if it is over the space for its owner, or for all of them. Raises Busy if all of that space is in use.
+        """
+        if opened.ticket is None:
+            raise ProtocolError("the swarm has no such adapter", code=ErrorCode.INVALID_REQUEST)
+        if self.host.config.adapters != MEMBERS_TOO:
+            raise ProtocolError("this node takes no adapters of members", code=ErrorCode.ADAPTER_REFUSED)
+        record = admitted_record(opened, self._swarm, verify, self.host.clock.unix())
+        if record.id in self._blocked_ids:
+            raise ProtocolError("the adapter is blocked here", code=ErrorCode.ADAPTER_REFUSED)
+        known = self._known.get(record.id)
+        if known is None:
+            self._check_quotas(record)
+        if known is None or record.expires_at > known.expires_at:
+            self._raw[record.id] = opened.ticket.record
+        else:
+            record = known
+        self._known.pop(record.id, None)
+        self._known[record.id] = record
+
+    def _check_quotas(self, new: AdapterRecord) -> None:
+        """Make room for a new adapter among those that no session uses. Raises ProtocolError (ADAPTER_QUOTA) if it can never fit, Busy
+        if all others are in use."""
+        limits = self.limits
+        own_bytes = [one.size_bytes for one in self._known.values() if one.owner == new.owner]
+        over_own = len(own_bytes) >= limits.owner_adapters or sum(own_bytes) + new.size_bytes > limits.owner_adapter_bytes
+        if over_own or new.size_bytes > limits.adapter_bytes:
+            raise ProtocolError("the adapter is over the space for adapters here", code=ErrorCode.ADAPTER_QUOTA)
+        while len(self._known) >= limits.adapters or self._taken_bytes + new.size_bytes > limits.adapter_bytes:
+            unused = [one for one in self._known if not self.is_used(one)]
+            if not unused:
+                raise Busy("all adapters here are in use", retry_s=limits.retry_s)
+            gone = min(unused, key=lambda one: one in self._fetched)  # first those that were only asked for
+            self._strike(gone, ErrorCode.BUSY)
+            self._tasks.spawn(asyncio.to_thread(self._delete, gone), "make room")
+
+    @property
+    def _taken_bytes(self) -> int:
+        return sum(one.size_bytes for one in self._known.values())
+
+    # -- files
+
+    def info(self, adapter: str) -> AdapterInfo:
+        """Return the files of an adapter that was admitted."""
+        return self._known[adapter].info
+
+    def sources(self, adapter: str) -> list[Source]:
+        """Return the peers to fetch an adapter from: those that offer it, and for a shared one any peer that holds weights."""
+        record = self._known.get(adapter)
+        if record is None:
+            return []
+        offered = self.offers.sources(adapter)
+        if record.allows is Share.PRIVATE:
+            return offered  # other peers would learn the root of its files
+        offering = {source.name for source in offered}
+        units = [Span(0, self.weights.units)]
+        return [*offered, *(one for one in self.weights.seeders(units) if one.name not in offering)]
+
+    async def fetched(self, adapter: str) -> None:
+        """Keep the record of an adapter whose files are here now, and give the files of a shared one to others.
+
+        Raises LocalError if the disk cannot be written.
+        """
+        raw = self._raw.get(adapter)
+        if raw is None:  # it has expired meanwhile
+            await asyncio.to_thread(self._delete, adapter)
+            return
+        try:
+            await asyncio.to_thread(_record_path(self.weights.open_cache().folder, adapter).write_bytes, raw)
+        except OSError as error:
+            raise LocalError(f"cannot keep an adapter's record: {error.strerror or error}") from error
+        self._fetched.add(adapter)
+        if (record := self._known.get(adapter)) is not None:
+            self._give(record)
+
+    def _give(self, record: AdapterRecord) -> None:
+        if record.allows is not Share.PRIVATE:
+            self.seeder.add_files(record.info.files, self.weights.open_cache())
+
+    async def forget(self, adapter: str, code: ErrorCode) -> None:
+        """Let go of an adapter: its sessions, which end with `code`, its memory and its files."""
+        self._strike(adapter, code)
+        await asyncio.to_thread(self._delete, adapter)
+
+    def _strike(self, adapter: str, code: ErrorCode) -> None:
+        record = self._known.pop(adapter, None)
+        self._raw.pop(adapter, None)
+        self._fetched.discard(adapter)
+        if record is None:
+            return
+        log.info("%r is over at this node", record)
+        self.offers.forget(adapter)
+        self.seeder.withdraw([file.root for file in record.info.files if file.root not in self._given])
+        self.on_gone(adapter, code)
+
+    def _delete(self, adapter: str) -> None:
+        cache = self.weights.open_cache()
+        for file in sorted(cache.folder.glob(f"adapter-{adapter}.*")):
+            cache.remove(file.name)
+
+    def _restore(self) -> list[tuple[AdapterRecord, bytes]]:
+        """Return the records that an earlier run has left. Files without a valid record are deleted."""
+        folder = self.host.config.home / FOLDER / folder_name(self._swarm)
+        found = []
+        for path in sorted(folder.glob(RECORD_GLOB)):
+            try:
+                raw = path.read_bytes()
+                found.append((open_adapter(raw, self._swarm, verify), raw))
+            except (OSError, ProtocolError) as error:
+                log.info("%s is no record of an adapter: %s", path, error)
+                self._delete(path.stem.removeprefix("adapter-"))
+        return found
+
+    # -- in the background
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self._drop_what_must_go()
+
+    async def _drop_what_must_go(self) -> None:
+        self._blocked_ids = await asyncio.to_thread(self._blocked.ids)
+        now = self.host.clock.unix()
+        over = {one: ErrorCode.ADAPTER_EXPIRED for one, record in self._known.items() if record.expires_at <= now}
+        blocked = dict.fromkeys(self._known.keys() & self._blocked_ids, ErrorCode.ADAPTER_REFUSED)
+        for adapter, code in {**over, **blocked}.items():
+            await self.forget(adapter, code)
+
+    async def _list_own(self) -> None:
+        """Give the files of this home's shared adapters to others, and keep their records in the DHT."""
+        while True:
+            try:
+                shared = [one for one in await asyncio.to_thread(self._own.all) if one.terms.share is not Share.PRIVATE]
+                self._give_own(shared)
+                if shared:
+                    await list_adapters(self.host, shared)
+            except (SwarmnodeError, asyncio.TimeoutError) as error:
+                log.info("shared adapters are not listed at the moment: %s", error or "no answer")
+            await asyncio.sleep(LIST_S)
+
+    def _give_own(self, shared: list[OwnAdapter]) -> None:
+        given = {root: path for one in shared for root, path in one.paths.items()}
+        self.seeder.withdraw([root for root in self._given if root not in given])
+        for one in shared:
+            self.seeder.add_paths({file: one.paths[file.root] for file in (one.config, one.weights)})
+        self._given = given
+
+
+async def list_adapters(host: Host, shared: list[OwnAdapter]) -> bool:
+    """Sign a record of each adapter with the key of the home folder, and store the records in the DHT.
+
+    Returns whether another peer took all of them. Raises LocalError, NetworkDown; asyncio.TimeoutError if the DHT does not answer.
+    """
+    key, now = await asyncio.to_thread(load_home_key, host.config.home), host.clock.unix()
+    taken = True
+    for own in shared:
+        record = own.record(host.swarm.id, key.peer_id, now)
+        expires_at = min(record.expires_at, now + LISTED_S)
+        if expires_at <= now:
+            continue
+        storing = host.network.dht.store(
+            adapters_key(record.swarm), adapter_subkey(record), sign_adapter(record, key.sign), expires_at=expires_at
+        )
+        taken &= await asyncio.wait_for(storing, TABLE_TIMEOUT_S)
+    return taken
+
+
+def _record_path(folder: Path, adapter: str) -> Path:
+    return folder / f"adapter-{adapter}.record"
