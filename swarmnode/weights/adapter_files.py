@@ -88,6 +88,8 @@ class AdapterFiles:
 
     async def _bring_of_member(self, name: str, span: Span) -> AdapterFile:
         brought, weights = self.brought, self._weights
+        if (own := brought.own(name)) is not None:
+            return await asyncio.to_thread(_open_files, *own.paths.values())
         fetcher = Fetcher(weights.open_cache(), partial(brought.sources, name), weights.drop)
 
         async def news() -> None:
@@ -119,9 +121,13 @@ class AdapterFiles:
 
 
 def _open(folder: Path, adapter: AdapterInfo) -> AdapterFile:
+    return _open_files(folder / adapter.config.name, folder / adapter.weights.name)
+
+
+def _open_files(config: Path, weights: Path) -> AdapterFile:
     from swarmnode.compute.model.adapters.adapter_file import AdapterFile
 
-    return AdapterFile(folder / adapter.config.name, folder / adapter.weights.name)
+    return AdapterFile(config, weights)
 
 
 def _is_whole(adapter: AdapterInfo, folder: Path) -> bool:

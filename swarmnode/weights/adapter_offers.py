@@ -7,8 +7,9 @@ session needs them. Format: `protocol/frames.md`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import replace
 
 from swarmnode.codec.body import Body
@@ -49,17 +50,18 @@ class OfferedSource(Source):
         return f"<OfferedSource {self.name}>"
 
     async def hashes(self, file: FileContent) -> Buffer:
-        async for frame in self._ask(GetChunks(file.root, 0, 0), 1):
-            return frame.payload
-        raise AssertionError("an answer or an error came")
+        async with contextlib.aclosing(self._ask(GetChunks(file.root, 0, 0), 1)) as answers:
+            frame = await anext(answers)
+        return frame.payload
 
     async def chunks(self, file: FileContent, first: int, count: int) -> AsyncIterator[tuple[int, Buffer]]:
         number = first
-        async for frame in self._ask(GetChunks(file.root, first, count), count):
-            if frame.seq != number:
-                raise ProtocolError("it sent another chunk than the requested one", peer=self.name)
-            yield number, frame.payload
-            number += 1
+        async with contextlib.aclosing(self._ask(GetChunks(file.root, first, count), count)) as answers:
+            async for frame in answers:
+                if frame.seq != number:
+                    raise ProtocolError("it sent another chunk than the requested one", peer=self.name)
+                yield number, frame.payload
+                number += 1
 
     def lost(self, error: PeerError) -> None:
         """End the question that waits, if any, with `error`."""
@@ -76,21 +78,22 @@ class OfferedSource(Source):
         else:
             self._answers.put_nowait(PeerLost(f"peer {self.name} has taken its offer back", peer=self.name))
 
-    async def _ask(self, question: GetChunks, count: int) -> AsyncIterator[Frame]:
+    async def _ask(self, question: GetChunks, count: int) -> AsyncGenerator[Frame, None]:
         """Yield `count` answers. A question that does not get all of them ends the conversation."""
         async with self._turn:
             if not self._channel.open:
                 raise PeerLost(f"peer {self.name} has taken its offer back", peer=self.name)
             answers = self._answers = asyncio.Queue()
-            whole = False
+            left = count
             try:
                 self._channel.send(question)
-                for _ in range(count):
-                    yield await self._next(answers)
-                whole = True
+                while left:
+                    frame = await self._next(answers)
+                    left -= 1
+                    yield frame
             finally:
                 self._answers = None
-                if not whole:
+                if left:
                     self._channel.close()
 
     async def _next(self, answers: asyncio.Queue[Frame | PeerError]) -> Frame:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -68,7 +68,8 @@ class BroughtAdapters:
         self._blocked_ids = frozenset[str]()
         self._blocked = BlockedAdapters(self.host.config.home)
         self._own = OwnAdapters(self.host.config.home, self._swarm)
-        self._given: dict[bytes, Path] = {}  # files of own shared adapters, by root
+        self._own_by_id: dict[str, OwnAdapter] = {}
+        self._given: set[bytes] = set()  # roots of the files of own shared adapters
         self.offers = AdapterOffers(self.host, self._swarm)
         self._tasks = Tasks("adapters of members", on_crash=self.host.supervisor.ends_peer)
 
@@ -85,7 +86,7 @@ class BroughtAdapters:
             self._known[record.id], self._raw[record.id] = record, raw
             self._fetched.add(record.id)
             self._give(record)
-        await self._drop_what_must_go()
+        await self._look()
         await self.offers.start()
         self._tasks.spawn(self._sweep(), "sweep")
         self._tasks.spawn(self._list_own(), "list own adapters")
@@ -150,6 +151,10 @@ class BroughtAdapters:
     def info(self, adapter: str) -> AdapterInfo:
         """Return the files of an adapter that was admitted."""
         return self._known[adapter].info
+
+    def own(self, adapter: str) -> OwnAdapter | None:
+        """Return the adapter if it is one of this home folder; else None."""
+        return self._own_by_id.get(adapter)
 
     def sources(self, adapter: str) -> list[Source]:
         """Return the peers to fetch an adapter from: those that offer it, and for a shared one any peer that holds weights."""
@@ -223,9 +228,12 @@ class BroughtAdapters:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            await self._drop_what_must_go()
+            await self._look()
 
-    async def _drop_what_must_go(self) -> None:
+    async def _look(self) -> None:
+        """Read the lists in the home folder, and drop what must go."""
+        self._own_by_id = await self._read_own()
+        self._give_own()
         self._blocked_ids = await asyncio.to_thread(self._blocked.ids)
         now = self.host.clock.unix()
         over = {one: ErrorCode.ADAPTER_EXPIRED for one, record in self._known.items() if record.expires_at <= now}
@@ -233,31 +241,50 @@ class BroughtAdapters:
         for adapter, code in {**over, **blocked}.items():
             await self.forget(adapter, code)
 
+    async def _read_own(self) -> dict[str, OwnAdapter]:
+        """Return the adapters of this home folder by their ids."""
+        own = await asyncio.to_thread(self._own.all)
+        if not own:
+            return {}
+        try:
+            owner = (await asyncio.to_thread(load_home_key, self.host.config.home)).peer_id
+        except LocalError as error:
+            log.warning("adapters of this home are left out: %s", error)
+            return {}
+        now = self.host.clock.unix()
+        return {one.record(self._swarm, owner, now).id: one for one in own}
+
     async def _list_own(self) -> None:
-        """Give the files of this home's shared adapters to others, and keep their records in the DHT."""
+        """Keep the records of this home's shared adapters in the DHT."""
         while True:
             try:
-                shared = [one for one in await asyncio.to_thread(self._own.all) if one.terms.share is not Share.PRIVATE]
-                self._give_own(shared)
-                if shared:
-                    await list_adapters(self.host, shared)
+                await list_adapters(self.host, self._shared)
             except (SwarmnodeError, asyncio.TimeoutError) as error:
                 log.info("shared adapters are not listed at the moment: %s", error or "no answer")
             await asyncio.sleep(LIST_S)
 
-    def _give_own(self, shared: list[OwnAdapter]) -> None:
-        given = {root: path for one in shared for root, path in one.paths.items()}
-        self.seeder.withdraw([root for root in self._given if root not in given])
+    @property
+    def _shared(self) -> list[OwnAdapter]:
+        """This home's adapters that others may use."""
+        return [one for one in self._own_by_id.values() if one.terms.share is not Share.PRIVATE]
+
+    def _give_own(self) -> None:
+        """Give the files of this home's shared adapters to others, and those of removed ones no longer."""
+        shared = self._shared
+        given = {root for one in shared for root in one.paths}
+        self.seeder.withdraw(self._given - given)
         for one in shared:
             self.seeder.add_paths({file: one.paths[file.root] for file in (one.config, one.weights)})
         self._given = given
 
 
-async def list_adapters(host: Host, shared: list[OwnAdapter]) -> bool:
+async def list_adapters(host: Host, shared: Sequence[OwnAdapter]) -> bool:
     """Sign a record of each adapter with the key of the home folder, and store the records in the DHT.
 
     Returns whether another peer took all of them. Raises LocalError, NetworkDown; asyncio.TimeoutError if the DHT does not answer.
     """
+    if not shared:
+        return True
     key, now = await asyncio.to_thread(load_home_key, host.config.home), host.clock.unix()
     taken = True
     for own in shared:
