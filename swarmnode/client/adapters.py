@@ -7,18 +7,17 @@ import datetime
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from swarmnode.client.model_files import ModelFiles
 from swarmnode.codec.body import MAX_ADAPTER_CHARS
 from swarmnode.codec.messages import AdapterTicket, Open
-from swarmnode.errors import LocalError, SwarmnodeError, UsageError
+from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.membership.access_control import load_home_key
-from swarmnode.net.identity import Identity, verify
+from swarmnode.net.identity import Identity
 from swarmnode.peer.host import Host
-from swarmnode.swarm.peers.record_validation import adapters_in, adapters_key
 from swarmnode.swarm.records.adapter_record import (
     MAX_LIFE_S,
     AdapterRecord,
@@ -35,20 +34,13 @@ from swarmnode.swarm.storage.own_adapters import (
     OwnAdapters,
     adapter_in_folder,
 )
+from swarmnode.weights.adapter_list import SharedAdapter, list_adapters, shared_adapters
 from swarmnode.weights.adapter_offers import AdapterGiver
 
-TABLE_TIMEOUT_S = 10.0
 SHARED_S = 10.0
 SHOWN_CHARS = 8  # of an id, in messages
 LEAST_ID_CHARS = 8  # of an id that a user may shorten
 UNNAMED = "adapter"  # a folder whose own name is no name for an adapter
-
-
-class SharedAdapter(NamedTuple):
-    """Record of an adapter that another member shares, and its signed bytes."""
-
-    record: AdapterRecord
-    raw: bytes
 
 
 @dataclass(frozen=True)
@@ -94,18 +86,32 @@ class ClientAdapters:
         """
         now_s = self._host.clock.monotonic()
         if self._shared is None or now_s >= self._shared_until_s:
-            self._shared, self._shared_until_s = await self._read_shared(), now_s + SHARED_S
+            owner = (await self._key()).peer_id
+            self._shared = [one for one in await shared_adapters(self._host) if one.record.owner != owner]
+            self._shared_until_s = now_s + SHARED_S
         return self._shared
 
-    async def _read_shared(self) -> list[SharedAdapter]:
-        key, key_of_home = adapters_key(self._host.swarm.id), await self._key()
-        try:
-            found = await asyncio.wait_for(self._host.network.dht.get([key]), TABLE_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            raise LocalError("the swarm's list of adapters cannot be read at the moment; try again") from None
-        records = adapters_in(found.get(key, {}).values(), self._host.swarm.id, verify, self._host.clock.unix())
-        others = [SharedAdapter(record, raw) for record, raw in records if record.owner != key_of_home.peer_id]
-        return sorted(others, key=lambda one: (one.record.name, one.record.id))
+    async def add(self, folder: Path, *, name: str, share: Share, life_s: float) -> OwnAdapter:
+        """Add the adapter in `folder` to this home's, under `name`, for `life_s` seconds from now. A shared one is listed at once.
+
+        Raises UsageError if the name is taken or no name for an adapter; CheckpointError if the folder has no adapter of the model;
+        LocalError if the disk cannot be written.
+        """
+        from swarmnode.founding.swarm_creation import check_adapter_names  # it takes long to import
+
+        check_adapter_names([name])
+        if name in self._manifest.adapter_names:
+            raise UsageError(f"the swarm itself has an adapter {name!r}; choose another --name")
+        ends = int(self._host.clock.unix() + life_s)
+        terms = AdapterTerms(name, share, ends, await self.check(folder))
+        own = await asyncio.to_thread(self._owned.add, folder, terms)
+        if share is not Share.PRIVATE:
+            await list_adapters(self._host, [own])
+        return own
+
+    async def id_of(self, own: OwnAdapter) -> str:
+        """Return the id of an adapter of this home."""
+        return (await self._signed(own))[0].id
 
     async def offered(self) -> list[str]:
         """Return the names of all adapters that a gateway offers to its users: the manifest's, own ones, and those shared with all.
@@ -117,6 +123,38 @@ class ClientAdapters:
         first = [*self._manifest.adapter_names, *(one.terms.name for one in await self.own() if not self._is_over(one))]
         names = [record.name for record in shared]
         return list(dict.fromkeys([*first, *(name for name in names if names.count(name) == 1)]))
+
+    async def told(self) -> list[dict[str, Any]]:
+        """Return all adapters that this client can use, as `adapter list --json` prints them.
+
+        Sizes are in bytes, times in unix seconds, None for ever. Raises NetworkDown; LocalError if the table does not answer.
+        """
+        founded = [
+            {
+                "name": one.name,
+                "of": "the swarm",
+                "share": "all",
+                "rank": None,
+                "bytes": sum(file.size for file in one.files),
+                "expires_at": None,
+                "id": "",
+            }
+            for one in self._manifest.adapters or ()
+        ]
+        own = [((await self._signed(one))[0], one.terms.expires_at, "you") for one in await self.own()]
+        shared = [(one.record, one.record.expires_at, one.record.owner) for one in await self.shared()]
+        return founded + [
+            {
+                "name": record.name,
+                "of": owner,
+                "share": record.allows.name.lower(),
+                "rank": record.rank,
+                "bytes": record.size_bytes,
+                "expires_at": expires_at,
+                "id": record.id,
+            }
+            for record, expires_at, owner in (*own, *shared)
+        ]
 
     # -- choosing
 

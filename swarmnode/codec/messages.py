@@ -34,7 +34,6 @@ from swarmnode.codec.body import (
     MAX_ROWS,
     MAX_SIGNATURE_BYTES,
     MAX_SOFTWARE_CHARS,
-    MAX_TIME_S,
     SWARM_ID_BYTES,
     Body,
     Code,
@@ -157,7 +156,7 @@ class AdapterTicket(Body, frozen=True):
     its owner over this OPEN, made `at` (unix time in seconds)."""
 
     record: Annotated[bytes, Meta(min_length=1, max_length=MAX_ADAPTER_RECORD_BYTES)]
-    at: Annotated[int, Meta(ge=0, lt=MAX_TIME_S)] = 0
+    at: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
     signature: Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)] = b""
 
 
@@ -186,7 +185,9 @@ class Open(Body, frozen=True):
     truncate: Truncate | None = None  # applied first: another text begins as the session's does
     codecs: Annotated[tuple[LinkCodec, ...], Meta(max_length=MAX_LINK_CODECS)] = ()
     adapts: bool = False
-    adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = ""  # name in the manifest, or the id of one that a member brought
+    adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = (
+        ""  # name in the manifest, or the id of one that a member brought
+    )
     branch: Branch | None = None  # another session with the same beginning, for hops that do not know this one
     drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0  # most guesses in flight; 0: the first hop guesses none
     proposer: Annotated[str, Meta(max_length=MAX_PROPOSER_CHARS)] = ""  # source of the guesses: lookup or auto

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.config import MEMBERS_TOO
 from swarmnode.files import default_home
 from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relayed, peer_of
 from swarmnode.net.clock import Clock
@@ -21,7 +22,6 @@ from swarmnode.swarm.storage.swarmfile import Swarm
 if TYPE_CHECKING:
     from swarmnode.membership.access_control import AccessControl
 
-ADAPTERS = NO_ADAPTERS, OF_MANIFEST, MEMBERS_TOO = ("none", "manifest", "members")
 EVERYWHERE_ANY_PORT = "/ip4/0.0.0.0/tcp/0"
 
 

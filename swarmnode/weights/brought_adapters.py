@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from swarmnode.codec.messages import Open
-from swarmnode.config import ServerConfig
+from swarmnode.config import MEMBERS_TOO, NO_ADAPTERS, ServerConfig
 from swarmnode.errors import Busy, ErrorCode, LocalError, ProtocolError, SwarmnodeError
 from swarmnode.membership.access_control import load_home_key
 from swarmnode.net.identity import verify
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
-from swarmnode.peer.host_config import MEMBERS_TOO, NO_ADAPTERS
 from swarmnode.plan.view import Span
-from swarmnode.swarm.peers.record_validation import LISTED_S, adapter_subkey, adapters_key
+from swarmnode.swarm.peers.record_validation import LISTED_S
 from swarmnode.swarm.records.adapter_record import (
     AdapterRecord,
     Share,
     admitted_record,
     open_adapter,
-    sign_adapter,
 )
 from swarmnode.swarm.records.manifest import AdapterInfo
 from swarmnode.swarm.storage.own_adapters import BlockedAdapters, OwnAdapter, OwnAdapters
 from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name
+from swarmnode.weights.adapter_list import list_adapters
 from swarmnode.weights.adapter_offers import AdapterOffers
 from swarmnode.weights.seeder import Seeder
 from swarmnode.weights.sources import Source
@@ -42,7 +41,6 @@ log = logging.getLogger(__name__)
 
 SWEEP_S = 5.0  # between two looks for adapters that must go
 LIST_S = LISTED_S / 3  # between two publications of own shared adapters
-TABLE_TIMEOUT_S = 10.0
 RECORD_GLOB = "adapter-*.record"
 
 
@@ -127,11 +125,15 @@ class BroughtAdapters:
         self._known[record.id] = record
 
     def _check_quotas(self, new: AdapterRecord) -> None:
-        """Make room for a new adapter among those that no session uses. Raises ProtocolError (ADAPTER_QUOTA) if it can never fit, Busy
-        if all others are in use."""
+        """Make room for a new adapter among those that no session uses.
+
+        Raises ProtocolError (ADAPTER_QUOTA) if it can never fit, Busy if all others are in use.
+        """
         limits = self.limits
         own_bytes = [one.size_bytes for one in self._known.values() if one.owner == new.owner]
-        over_own = len(own_bytes) >= limits.owner_adapters or sum(own_bytes) + new.size_bytes > limits.owner_adapter_bytes
+        over_own = (
+            len(own_bytes) >= limits.owner_adapters or sum(own_bytes) + new.size_bytes > limits.owner_adapter_bytes
+        )
         if over_own or new.size_bytes > limits.adapter_bytes:
             raise ProtocolError("the adapter is over the space for adapters here", code=ErrorCode.ADAPTER_QUOTA)
         while len(self._known) >= limits.adapters or self._taken_bytes + new.size_bytes > limits.adapter_bytes:
@@ -276,27 +278,6 @@ class BroughtAdapters:
         for one in shared:
             self.seeder.add_paths({file: one.paths[file.root] for file in (one.config, one.weights)})
         self._given = given
-
-
-async def list_adapters(host: Host, shared: Sequence[OwnAdapter]) -> bool:
-    """Sign a record of each adapter with the key of the home folder, and store the records in the DHT.
-
-    Returns whether another peer took all of them. Raises LocalError, NetworkDown; asyncio.TimeoutError if the DHT does not answer.
-    """
-    if not shared:
-        return True
-    key, now = await asyncio.to_thread(load_home_key, host.config.home), host.clock.unix()
-    taken = True
-    for own in shared:
-        record = own.record(host.swarm.id, key.peer_id, now)
-        expires_at = min(record.expires_at, now + LISTED_S)
-        if expires_at <= now:
-            continue
-        storing = host.network.dht.store(
-            adapters_key(record.swarm), adapter_subkey(record), sign_adapter(record, key.sign), expires_at=expires_at
-        )
-        taken &= await asyncio.wait_for(storing, TABLE_TIMEOUT_S)
-    return taken
 
 
 def _record_path(folder: Path, adapter: str) -> Path:

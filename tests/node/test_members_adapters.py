@@ -24,7 +24,8 @@ from swarmnode.swarm.records.adapter_record import MAX_LIFE_S, Share, open_adapt
 from swarmnode.swarm.storage import own_adapters
 from swarmnode.swarm.storage.content import FileContent
 from swarmnode.swarm.storage.own_adapters import AdapterTerms, BlockedAdapters, OwnAdapters
-from swarmnode.weights.brought_adapters import LIST_S, SWEEP_S
+from swarmnode.weights import adapter_list, brought_adapters
+from swarmnode.weights.brought_adapters import SWEEP_S
 from swarmnode.weights.sources import PeerSource
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time
@@ -50,7 +51,9 @@ class Poets:
 @pytest.fixture(scope="module")
 def poets(tiny: TinyModel, founded: Founded, tmp_path_factory: pytest.TempPathFactory) -> Poets:
     folder = tmp_path_factory.mktemp("poets")
-    folders = {name: save_llama_adapter(folder / name, tiny.folder, seed=at) for at, name in enumerate(("verse", "prose"))}
+    folders = {
+        name: save_llama_adapter(folder / name, tiny.folder, seed=at) for at, name in enumerate(("verse", "prose"))
+    }
     models = {name: merged_checkpoint(folder / f"{name}-merged", tiny.folder, one) for name, one in folders.items()}
     texts = {name: TinyModel(path, tiny.units).alone(PROMPT, NEW) for name, path in models.items()}
     return Poets(founded, folders, {"": tiny.alone(PROMPT, NEW), **texts})
@@ -162,12 +165,16 @@ async def test_a_private_one_is_neither_opened_nor_read_by_another_member(poets:
 
 
 @in_virtual_time
-async def test_a_shared_one_is_found_by_its_name_until_its_owner_takes_it_back(poets: Poets, tmp_path: Path) -> None:
+async def test_a_shared_one_is_found_by_its_name_until_its_owner_takes_it_back(
+    poets: Poets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(brought_adapters, "LIST_S", 10.0)
+    monkeypatch.setattr(adapter_list, "LISTED_S", 30.0)
     async with swarm_of(poets, tmp_path, TWO) as swarm, swarm.client() as other:
         home = swarm.members["a"].home
         add(home, poets, "verse", Share.MEMBERS, ends=swarm.unix() + MAX_LIFE_S)
         add(home, poets, "prose", ends=swarm.unix() + MAX_LIFE_S)
-        await asyncio.sleep(LIST_S + 1)
+        await asyncio.sleep(11.0)
         assert [one.record.name for one in await other.adapters.shared()] == ["verse"]
         assert await other.adapters.offered() == [], "it is not for the users of gateways"
         assert await ask(other, "verse") == poets.texts["verse"]
@@ -176,7 +183,7 @@ async def test_a_shared_one_is_found_by_its_name_until_its_owner_takes_it_back(p
         with pytest.raises(UsageError, match="no adapter 'prose': it has verse"):
             await ask(other, "prose")
         OwnAdapters(home, poets.founded.swarm.id).remove("verse")
-        await asyncio.sleep(LIST_S + 600)
+        await asyncio.sleep(41.0)
         assert await other.adapters.shared() == []
 
 
@@ -194,12 +201,15 @@ async def test_quotas_are_checked_before_anything_is_fetched(poets: Poets, tmp_p
 @in_virtual_time
 async def test_one_that_is_unused_makes_room_for_that_of_another_member(poets: Poets, tmp_path: Path) -> None:
     sizes = [sum(file.stat().st_size for file in folder.iterdir()) for folder in poets.folders.values()]
-    async with swarm_of(poets, tmp_path, {"a": "0:6"}, adapter_bytes=max(sizes)) as swarm, swarm.client() as client:
-        async with swarm.client() as another:
-            assert await ask(client, poets.folders["verse"]) == poets.texts["verse"]
-            assert await ask(another, poets.folders["prose"]) == poets.texts["prose"]
-            assert len([one for one in kept_files(swarm.members["a"]) if one.suffix == ".record"]) == 1
-            assert await ask(client, poets.folders["verse"]) == poets.texts["verse"]
+    async with (
+        swarm_of(poets, tmp_path, {"a": "0:6"}, adapter_bytes=max(sizes)) as swarm,
+        swarm.client() as client,
+        swarm.client() as another,
+    ):
+        assert await ask(client, poets.folders["verse"]) == poets.texts["verse"]
+        assert await ask(another, poets.folders["prose"]) == poets.texts["prose"]
+        assert len([one for one in kept_files(swarm.members["a"]) if one.suffix == ".record"]) == 1
+        assert await ask(client, poets.folders["verse"]) == poets.texts["verse"]
 
 
 @in_virtual_time
@@ -253,7 +263,9 @@ async def test_one_that_does_not_fit_the_model_is_told_before_anything_is_sent(p
         save_file({key: one.contiguous() for key, one in change(tensors).items()}, folder / "adapter_model.safetensors")  # type: ignore[operator]
         return folder
 
-    unknown = changed("unknown", lambda tensors: {key.replace("q_proj", "elsewhere"): one for key, one in tensors.items()})
+    unknown = changed(
+        "unknown", lambda tensors: {key.replace("q_proj", "elsewhere"): one for key, one in tensors.items()}
+    )
     narrow = changed(
         "narrow", lambda tensors: {key: one[:, :8] if "_A" in key else one for key, one in tensors.items()}
     )

@@ -68,7 +68,9 @@ def adapter_subkey(record: AdapterRecord) -> bytes:
     return b"%b%d:%b" % (ADAPTER, record.slot, record.owner.encode())
 
 
-def adapters_in(records: Iterable[Record], swarm: bytes, verify: Verify, now: float) -> Iterator[tuple[AdapterRecord, bytes]]:
+def adapters_in(
+    records: Iterable[Record], swarm: bytes, verify: Verify, now: float
+) -> Iterator[tuple[AdapterRecord, bytes]]:
     """Yield the valid records of shared adapters among `records`, each with its signed bytes."""
     for record in records:
         try:

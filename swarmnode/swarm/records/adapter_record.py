@@ -14,11 +14,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from swarmnode.codec.body import MAX_ADAPTER_CHARS, MAX_ADAPTER_RECORD_BYTES, MAX_TIME_S, Root
+from swarmnode.codec.body import MAX_ADAPTER_CHARS, MAX_ADAPTER_RECORD_BYTES, Root
 from swarmnode.codec.messages import AdapterTicket, Open
 from swarmnode.codec.training_fields import Peer
 from swarmnode.errors import ErrorCode, ProtocolError
-from swarmnode.swarm.records.certificate import MAX_SKEW_S, SwarmId
+from swarmnode.swarm.records.certificate import MAX_SKEW_S, SwarmId, UnixTime
 from swarmnode.swarm.records.manifest import (
     MAX_CONFIG_BYTES,
     MAX_WEIGHTS_BYTES,
@@ -36,8 +36,6 @@ MAX_LIFE_S = 90 * DAY_S
 TICKET_S = 300.0  # how old a ticket may be when a hop reads it
 SLOTS = 16  # shared adapters of one owner
 MAX_RANK = 4096
-
-UnixTime = Annotated[int, Meta(gt=0, lt=MAX_TIME_S)]
 
 
 class Share(IntEnum):
@@ -107,9 +105,7 @@ class AdapterRecord(Signable, frozen=True, dict=True):
             raise ProtocolError("the adapter's record lies in the future; is a clock wrong?")
 
 
-_KIND = PeerSigned(
-    "adapter record", AdapterRecord, domain=DOMAIN, max_bytes=MAX_ADAPTER_RECORD_BYTES, author="owner"
-)
+_KIND = PeerSigned("adapter record", AdapterRecord, domain=DOMAIN, max_bytes=MAX_ADAPTER_RECORD_BYTES, author="owner")
 sign_adapter, open_adapter = _KIND.sign, _KIND.open
 
 
@@ -146,5 +142,12 @@ def _entitled(opened: Open, record: AdapterRecord, at: int) -> bytes:
     alone."""
     route = [(hop.peer, hop.start, hop.end) for hop in opened.route]
     return TICKET_DOMAIN + msgspec.msgpack.encode(
-        (record.swarm, record.id, opened.session, opened.epoch, at, hashlib.sha256(msgspec.msgpack.encode(route)).digest())
+        (
+            record.swarm,
+            record.id,
+            opened.session,
+            opened.epoch,
+            at,
+            hashlib.sha256(msgspec.msgpack.encode(route)).digest(),
+        )
     )

@@ -110,7 +110,9 @@ class OwnAdapters:
         """
         others = {one.terms.name.casefold(): one.terms for one in self.all()}
         if terms.name.casefold() in others:
-            raise UsageError(f"you have added an adapter {terms.name!r} already; remove it first, or choose another --name")
+            raise UsageError(
+                f"you have added an adapter {terms.name!r} already; remove it first, or choose another --name"
+            )
         if terms.share is not Share.PRIVATE:
             taken = {one.slot for one in others.values() if one.share is not Share.PRIVATE}
             free = next((slot for slot in range(SLOTS) if slot not in taken), None)
