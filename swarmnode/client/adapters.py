@@ -199,7 +199,7 @@ class ClientAdapters:
 
     async def _in_folder(self, folder: Path) -> OwnAdapter:
         """Return the adapter in a folder, after a check against the model. It is private."""
-        key = (str(folder), *map(_changed_at, (folder / CONFIG_NAME, folder / WEIGHTS_NAME)))
+        key = str(folder), _changed_at(folder / CONFIG_NAME), _changed_at(folder / WEIGHTS_NAME)
         if key not in self._folders:
             rank = await self.check(folder)
             name = folder.name if is_adapter_name(folder.name) else UNNAMED

@@ -44,7 +44,7 @@ class OfferedSource(Source):
         self._channel = channel
         self._turn = asyncio.Lock()
         self._answers: asyncio.Queue[Frame | PeerError] | None = None  # None: nothing has been asked
-        channel.on_frame = self._hear
+        channel.on_frame, channel.on_lost = self._hear, self._lost
 
     def __repr__(self) -> str:
         return f"<OfferedSource {self.name}>"
@@ -63,20 +63,31 @@ class OfferedSource(Source):
                 yield number, frame.payload
                 number += 1
 
-    def lost(self, error: PeerError) -> None:
-        """End the question that waits, if any, with `error`."""
+    @property
+    def open(self) -> bool:
+        """Whether the offer still stands."""
+        return self._channel.open
+
+    def close(self) -> None:
+        """End the conversation."""
+        self._channel.close()
+
+    def _lost(self, error: PeerError) -> None:
         if self._answers is not None:
             self._answers.put_nowait(error)
 
     def _hear(self, frame: Frame, body: Body) -> None:
-        if self._answers is None or self._answers.qsize() >= MAX_WAITING:
+        if isinstance(body, End | Error):
+            self._channel.close()
+            self._lost(
+                refusal(body.code, retry_s=body.retry_s, peer=self.name)
+                if isinstance(body, Error)
+                else PeerLost(f"peer {self.name} has taken its offer back", peer=self.name)
+            )
+        elif not isinstance(body, Chunk) or self._answers is None or self._answers.qsize() >= MAX_WAITING:
             raise ProtocolError("it sends more than it was asked for", code=ErrorCode.TOO_LARGE, peer=self.name)
-        if isinstance(body, Chunk):
-            self._answers.put_nowait(frame)
-        elif isinstance(body, Error):
-            self._answers.put_nowait(refusal(body.code, retry_s=body.retry_s, peer=self.name))
         else:
-            self._answers.put_nowait(PeerLost(f"peer {self.name} has taken its offer back", peer=self.name))
+            self._answers.put_nowait(frame)
 
     async def _ask(self, question: GetChunks, count: int) -> AsyncGenerator[Frame, None]:
         """Yield `count` answers. A question that does not get all of them ends the conversation."""
@@ -113,7 +124,7 @@ class AdapterOffers:
 
     def __init__(self, peer: LocalPeer, swarm: bytes) -> None:
         self._swarm = swarm
-        self._sources: dict[str, dict[Channel, OfferedSource]] = {}
+        self._sources: dict[str, list[OfferedSource]] = {}
         self._news = asyncio.Event()
         config = replace(peer.link_config, max_payload_bytes=CHUNK_BYTES)
         self._board = Switchboard(peer.network, ADAPTER_PROTOCOL, peer.hello, config, accept=self._accept)
@@ -131,7 +142,7 @@ class AdapterOffers:
 
     def sources(self, adapter: str) -> list[Source]:
         """Return the peers that offer the adapter now."""
-        return [source for channel, source in self._sources.get(adapter, {}).items() if channel.open]
+        return [source for source in self._sources.get(adapter, ()) if source.open]
 
     async def changed(self) -> None:
         """Wait for the next offer."""
@@ -140,35 +151,24 @@ class AdapterOffers:
 
     def forget(self, adapter: str) -> None:
         """End all conversations about an adapter."""
-        for channel in self._sources.pop(adapter, {}):
-            channel.close()
+        for source in self._sources.pop(adapter, ()):
+            source.close()
 
     def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
         if not isinstance(body, OfferAdapter):
             channel.close(Error(ErrorCode.MALFORMED))
             return
         record = open_adapter(body.record, self._swarm, verify)
-        channels = [one for sources in self._sources.values() for one in sources]
-        if len(channels) >= MAX_OFFERS or sum(one.peer == channel.peer for one in channels) >= MAX_OFFERS_PER_PEER:
+        self._sources = {
+            adapter: standing
+            for adapter, sources in self._sources.items()
+            if (standing := [source for source in sources if source.open])
+        }
+        givers = [source.name for sources in self._sources.values() for source in sources]
+        if len(givers) >= MAX_OFFERS or givers.count(channel.peer) >= MAX_OFFERS_PER_PEER:
             channel.close(Error(ErrorCode.BUSY, BUSY_RETRY_S))
             return
-        source = self._sources.setdefault(record.id, {})[channel] = OfferedSource(channel)
-        hear = channel.on_frame
-
-        def forget(error: PeerError) -> None:
-            source.lost(error)
-            sources = self._sources.get(record.id, {})
-            sources.pop(channel, None)
-            if not sources:
-                self._sources.pop(record.id, None)
-
-        def listen(frame: Frame, body: Body) -> None:
-            if isinstance(body, End | Error):
-                forget(PeerLost(f"peer {channel.peer} has taken its offer back", peer=channel.peer))
-            else:
-                hear(frame, body)
-
-        channel.on_frame, channel.on_lost = listen, forget
+        self._sources.setdefault(record.id, []).append(OfferedSource(channel))
         self._news.set()
 
 
