@@ -23,7 +23,7 @@ from swarmnode.swarm.records.adapter_record import (
     AdapterRecord,
     Share,
     sign_adapter,
-    ticket_for,
+    signed_ticket,
 )
 from swarmnode.swarm.records.manifest import MAX_WEIGHTS_BYTES, Manifest, is_adapter_name
 from swarmnode.swarm.storage.own_adapters import (
@@ -71,7 +71,7 @@ class ClientAdapters:
         return f"<ClientAdapters, {len(self._chosen)} chosen>"
 
     async def close(self) -> None:
-        """End the conversations in which hops fetch this client's adapters."""
+        """End the conversations with hops about this client's adapters."""
         if self._giver is not None:
             await self._giver.close()
 
@@ -232,8 +232,11 @@ class ClientAdapters:
         if self._giver is None:
             self._giver = AdapterGiver(self._host)
         await self._giver.offer([hop.peer for hop in opened.route], chosen.own, record, raw)
-        sign = (await self._key()).sign
-        return msgspec.structs.replace(opened, ticket=ticket_for(opened, raw, record, sign, self._host.clock.unix()))
+        ticket = AdapterTicket(raw)
+        if record.allows is Share.PRIVATE:
+            sign, now = (await self._key()).sign, self._host.clock.unix()
+            ticket = signed_ticket(opened, raw, record, sign, self._host.peer_id, now)
+        return msgspec.structs.replace(opened, ticket=ticket)
 
     async def _signed(self, own: OwnAdapter) -> tuple[AdapterRecord, bytes]:
         key = await self._key()

@@ -25,6 +25,7 @@ from swarmnode.codec.body import (
     MAX_CODE,
     MAX_DRAFTS,
     MAX_LINK_CODECS,
+    MAX_PEER_CHARS,
     MAX_POSITIONS,
     MAX_PROOF_BYTES,
     MAX_PROPOSER_CHARS,
@@ -153,10 +154,11 @@ class LinkCodec(Body, frozen=True):
 
 class AdapterTicket(Body, frozen=True):
     """Right of a session to an adapter that a member brought: the adapter's signed record, and for a private one the signature of
-    its owner over this OPEN, made `at` (unix time in seconds)."""
+    its owner over this OPEN of the peer `client`, made `at` (unix time in seconds)."""
 
     record: Annotated[bytes, Meta(min_length=1, max_length=MAX_ADAPTER_RECORD_BYTES)]
     at: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
+    client: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
     signature: Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)] = b""
 
 

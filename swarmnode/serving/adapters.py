@@ -20,6 +20,7 @@ from swarmnode.compute.model.adapters.changes import Change, moved_to
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, CheckpointError, ErrorCode, LocalError, PeerError, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.view import Span
 
@@ -70,7 +71,7 @@ class StageAdapters:
             self.files.tell(is_used=self.is_used, on_gone=self.expel)
         self.end_sessions: Callable[[str, ErrorCode], None] = lambda _name, _code: None  # of an adapter that must go
         self._held: dict[str, _Held] = {}  # the least recently used first
-        self._parked: dict[str, _Parked] = {}  # so, too
+        self._parked: dict[str, _Parked] = {}  # the one that was parked first comes first
         self.free_cache: Callable[[], bool] = lambda: False  # frees a session kept for another text, if any
         self._tasks = Tasks("adapters", on_crash=self.on_crash)
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -82,12 +83,15 @@ class StageAdapters:
         """Return whether the adapter is loaded."""
         return name in self._held
 
-    def admit(self, opened: Open) -> None:
-        """Check that a session may use its adapter, if it names one. Raises ProtocolError or Busy; see `AdapterFiles.admit`."""
+    def admit(self, opened: Open, sender: PeerId) -> None:
+        """Check that a session from `sender` may use its adapter, if it names one.
+
+        Raises ProtocolError or Busy if not; see `AdapterFiles.admit`.
+        """
         if opened.adapter:
             if self.files is None:
                 raise ProtocolError("the model takes no adapters", code=ErrorCode.INVALID_REQUEST)
-            self.files.admit(opened)
+            self.files.admit(opened, sender)
 
     def is_used(self, name: str) -> bool:
         """Return whether a session uses the adapter, or waits for it."""
@@ -233,8 +237,8 @@ class StageAdapters:
         return True
 
     def _park(self, name: str, held: _Held) -> None:
-        """Copy an adapter into the host's memory, if the device has another one and there is room: first the adapters go that
-        were parked before. Else it stays on the disk alone."""
+        """Copy an adapter into the host's memory, if the device has memory of its own. Adapters that were parked earlier make room;
+        without room the adapter stays on the disk alone."""
         if self.host is None or all(ledger is self.host for _, ledger in self.places):
             return
         sizes = [reservation.size_bytes for reservation in held.memory]
@@ -243,10 +247,7 @@ class StageAdapters:
                 return
             self._parked.pop(next(iter(self._parked))).memory.release()
         spans = [(worker, worker.runner.span) for worker, _ in self.places]
-        pages = [
-            asyncio.ensure_future(worker.call("park an adapter", partial(span.adapters.copied, name)))
-            for worker, span in spans
-        ]
+        pages = [worker.call("park an adapter", partial(span.adapters.copied, name)) for worker, span in spans]
         self._parked[name] = _Parked(pages, sizes, memory)
 
     def _host_room(self, size_bytes: int) -> Reservation | None:

@@ -212,7 +212,7 @@ class StageServer:
                 assert body.sampling is not None and body.sampling.grammar is not None
                 grammar = await self.grammars.compile(body.sampling.grammar)
             if body.adapter:
-                self.adapters.admit(body)
+                self.adapters.admit(body, channel.peer)
                 await self.adapters.bring(body.adapter)
             if channel.open:  # the sender may be gone
                 self._open(channel, body, text, grammar)
@@ -267,7 +267,7 @@ class StageServer:
         wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
         if wrong is not None:
             raise ProtocolError("it does not fit the model, or the swarm's codecs", code=wrong)
-        self.adapters.admit(body)
+        self.adapters.admit(body, sender)
         if not self._has_adapter(body):
             raise Busy("the adapter has gone again", retry_s=self.config.retry_s)
 

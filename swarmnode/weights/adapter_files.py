@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.codec.messages import Open
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import until_first
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.manifest import AdapterInfo
@@ -61,11 +62,11 @@ class AdapterFiles:
         go."""
         self.brought.is_used, self.brought.on_gone = is_used, on_gone
 
-    def admit(self, opened: Open) -> None:
-        """Check that a session may use the adapter that it names. Raises ProtocolError or Busy if not; see
+    def admit(self, opened: Open, sender: PeerId) -> None:
+        """Check that a session from `sender` may use the adapter that it names. Raises ProtocolError or Busy if not; see
         `BroughtAdapters.admit`."""
         if opened.adapter not in self._known:
-            self.brought.admit(opened)
+            self.brought.admit(opened, sender)
         elif not self.brought.takes_any:
             raise ProtocolError("this node serves no adapters", code=ErrorCode.ADAPTER_REFUSED)
 
@@ -95,10 +96,11 @@ class AdapterFiles:
         async def news() -> None:
             await until_first(weights.news(), brought.offers.changed())
 
+        await brought.begin(name)
         try:
             return await self._fetch(brought.info(name), span, fetcher, news)
         finally:
-            await brought.fetched(name)
+            await brought.settle(name)
 
     async def _fetch(
         self, adapter: AdapterInfo, span: Span, fetcher: Fetcher, news: Callable[[], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""Offers of adapters: how hops fetch the files of an adapter from its owner, whose client nobody can dial.
+"""Offers of adapters: how hops fetch the files of an adapter from its owner's client, which they cannot dial.
 
 The client opens a conversation with each hop of a route and names the adapter. The hop asks for chunks on this conversation when a
 session needs them. Format: `protocol/frames.md`.
@@ -37,7 +37,7 @@ DIAL_S = 3.0  # for all hops of a route together
 
 
 class OfferedSource(Source):
-    """Owner of an adapter, who has begun a conversation about it."""
+    """Owner's client at the other end of a conversation about an adapter."""
 
     def __init__(self, channel: Channel) -> None:
         self.name = channel.peer

@@ -18,6 +18,7 @@ from swarmnode.config import MEMBERS_TOO, NO_ADAPTERS, ServerConfig
 from swarmnode.errors import Busy, ErrorCode, LocalError, ProtocolError, SwarmnodeError
 from swarmnode.membership.access_control import load_home_key
 from swarmnode.net.identity import verify
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
@@ -28,7 +29,8 @@ from swarmnode.swarm.records.adapter_record import (
     admitted_record,
     open_adapter,
 )
-from swarmnode.swarm.records.manifest import AdapterInfo
+from swarmnode.swarm.records.manifest import AdapterInfo, file_names
+from swarmnode.swarm.storage.content import FileContent
 from swarmnode.swarm.storage.own_adapters import BlockedAdapters, OwnAdapter, OwnAdapters
 from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name
 from swarmnode.weights.adapter_list import list_adapters
@@ -62,12 +64,12 @@ class BroughtAdapters:
         self._swarm = self.host.swarm.id
         self._known: dict[str, AdapterRecord] = {}  # by id, the least recently used first
         self._raw: dict[str, bytes] = {}  # their signed bytes
-        self._fetched: set[str] = set()
+        self._begun: set[str] = set()
         self._blocked_ids = frozenset[str]()
         self._blocked = BlockedAdapters(self.host.config.home)
         self._own = OwnAdapters(self.host.config.home, self._swarm)
         self._own_by_id: dict[str, OwnAdapter] = {}
-        self._given: set[bytes] = set()  # roots of the files of own shared adapters
+        self._given: set[FileContent] = set()  # files of own shared adapters
         self.offers = AdapterOffers(self.host, self._swarm)
         self._tasks = Tasks("adapters of members", on_crash=self.host.supervisor.ends_peer)
 
@@ -82,7 +84,7 @@ class BroughtAdapters:
         """Take up what an earlier run has left, and start to take offers."""
         for record, raw in await asyncio.to_thread(self._restore):
             self._known[record.id], self._raw[record.id] = record, raw
-            self._fetched.add(record.id)
+            self._begun.add(record.id)
             self._give(record)
         await self._look()
         await self.offers.start()
@@ -101,8 +103,8 @@ class BroughtAdapters:
 
     # -- admission
 
-    def admit(self, opened: Open) -> None:
-        """Check that a session may use the adapter that it names, and note the adapter.
+    def admit(self, opened: Open, sender: PeerId) -> None:
+        """Check that a session from `sender` may use the adapter that it names, and note the adapter.
 
         Raises ProtocolError as `admitted_record` does; ADAPTER_REFUSED if this node takes no adapters of members, or not this one;
         ADAPTER_QUOTA if it is over the space for its owner, or for all of them. Raises Busy if all of that space is in use.
@@ -111,7 +113,7 @@ class BroughtAdapters:
             raise ProtocolError("the swarm has no such adapter", code=ErrorCode.INVALID_REQUEST)
         if self.host.config.adapters != MEMBERS_TOO:
             raise ProtocolError("this node takes no adapters of members", code=ErrorCode.ADAPTER_REFUSED)
-        record = admitted_record(opened, self._swarm, verify, self.host.clock.unix())
+        record = admitted_record(opened, sender, self._swarm, verify, self.host.clock.unix())
         if record.id in self._blocked_ids:
             raise ProtocolError("the adapter is blocked here", code=ErrorCode.ADAPTER_REFUSED)
         known = self._known.get(record.id)
@@ -140,7 +142,7 @@ class BroughtAdapters:
             unused = [one for one in self._known if not self.is_used(one)]
             if not unused:
                 raise Busy("all adapters here are in use", retry_s=limits.retry_s)
-            gone = min(unused, key=lambda one: one in self._fetched)  # first those that were only asked for
+            gone = min(unused, key=lambda one: one in self._begun)  # first those without files
             self._strike(gone, ErrorCode.BUSY)
             self._tasks.spawn(asyncio.to_thread(self._delete, gone), "make room")
 
@@ -170,21 +172,20 @@ class BroughtAdapters:
         units = [Span(0, self.weights.units)]
         return [*offered, *(one for one in self.weights.seeders(units) if one.name not in offering)]
 
-    async def fetched(self, adapter: str) -> None:
-        """Keep the record of an adapter whose files are here now, and give the files of a shared one to others.
-
-        Raises LocalError if the disk cannot be written.
-        """
-        raw = self._raw.get(adapter)
-        if raw is None:  # it has expired meanwhile
-            await asyncio.to_thread(self._delete, adapter)
-            return
+    async def begin(self, adapter: str) -> None:
+        """Keep the record of an adapter whose files are going to be fetched. Raises LocalError if the disk cannot be written."""
         try:
-            await asyncio.to_thread(_record_path(self.weights.open_cache().folder, adapter).write_bytes, raw)
+            await asyncio.to_thread(self._record_path(adapter).write_bytes, self._raw[adapter])
         except OSError as error:
-            raise LocalError(f"cannot keep an adapter's record: {error.strerror or error}") from error
-        self._fetched.add(adapter)
-        if (record := self._known.get(adapter)) is not None:
+            raise LocalError(f"cannot keep an adapter's record: {error.strerror or error}; free disk space") from error
+        self._begun.add(adapter)
+
+    async def settle(self, adapter: str) -> None:
+        """Give fetched files of a shared adapter to others; delete those of an adapter that is over meanwhile."""
+        record = self._known.get(adapter)
+        if record is None:
+            await asyncio.to_thread(self._delete, adapter)
+        else:
             self._give(record)
 
     def _give(self, record: AdapterRecord) -> None:
@@ -199,18 +200,26 @@ class BroughtAdapters:
     def _strike(self, adapter: str, code: ErrorCode) -> None:
         record = self._known.pop(adapter, None)
         self._raw.pop(adapter, None)
-        self._fetched.discard(adapter)
+        self._begun.discard(adapter)
         if record is None:
             return
         log.info("%r is over at this node", record)
         self.offers.forget(adapter)
-        self.seeder.withdraw([file.root for file in record.info.files if file.root not in self._given])
+        self.seeder.withdraw(record.info.files)
+        for other in self._known.values():
+            self._give(other)  # it may have the same config
         self.on_gone(adapter, code)
 
     def _delete(self, adapter: str) -> None:
         cache = self.weights.open_cache()
-        for file in sorted(cache.folder.glob(f"adapter-{adapter}.*")):
-            cache.remove(file.name)
+        try:
+            for name in (*file_names(adapter), self._record_path(adapter).name):
+                cache.remove(name)
+        except OSError as error:
+            log.warning("files of an adapter cannot be deleted: %s", error)
+
+    def _record_path(self, adapter: str) -> Path:
+        return self.weights.open_cache().folder / f"adapter-{adapter}.record"
 
     def _restore(self) -> list[tuple[AdapterRecord, bytes]]:
         """Return the records that an earlier run has left. Files without a valid record are deleted."""
@@ -267,18 +276,14 @@ class BroughtAdapters:
 
     @property
     def _shared(self) -> list[OwnAdapter]:
-        """This home's adapters that others may use."""
+        """Adapters of this home folder that other members may use."""
         return [one for one in self._own_by_id.values() if one.terms.share is not Share.PRIVATE]
 
     def _give_own(self) -> None:
         """Give the files of this home's shared adapters to others, and those of removed ones no longer."""
         shared = self._shared
-        given = {root for one in shared for root in one.paths}
+        given = {file for one in shared for file in (one.config, one.weights)}
         self.seeder.withdraw(self._given - given)
         for one in shared:
             self.seeder.add_paths({file: one.paths[file.root] for file in (one.config, one.weights)})
         self._given = given
-
-
-def _record_path(folder: Path, adapter: str) -> Path:
-    return folder / f"adapter-{adapter}.record"

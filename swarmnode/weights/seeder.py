@@ -84,11 +84,13 @@ class Seeder(ChunkServer):
             if file.root not in self._offers or self._offers[file.root].cache is not None:
                 self._offers[file.root] = Offer(file, path)
 
-    def withdraw(self, roots: Iterable[bytes]) -> None:
-        """Offer the files with these roots no longer."""
-        for root in roots:
-            self._offers.pop(root, None)
-            self._hashes.pop(root, None)
+    def withdraw(self, files: Iterable[FileContent]) -> None:
+        """Offer these files no longer. A file of another name with the same content stays on offer."""
+        for file in files:
+            offer = self._offers.get(file.root)
+            if offer is not None and offer.file == file:
+                del self._offers[file.root]
+                self._hashes.pop(file.root, None)
 
     def _offer_whole(self, files: Iterable[FileContent], folder: Path) -> None:
         for file in files:

@@ -20,7 +20,7 @@ from swarmnode.errors import CheckpointError, ErrorCode, PeerRefused, UsageError
 from swarmnode.ledger import Account
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
-from swarmnode.swarm.records.adapter_record import MAX_LIFE_S, Share, open_adapter, ticket_for
+from swarmnode.swarm.records.adapter_record import MAX_LIFE_S, Share, open_adapter, signed_ticket
 from swarmnode.swarm.storage import own_adapters
 from swarmnode.swarm.storage.content import FileContent
 from swarmnode.swarm.storage.own_adapters import AdapterTerms, BlockedAdapters, OwnAdapters
@@ -140,7 +140,8 @@ async def test_a_private_one_is_neither_opened_nor_read_by_another_member(poets:
 
         async def with_own_signature(opened: Open) -> Open:
             key = await thief.adapters._key()
-            return msgspec.structs.replace(opened, ticket=ticket_for(opened, raw, record, key.sign, swarm.unix()))
+            ticket = signed_ticket(opened, raw, record, key.sign, thief.peer_id, swarm.unix())
+            return msgspec.structs.replace(opened, ticket=ticket)
 
         async def without_any(opened: Open) -> Open:
             return msgspec.structs.replace(opened, ticket=AdapterTicket(raw))

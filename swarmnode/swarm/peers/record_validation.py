@@ -33,7 +33,7 @@ LIFE_S = 3600.0  # of a report
 SLOTS = 4  # reports of one author; a second one about the same accused replaces the first
 REPORT = b"report:"
 ADAPTER = b"adapter:"
-LISTED_S = 600.0  # of a shared adapter's record: it is listed so long after the last node of its owner has left
+LISTED_S = 600.0  # longest life of a shared adapter's entry, which nodes of its owner renew
 
 Now = Callable[[], float]
 """Function that returns unix time in seconds."""

@@ -18,6 +18,7 @@ from swarmnode.codec.body import MAX_ADAPTER_CHARS, MAX_ADAPTER_RECORD_BYTES, Ro
 from swarmnode.codec.messages import AdapterTicket, Open
 from swarmnode.codec.training_fields import Peer
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.certificate import MAX_SKEW_S, SwarmId, UnixTime
 from swarmnode.swarm.records.manifest import (
     MAX_CONFIG_BYTES,
@@ -109,19 +110,20 @@ _KIND = PeerSigned("adapter record", AdapterRecord, domain=DOMAIN, max_bytes=MAX
 sign_adapter, open_adapter = _KIND.sign, _KIND.open
 
 
-def ticket_for(opened: Open, raw: bytes, record: AdapterRecord, sign: Sign | None, now: float) -> AdapterTicket:
-    """Return the ticket of a session: the signed record `raw`, and the signature of the owner's key `sign` over this OPEN if the
-    adapter is private."""
-    if record.allows is not Share.PRIVATE or sign is None:
-        return AdapterTicket(raw)
-    return AdapterTicket(raw, int(now), sign(_entitled(opened, record, int(now))))
+def signed_ticket(
+    opened: Open, raw: bytes, record: AdapterRecord, sign: Sign, client: PeerId, now: float
+) -> AdapterTicket:
+    """Return the ticket of a session with a private adapter: its signed record `raw`, and the signature of the owner's key over
+    this OPEN of the peer `client`."""
+    return AdapterTicket(raw, int(now), client, sign(_entitled(opened, record, client, int(now))))
 
 
-def admitted_record(opened: Open, swarm: bytes, verify: Verify, now: float) -> AdapterRecord:
-    """Return the record in the ticket of an OPEN, after a check of all signatures and times.
+def admitted_record(opened: Open, sender: PeerId, swarm: bytes, verify: Verify, now: float) -> AdapterRecord:
+    """Return the record in the ticket of an OPEN that came from `sender`, after a check of all signatures and times.
 
     Raises ProtocolError: INVALID_REQUEST if there is no ticket, or it is for another adapter; ADAPTER_EXPIRED if the adapter's
-    time is over; ADAPTER_PRIVATE if the adapter is private and its owner did not sign this OPEN, for this route, within TICKET_S.
+    time is over; ADAPTER_PRIVATE if the adapter is private and its owner did not sign this OPEN of this client, for this route,
+    within TICKET_S.
     """
     ticket = opened.ticket
     if ticket is None:
@@ -132,22 +134,16 @@ def admitted_record(opened: Open, swarm: bytes, verify: Verify, now: float) -> A
     record.check_times(now)
     if record.allows is Share.PRIVATE:
         in_time = abs(now - ticket.at) <= TICKET_S
-        if not in_time or not verify(record.owner, _entitled(opened, record, ticket.at), ticket.signature):
+        from_client = opened.index > 0 or ticket.client == sender  # later hops have the sender in the route
+        signed = _entitled(opened, record, ticket.client, ticket.at)
+        if not in_time or not from_client or not verify(record.owner, signed, ticket.signature):
             raise ProtocolError("the adapter is private to another member", code=ErrorCode.ADAPTER_PRIVATE)
     return record
 
 
-def _entitled(opened: Open, record: AdapterRecord, at: int) -> bytes:
-    """Return the bytes that the owner of a private adapter signs: a hop that keeps them can open this session along this route
-    alone."""
-    route = [(hop.peer, hop.start, hop.end) for hop in opened.route]
-    return TICKET_DOMAIN + msgspec.msgpack.encode(
-        (
-            record.swarm,
-            record.id,
-            opened.session,
-            opened.epoch,
-            at,
-            hashlib.sha256(msgspec.msgpack.encode(route)).digest(),
-        )
-    )
+def _entitled(opened: Open, record: AdapterRecord, client: PeerId, at: int) -> bytes:
+    """Return the bytes that the owner of a private adapter signs. They are of no use to a hop that keeps them, since they name the
+    client, the session and the route."""
+    route = msgspec.msgpack.encode([(hop.peer, hop.start, hop.end) for hop in opened.route])
+    entitled = (record.swarm, record.id, client, opened.session, opened.epoch, at, hashlib.sha256(route).digest())
+    return TICKET_DOMAIN + msgspec.msgpack.encode(entitled)

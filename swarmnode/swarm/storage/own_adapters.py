@@ -21,11 +21,11 @@ FOLDER = "adapters"  # in the home folder
 BLOCKED_NAME = "blocked.json"
 MAX_BLOCKED = 4096
 MAX_KEPT_BYTES = 1 << 20
-RECORD_S = DAY_S  # life of one signed record: peers drop the files so long after the last use
+RECORD_S = DAY_S  # life of one signed record; peers drop the files at its end
 
 
 class AdapterTerms(msgspec.Struct, frozen=True):
-    """What the owner has decided about an adapter: its name, its use by others, and its end in unix seconds."""
+    """Terms of an adapter, as its owner has set them: its name, the peers that may use it, and its end in unix seconds."""
 
     name: str
     share: Share

@@ -21,7 +21,7 @@ from swarmnode.swarm.records.adapter_record import (
     admitted_record,
     open_adapter,
     sign_adapter,
-    ticket_for,
+    signed_ticket,
 )
 
 SWARM, NOW = bytes(range(32)), 1_800_000_000
@@ -34,22 +34,25 @@ OPENED = Open(b"s" * 16, 1, (HopSpec("a", 0, 3), HopSpec("b", 3, 6)), 0, Mode.DR
 
 
 def opened_with(record: AdapterRecord = RECORD, key: Identity = OWNER, opened: Open = OPENED) -> Open:
-    ticket = ticket_for(opened, sign_adapter(record, OWNER.sign), record, key.sign, NOW)
+    raw = sign_adapter(record, OWNER.sign)
+    is_private = record.allows is Share.PRIVATE
+    ticket = signed_ticket(opened, raw, record, key.sign, "me", NOW) if is_private else AdapterTicket(raw)
     return msgspec.structs.replace(opened, ticket=ticket)
 
 
-def refusal(opened: Open, *, now: float = NOW) -> ErrorCode:
+def refusal(opened: Open, *, sender: str = "me", now: float = NOW) -> ErrorCode:
     with pytest.raises(ProtocolError) as caught:
-        admitted_record(opened, SWARM, verify, now)
+        admitted_record(opened, sender, SWARM, verify, now)
     return caught.value.code
 
 
 def test_a_ticket_is_good_for_its_session_on_each_hop_of_its_route() -> None:
     opened = opened_with()
-    for index in (0, 1):
+    for index, sender in enumerate(("me", "a")):
         at_hop = msgspec.structs.replace(opened, index=index)
-        assert admitted_record(at_hop, SWARM, verify, NOW + TICKET_S) == RECORD
-    assert admitted_record(opened_with(SHARED, THIEF), SWARM, verify, NOW) == SHARED
+        assert admitted_record(at_hop, sender, SWARM, verify, NOW + TICKET_S) == RECORD
+    assert refusal(opened, sender="b") == ErrorCode.ADAPTER_PRIVATE, "a hop that begins as the client did"
+    assert admitted_record(opened_with(SHARED, THIEF), "b", SWARM, verify, NOW) == SHARED
 
 
 @pytest.mark.parametrize(
