@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import os
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import msgspec
 from swarmnode.client.model_files import ModelFiles
 from swarmnode.codec.body import MAX_ADAPTER_CHARS
 from swarmnode.codec.messages import AdapterTicket, Open
-from swarmnode.errors import SwarmnodeError, UsageError
+from swarmnode.errors import LocalError, NetworkDown, SwarmnodeError, UsageError
 from swarmnode.membership.access_control import load_home_key
 from swarmnode.net.identity import Identity
 from swarmnode.peer.host import Host
@@ -38,8 +39,8 @@ from swarmnode.weights.adapter_list import SharedAdapter, list_adapters, shared_
 from swarmnode.weights.adapter_offers import AdapterGiver
 
 SHARED_S = 10.0
-SHOWN_CHARS = 8  # of an id, in messages
-LEAST_ID_CHARS = 8  # of an id that a user may shorten
+MAX_OFFERED = 64
+SHOWN_CHARS = 8  # of an id, in messages; a user may shorten it so far
 UNNAMED = "adapter"  # a folder whose own name is no name for an adapter
 
 
@@ -106,7 +107,8 @@ class ClientAdapters:
         terms = AdapterTerms(name, share, ends, await self.check(folder))
         own = await asyncio.to_thread(self._owned.add, folder, terms)
         if share is not Share.PRIVATE:
-            await list_adapters(self._host, [own])
+            with contextlib.suppress(NetworkDown, LocalError):  # this home's nodes list it again
+                await list_adapters(self._host, [own])
         return own
 
     async def id_of(self, own: OwnAdapter) -> str:
@@ -115,14 +117,22 @@ class ClientAdapters:
 
     async def offered(self) -> list[str]:
         """Return the names of all adapters that a gateway offers to its users: the manifest's, own ones, and those shared with all.
-        Names that mean several adapters are left out. If the table does not answer, shared ones are left out."""
+
+        A shared one whose name means several adapters has the beginning of its id instead. At most MAX_OFFERED shared ones are
+        offered, and none if the table does not answer.
+        """
         try:
-            shared = [one.record for one in await self.shared() if one.record.allows is Share.ALL]
+            shared = [one.record for one in await self.shared()]
         except SwarmnodeError:
             shared = []
-        first = [*self._manifest.adapter_names, *(one.terms.name for one in await self.own() if not self._is_over(one))]
-        names = [record.name for record in shared]
-        return list(dict.fromkeys([*first, *(name for name in names if names.count(name) == 1)]))
+        own = [one.terms.name for one in await self.own() if not self._is_over(one)]
+        names = [*self._manifest.adapter_names, *own, *(record.name for record in shared)]
+        offered = [
+            record.name if names.count(record.name) == 1 else record.id[:SHOWN_CHARS]
+            for record in shared
+            if record.allows is Share.ALL
+        ]
+        return list(dict.fromkeys([*self._manifest.adapter_names, *own, *offered[:MAX_OFFERED]]))
 
     async def told(self) -> list[dict[str, Any]]:
         """Return all adapters that this client can use, as `adapter list --json` prints them.
@@ -250,7 +260,7 @@ class ClientAdapters:
 
 
 def _is_beginning(text: str, adapter: str) -> bool:
-    return len(text) >= LEAST_ID_CHARS and adapter.startswith(text.lower())
+    return len(text) >= SHOWN_CHARS and adapter.startswith(text.lower())
 
 
 def _changed_at(file: Path) -> int:

@@ -35,22 +35,22 @@ async def shared_adapters(host: Host) -> list[SharedAdapter]:
     return sorted((SharedAdapter(*one) for one in records), key=lambda one: (one.record.name, one.record.id))
 
 
-async def list_adapters(host: Host, shared: Sequence[OwnAdapter]) -> bool:
+async def list_adapters(host: Host, shared: Sequence[OwnAdapter]) -> None:
     """Sign a record of each adapter with the key of the home folder, and store the records in the DHT.
 
-    Returns whether another peer took all of them. Raises LocalError, NetworkDown; asyncio.TimeoutError if the DHT does not answer.
+    Raises NetworkDown; LocalError if the DHT does not answer, or the key cannot be read.
     """
     if not shared:
-        return True
+        return
     key, now = await asyncio.to_thread(load_home_key, host.config.home), host.clock.unix()
-    taken = True
     for own in shared:
         record = own.record(host.swarm.id, key.peer_id, now)
         expires_at = min(record.expires_at, now + LISTED_S)
         if expires_at <= now:
             continue
-        storing = host.network.dht.store(
-            adapters_key(record.swarm), adapter_subkey(record), sign_adapter(record, key.sign), expires_at=expires_at
-        )
-        taken &= await asyncio.wait_for(storing, TABLE_TIMEOUT_S)
-    return taken
+        key_of_list, subkey, raw = adapters_key(record.swarm), adapter_subkey(record), sign_adapter(record, key.sign)
+        storing = host.network.dht.store(key_of_list, subkey, raw, expires_at=expires_at)
+        try:
+            await asyncio.wait_for(storing, TABLE_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise LocalError("the adapter cannot be listed in the swarm at the moment; try again") from None

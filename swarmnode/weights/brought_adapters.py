@@ -15,7 +15,7 @@ from pathlib import Path
 
 from swarmnode.codec.messages import Open
 from swarmnode.config import MEMBERS_TOO, NO_ADAPTERS, ServerConfig
-from swarmnode.errors import Busy, ErrorCode, LocalError, ProtocolError, SwarmnodeError
+from swarmnode.errors import Busy, ErrorCode, LocalError, NetworkDown, ProtocolError
 from swarmnode.membership.access_control import load_home_key
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
@@ -270,8 +270,8 @@ class BroughtAdapters:
         while True:
             try:
                 await list_adapters(self.host, self._shared)
-            except (SwarmnodeError, asyncio.TimeoutError) as error:
-                log.info("shared adapters are not listed at the moment: %s", error or "no answer")
+            except (NetworkDown, LocalError) as error:
+                log.info("shared adapters are not listed at the moment: %s", error)
             await asyncio.sleep(LIST_S)
 
     @property

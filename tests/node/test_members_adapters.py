@@ -183,8 +183,16 @@ async def test_a_shared_one_is_found_by_its_name_until_its_owner_takes_it_back(
         assert await ask(other, shared.record.id[:8]) == poets.texts["verse"]
         with pytest.raises(UsageError, match="no adapter 'prose': it has verse"):
             await ask(other, "prose")
-        OwnAdapters(home, poets.founded.swarm.id).remove("verse")
-        await asyncio.sleep(41.0)
+        add(swarm.members["b"].home, poets, "verse", Share.ALL, ends=swarm.unix() + MAX_LIFE_S)
+        await asyncio.sleep(21.0)
+        with pytest.raises(UsageError, match="several members share an adapter 'verse': choose one by its id"):
+            await ask(other, "verse")
+        (name,) = await other.adapters.offered()
+        assert (len(name), await ask(other, name)) == (8, poets.texts["verse"])
+        for member in swarm.members.values():
+            for own in OwnAdapters(member.home, poets.founded.swarm.id).all():
+                OwnAdapters(member.home, poets.founded.swarm.id).remove(own.terms.name)
+        await asyncio.sleep(51.0)
         assert await other.adapters.shared() == []
 
 
