@@ -40,7 +40,7 @@ from swarmnode.weights.adapter_offers import AdapterGiver
 
 SHARED_S = 10.0
 MAX_OFFERED = 64
-SHOWN_CHARS = 8  # of an id, in messages; a user may shorten it so far
+SHOWN_CHARS = 8  # of an id, in messages and at least from users
 UNNAMED = "adapter"  # a folder whose own name is no name for an adapter
 
 

@@ -90,7 +90,7 @@ class OwnAdapters:
     def all(self) -> list[OwnAdapter]:
         """Return the added adapters in the order of their names. A damaged one is left out. Files are hashed once."""
         found = []
-        for folder in sorted(self._folder.glob("*/")):
+        for folder in sorted(self._folder.glob("[!.]*/")):  # not those that are being written
             terms = read_kept(folder / ABOUT_NAME, AdapterTerms, max_bytes=MAX_KEPT_BYTES)
             if terms is None:
                 continue
