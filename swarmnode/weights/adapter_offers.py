@@ -193,7 +193,8 @@ class AdapterGiver(ChunkServer):
         are left out: their answer to OPEN says why."""
         for file in record.info.files:
             self._offers.setdefault(file.root, Offer(file, own.paths[file.root]))
-        new = [peer for peer in peers if (known := self._channels.get((peer, record.id))) is None or not known.open]
+        self._channels = {key: channel for key, channel in self._channels.items() if channel.open}
+        new = [peer for peer in peers if (peer, record.id) not in self._channels]
         dialling = [self._tasks.spawn(self._offer(peer, record, raw), f"offer to {peer}") for peer in new]
         if dialling:
             await asyncio.wait(dialling, timeout=DIAL_S)
