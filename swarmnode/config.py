@@ -10,6 +10,7 @@ from swarmnode.errors import UsageError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "nf4")
 PRODUCTS = AUTO, EXACT, FAST, PLAIN = ("auto", "exact", "fast", "plain")
+ADAPTERS = NO_ADAPTERS, OF_MANIFEST, MEMBERS_TOO = ("none", "manifest", "members")
 KV_FORMS = PLAIN, INT8_KV = ("plain", "int8")
 CAPTURES = ("auto", "off")
 OWN = "own"  # the draft model that is a layer of the served model itself
@@ -43,6 +44,10 @@ class ServerConfig:
     max_compiling: int = 16  # grammars waiting to be compiled
     compile_s: float = 20.0  # how long a session waits for its grammar, and the first session for the tokenizer
     adapter_s: float = 1.5  # how long a session waits for its adapter: shorter than its client waits for READY
+    adapters: int = 256  # of members, on the disk at a time
+    adapter_bytes: int = 4 << 30  # of all of them together
+    owner_adapters: int = 16  # of one owner
+    owner_adapter_bytes: int = 1 << 30
     max_drafts: int = 16  # guessed positions of one session in flight; 0: none
     longest_chunk_tokens: int = (
         1024  # prompt tokens in one pass, on devices where further positions cost next to nothing

@@ -122,7 +122,13 @@ class ServingStage(Stage):
                 [_pipeline(replica, host.link_config.ledger) for replica in replicas],
                 config,
                 grammars=Grammars(compiler, host.link_config.ledger, config),
-                adapters=StageAdapters(place.adapters, places, config, on_crash=host.supervisor.ends_conversation),
+                adapters=StageAdapters(
+                    place.adapters,
+                    places,
+                    config,
+                    on_crash=host.supervisor.ends_conversation,
+                    host=host.link_config.ledger,
+                ),
                 codec_rules=codec_rules_of(host, span.dtype),
                 drafting=Proposers(host.directory.peers, lambda: server, draft),
             )

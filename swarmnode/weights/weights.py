@@ -100,6 +100,11 @@ class Weights:
         return f"<Weights of {self._manifest.name} from {self._hint or self._fetcher or 'peers'}>"
 
     @property
+    def units(self) -> int:
+        """Number of layers of the whole model."""
+        return self._manifest.model.units
+
+    @property
     def cache(self) -> WeightCache | None:
         """The cache of fetched chunks; None while the founder's own folder serves or before the first fetch."""
         return None if self._hint is not None else self._cache
