@@ -11,7 +11,8 @@ JSON, for each row:
 
 `edits` are copies with edits by the model of copying.py. Copies that repeat 30 bytes of themselves are left out. The other rows use
 SmolLM2 (tests/trained.py): `tools` are calls whose schema forces most tokens, `json` has free values, `free` are questions without
-look-up hits, `off` compares two plain runs and shows the noise.
+look-up hits, `off` compares two plain runs and shows the noise. `model` are greedy answers to requests for code and to questions,
+with `--drafts auto` and the draft model of distilled.py at the first hop. `by_proposer` has its guesses.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import uvloop
 from copying import held_out, repeats, trained_model
 from delaying_relay import DelayingRelay, free_port
+from distilled import Recipe, distilled
 from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parents[2]))  # trained models belong to the tests
@@ -42,6 +45,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # trained models belong to the 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.localswarm import LocalSwarm
+from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
 from swarmnode.serving.client.generation import Generation
 from swarmnode.serving.drafting.lookup import LookupDrafter
 from swarmnode.swarm.storage.swarmfile import load_swarm
@@ -89,6 +93,15 @@ QUESTIONS = (
 )  # fmt: skip
 
 
+TASKS = (
+    "Write a Python function that counts the vowels in a string.", "What is the difference between weather and climate?",
+    "Write a Python class for a bank account.", "How do vaccines work?",
+    "Write a Python function that merges two sorted lists.", "Why is the sea salty?",
+    "Write a Python function that checks if a word is a palindrome.", "What does a compiler do?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Work:
     """A prompt and the options of its generation."""
@@ -105,8 +118,7 @@ class Row:
     plain_tokens_per_s: list[float] = field(default_factory=list)
     tokens: int = 0
     turns: int = 0
-    accepted: int = 0
-    wasted: int = 0
+    drafts: Counter[tuple[str, str]] = field(default_factory=Counter)
     different: list[dict[str, Any]] = field(default_factory=list)
 
     def note(self, plain: Sequence[Generation], drafted: Sequence[Generation], seconds: tuple[float, float]) -> None:
@@ -116,8 +128,7 @@ class Row:
         self.speed_ups.append(sums[1] / seconds[1] / self.plain_tokens_per_s[-1])
         for one, other in zip(plain, drafted, strict=True):
             self.tokens += len(other.ids)
-            self.accepted += other.accepted_drafts
-            self.wasted += other.wasted_drafts
+            self.drafts.update(other.drafts)
             self.turns += len(other.ids) - other.accepted_drafts
             if one.ids != other.ids:
                 place = next((at for at, (a, b) in enumerate(zip(one.ids, other.ids, strict=False)) if a != b), -1)
@@ -126,13 +137,18 @@ class Row:
     def report(self) -> dict[str, Any]:
         """Return the row as JSON holds it."""
         low, middle, high = quartiles(self.speed_ups)
+        accepted, wasted = (
+            sum(n for (_, name), n in self.drafts.items() if name == result) for result in (ACCEPTED, WASTED)
+        )
         return {
             "speed_up": middle,
             "quartiles": [low, high],
             "plain_tokens_per_s": round(statistics.median(self.plain_tokens_per_s), 2),
             "tokens_per_turn": round(self.tokens / max(1, self.turns), 2),
-            "accepted_share": round(self.accepted / max(1, self.accepted + self.wasted), 3),
-            "wasted_per_token": round(self.wasted / max(1, self.tokens), 3),
+            "accepted_share": round(accepted / max(1, accepted + wasted), 3),
+            "accepted_per_turn": round(accepted / max(1, self.turns), 3),
+            "wasted_per_token": round(wasted / max(1, self.tokens), 3),
+            "by_proposer": by_proposer(self.drafts),
             "tokens": self.tokens,
             "different": self.different,
         }
@@ -177,6 +193,11 @@ def questions(count: int) -> list[Work]:
     return [Work(chat(one), {"max_new_tokens": 64, "temperature": 0.8, "seed": 7}) for one in QUESTIONS[:count]]
 
 
+def tasks(count: int) -> list[Work]:
+    """Return requests for code and questions."""
+    return [Work(chat(one), {"max_new_tokens": 64}) for one in TASKS[:count]]
+
+
 class Ring:
     """Three nodes in a ring and a client, in processes of their own but for the client."""
 
@@ -186,8 +207,9 @@ class Ring:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def over(cls, model: Path, delay_s: float) -> AsyncIterator[Ring]:
-        """Start the ring over relays of `delay_s` seconds each way."""
+    async def over(cls, model: Path, delay_s: float, draft: Path | None = None) -> AsyncIterator[Ring]:
+        """Start the ring over relays of `delay_s` seconds each way. The first hop gets the model `draft`, if there is one, else the
+        oracle of oracle_node.py."""
         with tempfile.TemporaryDirectory(prefix="swarmnode-drafts-") as name, contextlib.ExitStack() as stack:
             relay = stack.enter_context(DelayingRelay(delay_s))
             swarm = stack.enter_context(LocalSwarm(Path(name)))
@@ -207,8 +229,10 @@ class Ring:
                     f"/ip4/127.0.0.1/tcp/{relay.to(port)}",
                 )
                 span = "--span", f"{cuts[number]}:{cuts[number + 1]}"
-                wrapper = (sys.executable, str(Path(__file__).with_name("oracle_node.py"))) if number == 0 else ()
-                options = (*span, *place, "--no-direct", "--dtype", "float32")
+                oracle = (sys.executable, str(Path(__file__).with_name("oracle_node.py")))
+                wrapper = oracle if number == 0 and draft is None else ()
+                lent = ("--draft-model", str(draft)) if number == 0 and draft is not None else ()
+                options = (*span, *place, *lent, "--no-direct", "--dtype", "float32")
                 nodes.append(swarm.node(f"n{number}", *options, inside=wrapper))
             for node in nodes:
                 await asyncio.to_thread(node.wait_for, "ready")
@@ -271,6 +295,7 @@ class Kind:
     at_once: int = 1
     delay_s: float | None = None
     drafts: str = "lookup"
+    draft_model: Callable[[], Path] | None = None  # of the first hop; None: an oracle is measured, too
 
 
 KINDS = {
@@ -279,6 +304,7 @@ KINDS = {
     "json": Kind(free_values),
     "free": Kind(questions),
     "off": Kind(questions, drafts="off"),
+    "model": Kind(tasks, drafts="auto", draft_model=lambda: distilled(Recipe())),
     "edits_0ms": Kind(edits, copies=True, delay_s=0.0),
     "edits_8_sessions": Kind(edits, copies=True, at_once=8),
     "free_16_sessions_0ms": Kind(questions, at_once=16, delay_s=0.0),
@@ -290,10 +316,11 @@ async def measured(kind: Kind, pairs: int, delay_s: float, model: Path, *, oracl
     delay_s = delay_s if kind.delay_s is None else kind.delay_s
     found = kind.works(pairs if kind.at_once == 1 else kind.at_once)
     works = [[work] for work in found] if kind.at_once == 1 else [(found * kind.at_once)[: kind.at_once]] * pairs
-    async with Ring.over(model, delay_s) as ring:
+    draft = None if kind.draft_model is None else kind.draft_model()
+    async with Ring.over(model, delay_s, draft) as ring:
         await ring.run(works[0], "off")  # connections are made, and speeds known
         row = (await ring.pairs(works, kind.drafts)).report()
-        if oracle_too and kind.drafts != "off":
+        if oracle_too and kind.drafts != "off" and draft is None:
             oracle = (await ring.with_oracle(works)).report()
             row["of_oracle"] = round(row["speed_up"] / oracle["speed_up"], 3)
             row["oracle"] = {name: oracle[name] for name in ("speed_up", "quartiles", "tokens_per_turn", "different")}

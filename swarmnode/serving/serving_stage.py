@@ -151,7 +151,12 @@ class ServingStage(Stage):
         speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self.replicas])
         server = self.server
         drafts = min(server.config.max_drafts, MAX_DRAFTS)
-        load = ServingLoad(sessions=server.load, cache_tokens_free=server.free_cache_tokens, drafts=drafts)
+        load = ServingLoad(
+            sessions=server.load,
+            cache_tokens_free=server.free_cache_tokens,
+            drafts=drafts,
+            draft_model="" if self.draft is None else self.draft.name,
+        )
         return self.hardware.section, speeds, load
 
     def readings(self) -> Readings:

@@ -443,7 +443,7 @@ class Worker:
 
     def _sample(self, job: Job, then: Sample, logits_BKV: Tensor, outputs: DeviceOutputs) -> Finish:
         first = job.end - job.wanted + 1  # logits at p draw the token at p + 1
-        draw = then.sampler.launch(logits_BKV, first, outputs, dict(job.guesses))
+        draw = then.sampler.launch(logits_BKV, first, outputs, job.guesses)
         return lambda fetched: JobResult(tokens=draw(fetched))
 
 
