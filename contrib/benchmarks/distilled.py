@@ -38,6 +38,7 @@ from swarmnode.founding.model_source import open_model
 from tests.trained import SMOLLM2, VARIABLE, trained
 
 ROWS = 64  # texts of a shard, which the teacher writes together
+HELD_OUT = 16  # of the first shard, whose answers are greedy
 READ_CHARS, READ_TOKENS = 1200, 192  # of a piece of sources
 REQUEST_TOKENS, ANSWER_TOKENS = 32, 144
 BATCH_ROWS = 12  # of a step of training
@@ -59,7 +60,7 @@ class Recipe:
     layers: int = 4
     written: int = 2
     read: int = 3
-    epochs: int = 4
+    epochs: int = 3
 
     @property
     def name(self) -> str:
@@ -76,7 +77,7 @@ class Shard(NamedTuple):
     answer_BT: Tensor
     hidden_BTH: Tensor
 
-    def rows(self, chosen: Tensor) -> Shard:
+    def rows(self, chosen: Tensor | slice) -> Shard:
         """Return some of the texts."""
         return Shard(*(tensor[chosen] for tensor in self))
 
@@ -148,8 +149,8 @@ def hidden_states(model: Any) -> Iterator[list[Tensor]]:
 
 
 def make_shards(teacher_folder: Path, recipe: Recipe) -> list[Shard]:
-    """Return all shards of the recipe, and first one more to be held out, which the teacher writes."""
-    numbers = [*range(recipe.written + 1), *range(-recipe.read, 0)]
+    """Return all shards of the recipe, first those that the teacher writes."""
+    numbers = [*range(recipe.written), *range(-recipe.read, 0)]
     with ProcessPoolExecutor(PROCESSES) as pool:
         return [Shard(*torch.load(file)) for file in pool.map(make_shard, [teacher_folder] * len(numbers), numbers)]
 
@@ -184,7 +185,7 @@ def divergence(student: Any, shard: Shard, vocabulary_V: Tensor) -> Tensor:
 def batches(shards: list[Shard], epochs: int) -> Iterator[Shard]:
     """Yield the rows of all shards in random order, `epochs` times. Rows of one batch are of one shard."""
     for _ in range(epochs):
-        parts = [(shard, rows) for shard in shards for rows in torch.randperm(ROWS).split(BATCH_ROWS)]
+        parts = [(shard, rows) for shard in shards for rows in torch.randperm(len(shard.ids_BT)).split(BATCH_ROWS)]
         for place in torch.randperm(len(parts)).tolist():
             shard, rows = parts[place]
             yield shard.rows(rows)
@@ -202,7 +203,7 @@ def vocabularies(shards: list[Shard], size: int) -> Iterator[Tensor]:
 
 def distil(student: Any, shards: list[Shard], epochs: int) -> None:
     """Train the student on the shards, with a warm-up and a cosine of the learning rate."""
-    steps = epochs * len(shards) * -(-ROWS // BATCH_ROWS)
+    steps = epochs * sum(-(-len(shard.ids_BT) // BATCH_ROWS) for shard in shards)
     weights = [weight for weight in student.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -225,7 +226,7 @@ def agreement(student: Any, shard: Shard) -> float:
     """Return the share of the positions of the shard's answers at which student and teacher find one token most likely."""
     head = student.eval().get_output_embeddings()
     same = total = 0
-    for rows in torch.arange(ROWS).split(BATCH_ROWS):
+    for rows in torch.arange(len(shard.ids_BT)).split(BATCH_ROWS):
         some = shard.rows(rows)
         wanted = head(some.hidden_BTH[some.answer_BT].float()).argmax(-1)
         same += int((head(student_hidden(student, some)).argmax(-1) == wanted).sum())
@@ -245,13 +246,14 @@ def distilled(recipe: Recipe) -> Path:
     if not whole.exists():
         texts.mkdir(parents=True, exist_ok=True)
         open_model(str(trained(SMOLLM2)), whole)  # float weights
-    held_out, *shards = make_shards(whole, recipe)
+    first, *shards = make_shards(whole, recipe)
+    held_out, first = first.rows(slice(HELD_OUT)), first.rows(slice(HELD_OUT, None))
     texts_s = time.perf_counter() - began_s
     torch.manual_seed(0)
     teacher, tokenizer = teacher_and_tokenizer(whole)
     student = first_layers(teacher, recipe.layers)
     before = agreement(student, held_out)
-    distil(student, shards, recipe.epochs)
+    distil(student, [first, *shards], recipe.epochs)
     shares = {"before": before, "after": agreement(student, held_out)}
     student.save_pretrained(made)
     tokenizer.save_pretrained(made)

@@ -88,6 +88,13 @@ DRAFTS = _counter(
     "result",
 )
 
+EXPERTS = _counter(
+    "experts",
+    "Experts of mixtures that one in 32 passes with guesses used: those that texts needed, and further ones for guesses.",
+    "span",
+    "by",
+)
+
 # Work that clients sign receipts for
 ANSWERS = _counter("answers", "Texts (passes of a module) that this node has worked on for others than its owner.")
 COMPLETED_WORK = _counter("completed_unit_tokens", "Work done for clients: positions (samples) times units.")

@@ -162,7 +162,10 @@ class ServingStage(Stage):
     def readings(self) -> Readings:
         """Yield the metrics of this stage."""
         for part in self._parts:
-            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (part.worker.meter.label,))
+            label, experts = part.worker.meter.label, part.worker.runner.experts
+            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (label,))
+            yield Reading(table.EXPERTS, experts.text, (label, "text"))
+            yield Reading(table.EXPERTS, experts.guesses, (label, "guesses"))
         yield from self.server.readings()
 
     async def drain(self, timeout_s: float) -> None:

@@ -415,7 +415,8 @@ class Worker:
             raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
         wanted = job.wanted
         want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
-        return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start, truncate_to=job.cut_to)
+        guessed = job.end - job.first_guessed
+        return StepInput(job.session, x, want, job.reorder, job.start, job.cut_to, guessed)
 
     def _encode(self, job: Job, y: Tensor, outputs: DeviceOutputs) -> Finish:
         """Launch the encoding of `y`: hidden_BTH, or at the last hop logits_BKV (hidden_BTH if the client holds the
