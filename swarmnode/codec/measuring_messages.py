@@ -56,7 +56,7 @@ class TraceStep(Body, frozen=True):
 
 
 class DraftCount(Body, frozen=True):
-    """Numbers of the guesses of one proposer (see Proposer) in a session: right ones, and wrong ones."""
+    """Numbers of the guesses of one proposer (see ProposerKind) in a session: right ones, and wrong ones."""
 
     proposer: Code
     accepted: Position = 0

@@ -138,7 +138,7 @@ NO_DRAFTS, LOOKUP, ANY_DRAFTS = DRAFT_SOURCES = "off", "lookup", "auto"
 """A client's choices of guesses, besides the name of a draft model."""
 
 
-class Proposer(IntEnum):
+class ProposerKind(IntEnum):
     """Source of a guess. OTHER is a source that this version does not know, or that was not told."""
 
     OTHER = 0
@@ -152,12 +152,12 @@ class Proposer(IntEnum):
         return self.name.lower()
 
     @classmethod
-    def named(cls, label: str) -> Proposer:
+    def named(cls, label: str) -> ProposerKind:
         """Return the proposer with this label; OTHER if the label is unknown."""
         return next((one for one in cls if one.label == label), cls.OTHER)
 
     @classmethod
-    def numbered(cls, number: int) -> Proposer:
+    def numbered(cls, number: int) -> ProposerKind:
         """Return the proposer of a number from another peer; OTHER if the number is unknown."""
         return cls(number) if number in cls._value2member_map_ else cls.OTHER
 
@@ -292,7 +292,7 @@ class Truncate(Body, frozen=True):
 
 class Drafts(Body, frozen=True):
     """Guessed tokens at the positions from `seq` on, from the first hop of a ring to the last one, before their INPUT of the same
-    `turn`. Middle hops do not get them. `proposers` names the source of each id (see Proposer); empty if unknown."""
+    `turn`. Middle hops do not get them. `proposers` names the source of each id (see ProposerKind); empty if unknown."""
 
     ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_DRAFTS)]
     turn: Turn = 0

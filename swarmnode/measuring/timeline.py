@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from swarmnode.codec.measuring_messages import Trace, TraceStep
-from swarmnode.codec.messages import Proposer
+from swarmnode.codec.messages import ProposerKind
 from swarmnode.measuring.meters import ACCEPTED, WASTED
 from swarmnode.net.interfaces import PeerId
 
@@ -91,7 +91,7 @@ class Stop:
         self.wasted = sum(step.count for step in steps) - len(self.decoded)  # positions that were computed again
         self.drafts = Counter(
             {
-                (Proposer.numbered(one.proposer).label, result): count
+                (ProposerKind.numbered(one.proposer).label, result): count
                 for one in trace.drafts
                 for result, count in ((ACCEPTED, one.accepted), (WASTED, one.wasted))
             }

@@ -20,7 +20,7 @@ from swarmnode.codec.measuring_messages import (
     Trace,
     TraceStep,
 )
-from swarmnode.codec.messages import Error, Proposer
+from swarmnode.codec.messages import Error, ProposerKind
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
 from swarmnode.net.interfaces import PeerId
@@ -90,7 +90,7 @@ class SessionTrace:
         steps = [TraceStep(*fields) for fields in STEP.iter_unpack(self._table)]
         oldest = self._steps % self._max_steps if self._steps > self._max_steps else 0
         counts = by_proposer(self.drafts).items()
-        drafts = tuple(DraftCount(Proposer.named(name), count[ACCEPTED], count[WASTED]) for name, count in counts)
+        drafts = tuple(DraftCount(ProposerKind.named(name), count[ACCEPTED], count[WASTED]) for name, count in counts)
         return Trace(*self._units, (*steps[oldest:], *steps[:oldest]), drafts)
 
 

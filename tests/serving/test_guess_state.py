@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from swarmnode.codec.messages import Drafts, Input, Proposer, Want
+from swarmnode.codec.messages import Drafts, Input, ProposerKind, Want
 from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.sampling import Drawn, Guess, Sampler
@@ -195,7 +195,7 @@ def test_a_job_waits_for_the_ids_of_its_turn() -> None:
 
 def drawn_by(sampler: Sampler, first: int, tokens: Sequence[int], guesses: dict[int, int]) -> list[Drawn]:
     """Draw after guesses that the look-up made at even positions, and the model at odd ones."""
-    made = [Guess(at, token, Proposer.MODEL if at % 2 else Proposer.LOOKUP) for at, token in guesses.items()]
+    made = [Guess(at, token, ProposerKind.MODEL if at % 2 else ProposerKind.LOOKUP) for at, token in guesses.items()]
 
     def draw(position: int) -> Drawn:
         return Drawn(position, (tokens[position - first],), sampler.is_final(position, tokens[position - first]))
@@ -208,7 +208,7 @@ def test_nothing_is_drawn_after_a_wrong_guess_until_a_sure_input() -> None:
     first = drawn_by(sampler, 5, [10, 11, 12, 13], {5: 10, 6: 77, 7: 12})
     assert [(one.position, one.guess, one.wasted) for one in first] == [
         (5, None, ()),
-        (6, Guess(5, 10, Proposer.MODEL), ()),
+        (6, Guess(5, 10, ProposerKind.MODEL), ()),
     ]
     assert drawn_by(sampler, 9, [14], {8: 13}) == [], "its predecessor was wrong"
     again = drawn_by(sampler, 7, [20, 21], {7: 20})

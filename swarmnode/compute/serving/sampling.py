@@ -218,7 +218,7 @@ def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class Guess(NamedTuple):
-    """Guessed token as the input at a position, and the number of its proposer (`codec.messages.Proposer`)."""
+    """Guessed token as the input at a position, and the number of its proposer (`codec.messages.ProposerKind`)."""
 
     position: int
     id: int

@@ -19,7 +19,7 @@ from swarmnode.codec.body import (
     MAX_TOKEN_ID,
     HopSpec,
 )
-from swarmnode.codec.messages import DRAFT_SOURCES, LOOKUP, NO_DRAFTS, Mode, Output, Proposer, Want
+from swarmnode.codec.messages import DRAFT_SOURCES, LOOKUP, NO_DRAFTS, Mode, Output, ProposerKind, Want
 from swarmnode.codec.sampling import (
     MAX_BIAS,
     MAX_BIASES,
@@ -383,7 +383,7 @@ def drafts_in(output: Output) -> Iterator[tuple[tuple[str, str], int]]:
     """Yield the guesses that an output tells: (proposer, result), and their number. A last hop of an older version names no
     proposer."""
     if output.guessed:
-        yield (Proposer.numbered(output.proposer).label, ACCEPTED), 1
+        yield (ProposerKind.numbered(output.proposer).label, ACCEPTED), 1
     for number, count in enumerate(output.wasted_by or (output.wasted,)):
         if count:
-            yield (Proposer.numbered(number).label, WASTED), count
+            yield (ProposerKind.numbered(number).label, WASTED), count

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from swarmnode.codec.body import MAX_DRAFTS
-from swarmnode.codec.messages import Drafts, Proposer
+from swarmnode.codec.messages import Drafts, ProposerKind
 from swarmnode.compute.serving.sampling import Guess
 from swarmnode.serving.job import Job, drop_from
 
@@ -36,9 +36,9 @@ class GuessedJobs:
             return
         if drafts.turn > self._turn:
             self._turn, self._guesses = drafts.turn, {}
-        proposers = drafts.proposers or (Proposer.OTHER,) * len(drafts.ids)
+        proposers = drafts.proposers or (ProposerKind.OTHER,) * len(drafts.ids)
         for position, (token, proposer) in enumerate(zip(drafts.ids, proposers, strict=True), start):
-            self._guesses[position] = Guess(position, token, Proposer.numbered(proposer))
+            self._guesses[position] = Guess(position, token, ProposerKind.numbered(proposer))
         for position in sorted(self._guesses)[:-MAX_DRAFTS]:
             del self._guesses[position]
         self._go_on()

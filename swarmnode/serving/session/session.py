@@ -32,7 +32,7 @@ from swarmnode.codec.messages import (
     Mode,
     Open,
     Output,
-    Proposer,
+    ProposerKind,
     Ready,
     Truncate,
     Want,
@@ -387,7 +387,7 @@ class StageSession:
         if start == end:
             return
         if guesses:
-            proposers = tuple(Proposer.named(guess.proposer) for guess in guesses)
+            proposers = tuple(ProposerKind.named(guess.proposer) for guess in guesses)
             self._send_drafts(end - len(guesses), Drafts(tuple(ids), self.cursor.turn, proposers))
         lead.sent(start, end)
         self._submit(end, (ids_input([*known, *ids]),), Want.NOTHING, (), 0, guessed=lead.in_flight)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from swarmnode.codec.body import MAX_TOKEN_ID, Body
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Attach, Open, Output, Proposer, Truncate
+from swarmnode.codec.messages import Attach, Open, Output, ProposerKind, Truncate
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.sampling import Drawn
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
@@ -170,7 +170,7 @@ def output_of(drawn: Drawn) -> Output:
         guessed=guess is not None,
         wasted=sum(drawn.wasted),
         forced=drawn.forced,
-        proposer=Proposer.OTHER if guess is None else guess.proposer,
+        proposer=ProposerKind.OTHER if guess is None else guess.proposer,
         wasted_by=drawn.wasted,
     )
 
