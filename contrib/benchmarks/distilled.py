@@ -5,8 +5,8 @@ next token as the whole model does (Kullback-Leibler divergence). The teacher wr
 questions after a user's first words (Magpie, arXiv 2406.08464), and answers. The others are pieces of the standard library's
 sources. The result is a folder for
 `swarmnode run --draft-model`. The folder lies in the user's cache (or $SWARMNODE_TEST_MODELS), and is made again only if it is
-not there; an interrupted run goes on with the texts that it had. Prints the folder and, as JSON, the share of the tokens of
-held-out answers that student and teacher both find most likely, for the student before and after.
+not there; an interrupted run goes on with the texts that it had. Prints JSON: the folder, and for the student before and after
+the share of the tokens of held-out answers that student and teacher both find most likely, and the tokens of a turn.
 """
 
 from __future__ import annotations
@@ -222,17 +222,34 @@ def distil(student: Any, shards: list[Shard], epochs: int) -> None:
 
 
 @torch.inference_mode()
-def agreement(student: Any, shard: Shard) -> float:
-    """Return the share of the positions of the shard's answers at which student and teacher find one token most likely."""
-    head = student.eval().get_output_embeddings()
-    same = total = 0
-    for rows in torch.arange(len(shard.ids_BT)).split(BATCH_ROWS):
-        some = shard.rows(rows)
+def agreement(student: Any, shard: Shard) -> dict[str, float]:
+    """Return the share of the positions of the shard's greedy answers at which student and teacher find one token most likely, and
+    the tokens of a turn by the number of guesses that are sent with each token."""
+    head, rows = student.eval().get_output_embeddings(), list[list[bool]]()
+    for chosen in torch.arange(len(shard.ids_BT)).split(BATCH_ROWS):
+        some = shard.rows(chosen)
         wanted = head(some.hidden_BTH[some.answer_BT].float()).argmax(-1)
-        same += int((head(student_hidden(student, some)).argmax(-1) == wanted).sum())
-        total += len(wanted)
+        same_N = head(student_hidden(student, some)).argmax(-1) == wanted
+        rows += [part.tolist() for part in same_N.split(some.answer_BT.sum(1).tolist())]
     student.train()
-    return round(same / total, 4)
+    share = sum(map(sum, rows)) / sum(map(len, rows))
+    return {
+        "agreement": round(share, 4),
+        **{f"tokens_per_turn_{count}": tokens_per_turn(rows, count) for count in (4, 8)},
+    }
+
+
+def tokens_per_turn(rows: list[list[bool]], count: int) -> float:
+    """Return the tokens of a turn if each is followed by `count` guesses; `rows` say which tokens would be guessed right. A guess
+    behind a wrong one never counts, so it does not matter what it is."""
+    turns = 0
+    for right in rows:
+        at = 0
+        while at < len(right):
+            guessed = right[at + 1 : at + 1 + count]
+            at += 1 + next((length for length, is_right in enumerate(guessed) if not is_right), len(guessed))
+            turns += 1
+    return round(sum(map(len, rows)) / turns, 2)
 
 
 def distilled(recipe: Recipe) -> Path:
