@@ -12,6 +12,7 @@ QUANTIZATIONS = ("none", "int8", "nf4")
 PRODUCTS = AUTO, EXACT, FAST, PLAIN = ("auto", "exact", "fast", "plain")
 KV_FORMS = PLAIN, INT8_KV = ("plain", "int8")
 CAPTURES = ("auto", "off")
+OWN = "own"  # the draft model that is a layer of the served model itself
 COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "topk", "adatopk", "slowest")
 DEVICES = re.compile(r"auto|all|cpu|mps|cuda|(cuda|cpu):\d{1,3}(,\1:\d{1,3})*")
 
@@ -72,7 +73,9 @@ class StageConfig:
     min_holders: int = 2  # back up the states of units that fewer nodes train on other peers' disks; below 2: none
     share: float = 1.0  # largest share of the time that serving may keep the device busy
     audit_share: float = 0.03  # share of the training compute spent on recomputing replicas' microbatches
-    draft_model: str = ""  # folder, GGUF file or hub id of a small model whose texts are guesses; empty: none
+    draft_model: str = (
+        ""  # small model whose texts are guesses: folder, GGUF file or hub id; OWN: its MTP layer; empty: none
+    )
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def meeting(self, least: str) -> StageConfig:

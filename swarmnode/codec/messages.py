@@ -145,6 +145,7 @@ class ProposerKind(IntEnum):
     LOOKUP = 1
     FORCED = 2
     MODEL = 3
+    MTP = 4
 
     @property
     def label(self) -> str:
@@ -327,6 +328,7 @@ class Output(Body, frozen=True):
     forced: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # tokens that must follow, by the grammar
     proposer: Code = 0
     wasted_by: Annotated[tuple[Position, ...], Meta(max_length=MAX_PROPOSERS)] = ()
+    guesses: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # that may follow, by a prediction layer
 
     def check(self) -> None:
         if bool(self.ids) == (self.tensor is not None):

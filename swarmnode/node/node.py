@@ -23,6 +23,7 @@ import msgspec
 
 from swarmnode.codec.body import VERSION
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.config import OWN
 from swarmnode.counting import layers
 from swarmnode.credit.receipts import ReceiptKeeper
 from swarmnode.errors import LocalError, SwarmnodeError, UsageError
@@ -346,12 +347,17 @@ class Node:
         loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place
 
-    def _open_draft(self, served: Checkpoint, trains: bool) -> Checkpoint:
-        """Open the draft model. Raises UsageError if it does not go with the `served` one, CheckpointError."""
+    def _open_draft(self, served: Checkpoint, trains: bool) -> Checkpoint | None:
+        """Open the draft model; None if that is a layer of the `served` model.
+
+        Raises UsageError if it does not go with the `served` one, CheckpointError.
+        """
         from swarmnode.measuring.draft_part import open_draft
 
         if trains:
             raise UsageError("--draft-model: a swarm that trains writes no texts: leave the option out")
+        if self.config.stage.draft_model == OWN:
+            return None
         return open_draft(self.config.stage.draft_model, self.config.host.home / DRAFT_FOLDER, served)
 
     async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:

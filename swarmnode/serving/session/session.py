@@ -22,6 +22,7 @@ from swarmnode.codec.body import EPOCH_TURNS, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran, trace_id
 from swarmnode.codec.messages import (
+    ANY_DRAFTS,
     Drafts,
     End,
     Error,
@@ -327,7 +328,8 @@ class StageSession:
                 self._tell_client(chosen)
             return ForwardHidden(self._codecs.schedule)
         if self._sampler is not None and self.opened.mode == Mode.RING:
-            return Sample(self._sampler, first=self._sampler.first(self.cursor.known))
+            ahead = self.opened.drafts > 0 and self.opened.proposer == ANY_DRAFTS
+            return Sample(self._sampler, first=self._sampler.first(self.cursor.known), ahead=ahead)
         return Return()
 
     def _from_ring(self, frame: Frame, body: Body) -> None:
@@ -357,8 +359,10 @@ class StageSession:
     def _judge(self, lead: DraftLead, position: int, output: Output) -> None:
         """Compare the guess in flight at `position`, if there is one, with the token that was drawn for it."""
         lead.heard(position)
-        if max(output.forced, default=0) < self.pipeline.vocab_size:  # else an input of them would fail here
-            lead.foresee(position + 1, output.forced)
+        if (
+            max((*output.forced, *output.guesses), default=0) < self.pipeline.vocab_size
+        ):  # else an input of them fails here
+            lead.foresee(position + 1, output.forced, output.guesses)
         if output.final:
             lead.pause()
         elif position == self.cursor.sure < self.cursor.accepted:

@@ -170,6 +170,7 @@ def output_of(drawn: Drawn) -> Output:
         guessed=guess is not None,
         wasted=sum(drawn.wasted),
         forced=drawn.forced,
+        guesses=drawn.guesses,
         proposer=ProposerKind.OTHER if guess is None else guess.proposer,
         wasted_by=drawn.wasted,
     )
