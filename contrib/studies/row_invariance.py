@@ -1,27 +1,21 @@
 """Whether a row of a product has the same bits in company, for 1 to 8 rows, and what it would cost to have that always.
 
     OMP_NUM_THREADS=1 python contrib/studies/row_invariance.py --dtype bfloat16
-    OMP_NUM_THREADS=1 python contrib/studies/row_invariance.py --dtype bfloat16 --model SmolLM2-135M-Instruct.Q4_1.gguf
 
 Drafted steps have one to eight rows. A text in 16 bits is the same with and without guesses only if each row of each product, and
 each query of attention, has the bits that it has alone. Every way of multiplying is tried on matrices of SmolLM2's and of a 1.1 B
 llama's shapes. Prints JSON: for each way whether rows keep their bits, its CPU time for 1 and 8 rows, and the time of the fastest
 way that keeps them, over 1 to 8 rows, as a multiple of the fastest ways' at each number. Attention is tried in the same manner.
-
-With --model (a folder or a GGUF file) greedy texts are written one position at a time, and computed again four positions at a time.
-The JSON then has the number of positions, and at how many of them another token would be drawn, with the gaps of their two logits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,15 +23,10 @@ from torch.nn import functional
 
 from swarmnode.compute.model.linear import OTHERS, USUAL
 from swarmnode.compute.model.packed import FORMS
-from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.founding.model_source import open_model
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
 SHAPES = {"SmolLM2 q": (576, 576), "SmolLM2 up": (1536, 576), "1.1 B q": (2048, 2048), "1.1 B up": (5632, 2048)}
 ROUNDS = 9
-TOGETHER = 4  # positions of a step with guesses
-PROMPTS, PROMPT = 4, 16  # texts, and random tokens that each begins with
 
 
 def ways(weight_OI: Tensor) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -103,54 +92,13 @@ def attention_keeps_bits(dtype: torch.dtype) -> dict[str, bool]:
     return found
 
 
-class Another(NamedTuple):
-    """Number of compared positions, and the gaps between the two largest logits where another token would be drawn."""
-
-    positions: int
-    gaps: list[float]
-
-
-def other_draws(model: str, dtype: torch.dtype, length: int) -> Another:
-    """Write greedy texts of `length` tokens one position at a time, and compute them again in steps of `TOGETHER` positions."""
-    with tempfile.TemporaryDirectory() as folder:
-        checkpoint = open_model(model, Path(folder) / "plain")
-        span = load_span(checkpoint, 0, checkpoint.units, dtype=dtype)
-        span.packings.at_once.run()
-        runner = StageRunner(span, RunnerConfig(1 << 28))
-        gaps: list[float] = []
-        for seed in range(PROMPTS):
-            prompt = torch.randint(1000, 20_000, (1, PROMPT), generator=torch.Generator().manual_seed(seed))
-            for name in ("alone", "together"):
-                runner.open(name, rows=1, max_length=PROMPT + length)
-            text = [int(runner.run([StepInput("alone", prompt)])[0].output.argmax())]
-            while len(text) < length:
-                text.append(int(runner.run([StepInput("alone", torch.tensor([text[-1:]]))])[0].output.argmax()))
-            runner.run([StepInput("together", prompt)])
-            for begin in range(0, length - TOGETHER, TOGETHER):
-                ids = torch.tensor([text[begin : begin + TOGETHER]])
-                logits_TV = runner.run([StepInput("together", ids, want=2)])[0].output[0].float()
-                two_T2 = logits_TV.topk(2).values
-                others = logits_TV.argmax(-1) != torch.tensor(text[begin + 1 : begin + 1 + TOGETHER])
-                gaps += (two_T2[:, 0] - two_T2[:, 1])[others].tolist()
-            for name in ("alone", "together"):
-                runner.close(name)
-    return Another(PROMPTS * (length - TOGETHER) // TOGETHER * TOGETHER, gaps)
-
-
 @torch.inference_mode()
 def main() -> None:
     """Print the findings."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--model", help="write texts with this model")
-    parser.add_argument("--length", type=int, default=200, help="tokens of each text")
-    options = parser.parse_args()
-    dtype = getattr(torch, options.dtype)
+    dtype = getattr(torch, parser.parse_args().dtype)
     torch.set_num_threads(1)
-    if options.model:
-        found = other_draws(options.model, dtype, options.length)
-        print(json.dumps({"positions": found.positions, "other draws": len(found.gaps), "gaps": found.gaps}))
-        return
     shapes = {name: study(shape, dtype) for name, shape in SHAPES.items()}
     print(json.dumps({"shapes": shapes, "attention keeps bits, by columns": attention_keeps_bits(dtype)}, indent=2))
 
