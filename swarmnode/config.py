@@ -13,6 +13,15 @@ PRODUCTS = AUTO, EXACT, FAST, PLAIN = ("auto", "exact", "fast", "plain")
 KV_FORMS = PLAIN, INT8_KV = ("plain", "int8")
 CAPTURES = ("auto", "off")
 COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "topk", "adatopk", "slowest")
+SCHEDULES_BY_NAME = (
+    "constant",
+    "linear",
+    "cosine",
+    "hf-constant",
+    "hf-linear",
+    "hf-cosine",
+    "hf-wsd",
+)  # of a learning rate
 DEVICES = re.compile(r"auto|all|cpu|mps|cuda|(cuda|cpu):\d{1,3}(,\1:\d{1,3})*")
 
 LEAST_SHARE = 0.01
