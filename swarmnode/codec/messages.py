@@ -20,17 +20,21 @@ from swarmnode.codec.audit_messages import AUDIT_BODIES
 from swarmnode.codec.body import (
     DECODE_ERRORS,
     MAX_ADAPTER_CHARS,
+    MAX_ADAPTER_RECORD_BYTES,
     MAX_CHUNKS,
     MAX_CODE,
     MAX_DRAFTS,
     MAX_LINK_CODECS,
+    MAX_PEER_CHARS,
     MAX_POSITIONS,
     MAX_PROOF_BYTES,
     MAX_PROPOSER_CHARS,
+    MAX_PROPOSERS,
     MAX_RATE_BPS,
     MAX_REVOCATIONS_BYTES,
     MAX_ROUTE_HOPS,
     MAX_ROWS,
+    MAX_SIGNATURE_BYTES,
     MAX_SOFTWARE_CHARS,
     SWARM_ID_BYTES,
     Body,
@@ -133,6 +137,35 @@ class Mode(IntEnum):
     DRIVEN = 1  # the client drives every step
 
 
+NO_DRAFTS, LOOKUP, ANY_DRAFTS = DRAFT_SOURCES = "off", "lookup", "auto"
+"""A client's choices of guesses, besides the name of a draft model."""
+
+
+class ProposerKind(IntEnum):
+    """Source of a guess. OTHER is a source that this version does not know, or that was not told."""
+
+    OTHER = 0
+    LOOKUP = 1
+    FORCED = 2
+    MODEL = 3
+    MTP = 4
+
+    @property
+    def label(self) -> str:
+        """Name in metrics, in JSON and on the page."""
+        return self.name.lower()
+
+    @classmethod
+    def named(cls, label: str) -> ProposerKind:
+        """Return the proposer with this label; OTHER if the label is unknown."""
+        return next((one for one in cls if one.label == label), cls.OTHER)
+
+    @classmethod
+    def numbered(cls, number: int) -> ProposerKind:
+        """Return the proposer of a number from another peer; OTHER if the number is unknown."""
+        return cls(number) if number in cls._value2member_map_ else cls.OTHER
+
+
 class LinkCodec(Body, frozen=True):
     """Codec of the states that enter layer `unit`, from position `start` of a session on.
 
@@ -147,6 +180,16 @@ class LinkCodec(Body, frozen=True):
     def check(self) -> None:
         if self.codec not in Codec._value2member_map_:
             raise ProtocolError(f"a LINK_CODEC needs a codec of this version, not {self.codec}")
+
+
+class AdapterTicket(Body, frozen=True):
+    """Right of a session to an adapter that a member brought: the adapter's signed record, and for a private one the signature of
+    its owner over this OPEN of the peer `client`, made `at` (unix time in seconds)."""
+
+    record: Annotated[bytes, Meta(min_length=1, max_length=MAX_ADAPTER_RECORD_BYTES)]
+    at: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
+    client: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
+    signature: Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)] = b""
 
 
 class Open(Body, frozen=True):
@@ -174,10 +217,13 @@ class Open(Body, frozen=True):
     truncate: Truncate | None = None  # applied first: another text begins as the session's does
     codecs: Annotated[tuple[LinkCodec, ...], Meta(max_length=MAX_LINK_CODECS)] = ()
     adapts: bool = False
-    adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = ""  # name of an adapter of the swarm, or empty
+    adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = (
+        ""  # name in the manifest, or the id of one that a member brought
+    )
     branch: Branch | None = None  # another session with the same beginning, for hops that do not know this one
     drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0  # most guesses in flight; 0: the first hop guesses none
     proposer: Annotated[str, Meta(max_length=MAX_PROPOSER_CHARS)] = ""  # source of the guesses: lookup or auto
+    ticket: AdapterTicket | None = None  # for an `adapter` that the manifest does not list
 
     def check(self) -> None:
         check_route("OPEN", self.route, self.index)
@@ -193,6 +239,7 @@ class Open(Body, frozen=True):
             "a branch in RING mode, shorter than the session": self.branch is None
             or (self.mode == Mode.RING and self.branch.length < self.max_length),
             "guesses in RING mode": self.drafts == 0 or self.mode == Mode.RING,
+            "an adapter with a ticket": self.ticket is None or bool(self.adapter),
         }
         check_rules("OPEN", rules)
         if self.sampling is not None:
@@ -263,10 +310,14 @@ class Truncate(Body, frozen=True):
 
 class Drafts(Body, frozen=True):
     """Guessed tokens at the positions from `seq` on, from the first hop of a ring to the last one, before their INPUT of the same
-    `turn`. Middle hops do not get them."""
+    `turn`. Middle hops do not get them. `proposers` names the source of each id (see ProposerKind); empty if unknown."""
 
     ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_DRAFTS)]
     turn: Turn = 0
+    proposers: Annotated[tuple[Code, ...], Meta(max_length=MAX_DRAFTS)] = ()
+
+    def check(self) -> None:
+        check_rules("DRAFTS", {"a proposer of no id or of each": len(self.proposers) in (0, len(self.ids))})
 
 
 class KeepCache(Body, frozen=True):
@@ -282,7 +333,8 @@ class Output(Body, frozen=True):
     DRIVEN: the payload is described by `tensor` (logits_BTV or hidden_BTH), whose last position is seq - 1. `final` says that no
     output follows (a stop token, or max_new_tokens reached).
 
-    `guessed` says that the input before it was a guess, which was right; `wasted` counts the wrong guesses since the output before.
+    `guessed` says that the input before it was a guess, which was right, by `proposer`. `wasted` counts the wrong guesses since the
+    output before, and `wasted_by` by the numbers of their proposers; empty if unknown.
     """
 
     ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_ROWS)] = ()
@@ -291,10 +343,15 @@ class Output(Body, frozen=True):
     guessed: bool = False
     wasted: Position = 0
     forced: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # tokens that must follow, by the grammar
+    proposer: Code = 0
+    wasted_by: Annotated[tuple[Position, ...], Meta(max_length=MAX_PROPOSERS)] = ()
+    guesses: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # that may follow, by a prediction layer
 
     def check(self) -> None:
         if bool(self.ids) == (self.tensor is not None):
             raise ProtocolError("an OUTPUT needs either ids or a tensor")
+        if self.wasted_by and sum(self.wasted_by) != self.wasted:
+            raise ProtocolError("an OUTPUT needs wasted guesses by proposer that add up to all of them")
         if self.tensor is not None:
             check_tensor(self.tensor)
             if len(self.tensor.shape) != 3 or self.tensor.dtype not in FLOAT_DTYPES:
@@ -326,6 +383,13 @@ class GetChunks(Body, frozen=True):
     count: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
 
 
+class OfferAdapter(Body, frozen=True):
+    """Offer of the files of an adapter, by its signed record, to a hop of a session to come. While the conversation lasts, the
+    receiver asks for chunks on it with GET_CHUNKS, one question at a time."""
+
+    record: Annotated[bytes, Meta(min_length=1, max_length=MAX_ADAPTER_RECORD_BYTES)]
+
+
 class Chunk(Body, frozen=True):
     """Chunk number `seq` of a file; if `hashes`, the file's whole list of chunk hashes, 32 bytes each."""
 
@@ -353,6 +417,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     FrameKind.GET_CHUNKS: GetChunks,
     FrameKind.CHUNK: Chunk,
     FrameKind.DRAFTS: Drafts,
+    FrameKind.OFFER_ADAPTER: OfferAdapter,
     **MEASURING_BODIES,
     **TRACE_BODIES,
     **AUDIT_BODIES,

@@ -88,6 +88,13 @@ DRAFTS = _counter(
     "result",
 )
 
+EXPERTS = _counter(
+    "experts",
+    "Experts of mixtures that one in 32 passes with guesses used: those that texts needed, and further ones for guesses.",
+    "span",
+    "by",
+)
+
 # Work that clients sign receipts for
 ANSWERS = _counter("answers", "Texts (passes of a module) that this node has worked on for others than its owner.")
 COMPLETED_WORK = _counter("completed_unit_tokens", "Work done for clients: positions (samples) times units.")
@@ -111,6 +118,10 @@ NOT_FINITE = _counter("not_finite", "Microbatches in which this stage met NaN or
 TRAINER_STEP = _gauge("trainer_step", "Last step that is done.")
 TRAINER_LOSS = _gauge("trainer_loss", "Mean loss of the last step.")
 TRAINER_PEERS = _gauge("trainer_peers", "Peers that took part in the last step.")
+TRAINER_EXPERT_LOAD = _gauge(
+    "trainer_expert_load",
+    "Load of the busiest expert of the last step over the mean load; 0 without losses of routers.",
+)
 TRAINER_WAITING = _gauge("trainer_waiting", "1 while training waits because layers have no holder.")
 TRAINER_STEP_SECONDS = _histogram("trainer_step_seconds", "Time of a step.")
 TRAINER_EXPECTED_SECONDS = _gauge(
@@ -121,7 +132,9 @@ TRAINER_TOKENS = _counter("trainer_tokens", "Tokens of finished steps (samples i
 # A client that generates
 CLIENT_SESSIONS = _counter("client_sessions", "Generations that ended, by result.", "result")
 CLIENT_TOKENS = _counter("client_tokens", "Tokens received.")
-CLIENT_DRAFTS = _counter("client_drafts", "Guessed tokens of this client's texts, by result.", "result")
+CLIENT_DRAFTS = _counter(
+    "client_drafts", "Guessed tokens of this client's texts, by proposer and result.", "proposer", "result"
+)
 FIRST_TOKEN_SECONDS = _histogram("client_first_token_seconds", "From the call to the first token.")
 TOKEN_SECONDS = _histogram("client_token_seconds", "From one token to the next.")
 AUDITS = _counter("audits", "Sessions of this client that were recomputed, by result.", "result")

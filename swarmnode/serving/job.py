@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from swarmnode.codec.messages import Input, Truncate, Want
 from swarmnode.codec.tensors import TensorInfo
-from swarmnode.compute.serving.sampling import Drawn, Sampler
+from swarmnode.compute.serving.sampling import Drawn, Guess, Sampler
 from swarmnode.errors import ErrorCode
 from swarmnode.measuring.meters import DECODE, PREFILL
 from swarmnode.net.interfaces import Buffer
@@ -29,22 +29,17 @@ class ForwardHidden:
 
 @dataclass(frozen=True)
 class Sample:
-    """Use of a job's output at the last hop in RING mode: tokens drawn for the positions from `first` on."""
+    """Use of a job's output at the last hop in RING mode: tokens drawn for the positions from `first` on. `ahead` says that the
+    model's own prediction layer may guess what follows them."""
 
     sampler: Sampler
     first: int
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
 class Return:
     """Use of a job's output at the last hop in DRIVEN mode: the wanted outputs go to the client as they are."""
-
-
-class Guess(NamedTuple):
-    """Guessed token as the input at a position."""
-
-    position: int
-    id: int
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -104,6 +99,11 @@ class Job(msgspec.Struct, frozen=True):
         if isinstance(self.then, Sample):
             return max(0, min(self.count, self.end + 1 - self.then.first))
         return {Want.NOTHING: 0, Want.LAST: 1, Want.ALL: self.count}[self.want]
+
+    @property
+    def guesses_ahead(self) -> bool:
+        """Whether the prediction layer may guess behind the tokens that are drawn."""
+        return isinstance(self.then, Sample) and self.then.ahead and self.wanted > 0
 
     @property
     def draws_by_grammar(self) -> bool:

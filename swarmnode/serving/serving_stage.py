@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.mtp.layer import load_mtp
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.loading import load_span
@@ -121,7 +122,13 @@ class ServingStage(Stage):
                 [_pipeline(replica, host.link_config.ledger) for replica in replicas],
                 config,
                 grammars=Grammars(compiler, host.link_config.ledger, config),
-                adapters=StageAdapters(place.adapters, places, config, on_crash=host.supervisor.ends_conversation),
+                adapters=StageAdapters(
+                    place.adapters,
+                    places,
+                    config,
+                    on_crash=host.supervisor.ends_conversation,
+                    host=host.link_config.ledger,
+                ),
                 codec_rules=codec_rules_of(host, span.dtype),
                 drafting=Proposers(host.directory.peers, lambda: server, draft),
             )
@@ -151,13 +158,21 @@ class ServingStage(Stage):
         speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self.replicas])
         server = self.server
         drafts = min(server.config.max_drafts, MAX_DRAFTS)
-        load = ServingLoad(sessions=server.load, cache_tokens_free=server.free_cache_tokens, drafts=drafts)
+        load = ServingLoad(
+            sessions=server.load,
+            cache_tokens_free=server.free_cache_tokens,
+            drafts=drafts,
+            draft_model="" if self.draft is None else self.draft.name,
+        )
         return self.hardware.section, speeds, load
 
     def readings(self) -> Readings:
         """Yield the metrics of this stage."""
         for part in self._parts:
-            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (part.worker.meter.label,))
+            label, experts = part.worker.meter.label, part.worker.runner.experts
+            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (label,))
+            yield Reading(table.EXPERTS, experts.text, (label, "text"))
+            yield Reading(table.EXPERTS, experts.guesses, (label, "guesses"))
         yield from self.server.readings()
 
     async def drain(self, timeout_s: float) -> None:
@@ -218,6 +233,8 @@ async def _load_part(
         products=hardware.products,
     )
     undo.callback(span.close)
+    if hardware.mtp and span.has_head:
+        span.reader = await asyncio.to_thread(load_mtp, checkpoint, span)
     weights.count(span.weight_bytes)  # tied weights count once
     return LoadedSpan(part.device, span, weights)
 

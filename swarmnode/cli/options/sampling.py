@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.codec.messages import LOOKUP
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.codec.tensors import AUTO, COMPRESSIONS
 from swarmnode.errors import UsageError
-from swarmnode.serving.drafting.drafter import LOOKUP
 from swarmnode.swarm.storage.user_file import read_user_file
 from swarmnode.terminal.option import of_same_names, option
 
@@ -60,10 +61,21 @@ class SamplingOptions:
     drafts: str = option(
         LOOKUP,
         "Write faster by guessing tokens ahead; the text stays the same. Guesses come from prompt, answer and schema (lookup), "
-        "or from anything that the first machine has (auto). The last machine sees wrong guesses.",
-        metavar="off|lookup|auto",
+        "also from a draft model of the first machine (auto, or the model's name; see `status`). The last machine sees wrong "
+        "guesses.",
+        metavar="off|lookup|auto|MODEL",
     )
-    adapter: str = option("", "Use this adapter of the swarm; `status` lists them.", metavar="NAME")
+    adapter: str = option(
+        "",
+        "Use this adapter: a name that `adapter list` shows, or a folder that peft saved, with a slash in its path.",
+        metavar="NAME|./DIR",
+    )
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether this machine computes something for these options: it checks an adapter in a folder."""
+        return "/" in self.adapter or os.sep in self.adapter
+
     logprobs: int | None = option(
         None,
         "With --json: print each token's log probability, and those of this many others.",

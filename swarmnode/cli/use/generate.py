@@ -68,7 +68,9 @@ def generate(
 
     async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
         started_s = time.monotonic()
-        async with asking(swarm, watch.home, patience_s=patience, trust=trust) as client:
+        async with asking(
+            swarm, watch.home, patience_s=patience, trust=trust, needs_torch=sampling.needs_torch
+        ) as client:
             left_s = max(1.0, patience - (time.monotonic() - started_s))
             client.config = dataclasses.replace(client.config, patience_s=left_s)
             async with watch.over(client.manifest.name, client.readings):
@@ -124,6 +126,8 @@ def tell_missing(client: SwarmClient) -> None:
 
 def generation_json(result: Any) -> dict[str, Any]:
     """Return a generation as a JSON object for scripts."""
+    from swarmnode.measuring.meters import by_proposer
+
     return {
         "ids": result.ids,
         "text": result.text,
@@ -136,7 +140,11 @@ def generation_json(result: Any) -> dict[str, Any]:
         "trace": result.trace,
         "longest_stall_s": round(result.longest_stall_s, 4),
         "tokens_per_turn": round(result.tokens_per_turn, 3),
-        "drafts": {"accepted": result.accepted_drafts, "wasted": result.wasted_drafts},
+        "drafts": {
+            "accepted": result.accepted_drafts,
+            "wasted": result.wasted_drafts,
+            "by_proposer": by_proposer(result.drafts),
+        },
         "logprobs": [[one._asdict() for one in token] for token in result.logprobs] or None,
     }
 

@@ -11,14 +11,12 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from swarmnode.codec.messages import Open
 
-NO_DRAFTS, LOOKUP, ANY_DRAFTS = DRAFT_SOURCES = "off", "lookup", "auto"  # a client's choices of guesses
-
 
 class Drafter(Protocol):
     """Proposer of tokens that may follow a text.
 
     Attributes:
-        name: Name of the proposer in metrics and traces: "lookup", "forced", "model".
+        name: Name of the proposer in metrics and traces: "lookup", "forced", "model", "mtp".
     """
 
     name: str
@@ -62,6 +60,14 @@ class LiveDrafter(Drafter, Protocol):
 
     def close(self) -> None:
         """Stop computing and free what the session holds. Calling it again changes nothing."""
+
+
+@runtime_checkable
+class SuggestedDrafter(Drafter, Protocol):
+    """Drafter of tokens that the last hop tells."""
+
+    def suggest(self, ids: Sequence[int]) -> None:
+        """Take the tokens that the last hop expects after the text, which may be none."""
 
 
 class DraftBudget(Protocol):

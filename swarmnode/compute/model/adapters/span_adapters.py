@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.model.adapters.changes import Change
+from swarmnode.compute.model.adapters.changes import Change, moved_to
 from swarmnode.compute.model.adapters.shared_pass import Added, SharedPass, share_pass
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
@@ -52,6 +53,10 @@ class SpanAdapters:
             self._hooked.add(module)
             if "experts" in module.split("."):  # an expert sees positions of any rows
                 self.are_shared = False
+
+    def copied(self, name: str) -> Mapping[str, Change]:
+        """Return copies of a loaded adapter's matrices in the host's memory."""
+        return moved_to(self._loaded[name], torch.device("cpu"))
 
     def remove(self, name: str) -> None:
         """Unload the adapter `name`; does nothing if it is not loaded."""
