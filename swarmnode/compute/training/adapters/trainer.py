@@ -346,7 +346,7 @@ class AdapterTrainer:
     def activation_bytes(self, rows: int, positions: int) -> int:
         """Return the bytes that a pass keeps until its gradient comes, for rows of some positions with the soft prompt."""
         if self._size is None:
-            self._size = ActivationSize.measured(self._kept_bytes)
+            self._size = ActivationSize.measured(self._kept_bytes, self._prompt_tokens)
         return self._size.of(rows, positions)
 
     def _working_bytes(self, positions: int) -> int:
@@ -359,7 +359,7 @@ class AdapterTrainer:
         known = [*self.span.model.parameters(), *self.span.model.buffers(), *self._frozen.values()]
         kept = KeptStorage([*known, *self._weights.tensors.values()])
         one = _Pass(torch.Size(()), False, self._ledger.count(Account.ACTIVATIONS))
-        x = torch.zeros(1, positions, dtype=torch.int64, device=self.span.device)
+        x = torch.zeros(1, positions - self._prompt_tokens, dtype=torch.int64, device=self.span.device)
         if not self.span.has_embedding:
             x = torch.zeros(1, positions, self.span.hidden_size, dtype=self.span.dtype, device=self.span.device)
         with kept.watching():
