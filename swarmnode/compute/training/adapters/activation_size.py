@@ -24,7 +24,7 @@ class KeptStorage:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all storages that were kept so far."""
+        """Bytes of all kept storages."""
         return sum(size for size, _ in self._kept.values())
 
     def note(self, tensor: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class KeptStorage:
         return tensor
 
     def watching(self) -> AbstractContextManager[None]:
-        """Return a context in which each tensor that autograd saves is counted."""
+        """Return a context that counts each tensor that autograd saves."""
         return torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
 
 

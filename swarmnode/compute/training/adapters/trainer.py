@@ -118,7 +118,7 @@ class AdapterTrainer:
 
     @property
     def step_number(self) -> int:
-        """Number of updates so far."""
+        """Number of updates that the adapter has had."""
         return self._weights.step
 
     @property
@@ -183,7 +183,7 @@ class AdapterTrainer:
 
         Args:
             number: Number of the microbatch.
-            labels_BS: Token ids (int64), -100 where none counts. Each is predicted at the position before it.
+            labels_BS: Token ids (int64), -100 for positions without a label. Each is predicted at the position before it.
             share: Factor of the loss in the step's: 1 / the number of labels of all its microbatches, so that a split step's
                 gradient is the whole batch's.
 
@@ -322,7 +322,7 @@ class AdapterTrainer:
         return self._weights.state()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state bit for bit, from which tensors of other spans are left out. Passes in flight are forgotten.
+        """Load a state bit for bit; tensors of other spans in it are ignored. Passes in flight are forgotten.
 
         Raises CheckpointError, changing nothing, if tensors are missing or do not fit.
         """
