@@ -6,16 +6,16 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.terminal.option import option
 
-SCHEDULES = ("constant", "linear", "cosine", "hf-constant", "hf-linear", "hf-cosine", "hf-wsd")
 USUAL = {"clip": 1.0, "momentum": 0.0, "beta2": 0.95, "epsilon": 1e-8}
 """Settings that are not given"""
 PUBLISHED: dict[str, dict[str, float]] = {
     "muon": {"momentum": 0.95},
     "lion": {"beta2": 0.99},
     "schedule-free": {"beta2": 0.999},
-    "eva": {"clip": 1e-3, "momentum": 0.9, "epsilon": 0.03},
+    "eva": {"clip": 1e-3, "momentum": 0.9, "beta2": 0.05, "epsilon": 0.03},
 }
 """Settings that optimisers' authors recommend in place of the usual ones"""
 
@@ -38,7 +38,7 @@ class ScheduleOptions:
     schedule: str = option(
         "cosine",
         "Learning rate after the warm-up: linear and cosine end at --final-share; hf-...: as in transformers, down to 0.",
-        metavar="|".join(SCHEDULES),
+        metavar="|".join(SCHEDULES_BY_NAME),
     )
     warmup_steps: int = option(0, "Steps during which the learning rate rises.", "--warmup")
     final_share: float = option(0.1, "Share of the learning rate at the end of linear and cosine.")
@@ -55,7 +55,7 @@ class ScheduleOptions:
     beta2: float | None = option(
         None,
         "AdamW's share of the mean squared gradient that is kept, with eva of its means; default: 0.95, with schedule-free 0.999, "
-        "with lion 0.99.",
+        "with lion 0.99, with eva 0.05.",
         text=-1.0,
     )
     epsilon: float | None = option(

@@ -7,7 +7,7 @@ would have drawn it alone, and a guess only lets the hops compute the next posit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from swarmnode.codec.messages import Open
 
@@ -18,7 +18,7 @@ class Drafter(Protocol):
     """Proposer of tokens that may follow a text.
 
     Attributes:
-        name: Name of the proposer in metrics and traces: "lookup", "forced", "model".
+        name: Name of the proposer in metrics and traces: "lookup", "forced", "model", "mtp".
     """
 
     name: str
@@ -37,6 +37,22 @@ class Drafter(Protocol):
         ...
 
 
+class Weighed(NamedTuple):
+    """Guess with the probability that it and all guesses before it in its proposal are right."""
+
+    id: int
+    likely: float
+
+
+@runtime_checkable
+class WeighingDrafter(Drafter, Protocol):
+    """Drafter that knows how likely each of its guesses is."""
+
+    def weigh(self, guessed: Sequence[int], count: int) -> list[Weighed]:
+        """Return what `propose` would return, each guess with its probability."""
+        ...
+
+
 @runtime_checkable
 class LiveDrafter(Drafter, Protocol):
     """Drafter that computes in the background: guesses become ready between two calls."""
@@ -46,6 +62,14 @@ class LiveDrafter(Drafter, Protocol):
 
     def close(self) -> None:
         """Stop computing and free what the session holds. Calling it again changes nothing."""
+
+
+@runtime_checkable
+class SuggestedDrafter(Drafter, Protocol):
+    """Drafter of tokens that the last hop tells."""
+
+    def suggest(self, ids: Sequence[int]) -> None:
+        """Take the tokens that the last hop expects after the text, which may be none."""
 
 
 class DraftBudget(Protocol):
