@@ -160,11 +160,11 @@ class SpanSegment(Segment):
         token before them, times its share; 0 if there are none."""
         self._check(values, start)
         if end == self.units:
-            self._check_labels(labels, values[0].shape[:2])
+            check_labels(self.span, labels, values[0].shape[:2])
         self._seed = seed
         self._begin(start)
         x, positions, sums_R = self._apart(values, start)
-        places_BT, mask_B1TT = self._documents(*positions) if positions else (None, None)
+        places_BT, mask_B1TT = documents(self._here(*positions)) if positions else (None, None)
         if self._routers is not None:
             self._routers.begin(sums_R, has_token(*positions) if positions else None)
         with self._dropout if self._drops else nullcontext():
@@ -204,19 +204,6 @@ class SpanSegment(Segment):
     def _here(self, ids_BT: Tensor) -> Tensor:
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
 
-    def _documents(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions, and the mask_B1TT of rows of several documents: a token sees those before it in its own one.
-
-        The mask is added to scores. Of a mask of truth values torch would keep such a copy for the backward pass of each layer.
-        """
-        positions_BT = self._here(positions_BT)
-        documents_BT = (positions_BT == 0).cumsum(1)
-        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-        hidden_BTT = same_BTT.tril().logical_not_()
-        return positions_BT, torch.zeros(hidden_BTT.shape, device=self.device).masked_fill_(hidden_BTT, -torch.inf)[
-            :, None
-        ]
-
     def _reseeding(self, unit: int) -> Any:
         """Return a hook that reseeds before a layer's own code: earlier code may have drawn, and another split runs less of it."""
 
@@ -232,55 +219,71 @@ class SpanSegment(Segment):
     def _check(self, values: Values, start: int) -> None:
         """Raise ProtocolError if the values are not those of the boundary."""
         sums = values[-1:] if self._routers is not None and start else ()
-        positions = values[1 : len(values) - len(sums)]
-        if len(positions) > 1 or len(values) < 1 + len(sums):
-            raise ProtocolError(
-                f"{len(values)} values at boundary {start} of a language model, which are too many or too few"
-            )
         if self._routers is not None and sums:
             self._routers.check(*sums)
-        if positions:
-            self._check_places(positions[0], values[0].shape[:2])
-        if start == 0:
-            self._check_ids(values[0])
-        elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != self.span.hidden_size:
-            raise ProtocolError(
-                f"hidden states have the wrong dtype or shape: {values[0].dtype} {tuple(values[0].shape)}"
-            )
-        self._check_positions(values[0].shape[1])
+        check_values(self.span, values[: len(values) - len(sums)], start)
 
-    def _check_labels(self, labels: Values, shape: torch.Size) -> None:
-        if len(labels) != 1 or labels[0].shape != shape:
-            shapes = ", ".join(str(tuple(label.shape)) for label in labels)
-            raise ProtocolError(f"the labels have the shape {shapes or None}, but the microbatch has {tuple(shape)}")
-        self._check_ids(labels[0].masked_fill(labels[0] == NO_LABEL, 0))
 
-    def _check_places(self, positions_BT: Tensor, shape: torch.Size) -> None:
-        """Raise ProtocolError if positions do not count up from 0 in each document, or the family takes one document a row."""
-        if not can_pack(self.span.config, shape[1]):
-            raise ProtocolError("the model takes rows of one document only; train with --no-pack")
-        if positions_BT.dtype != torch.int64 or positions_BT.shape != shape:
-            raise ProtocolError(
-                f"positions have the wrong dtype or shape: {positions_BT.dtype} {tuple(positions_BT.shape)}"
-            )
-        next_BT = positions_BT[:, 1:]
-        counts_up = (next_BT == 0) | (next_BT == positions_BT[:, :-1] + 1)
-        if not (bool(counts_up.all()) and bool((positions_BT[:, 0] == 0).all())):
-            raise ProtocolError("positions do not count up from 0 in each document")
+def documents(positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions, and the mask_B1TT of rows of several documents: a token sees those before it in its own one.
 
-    def _check_ids(self, ids_BT: Tensor) -> None:
-        if ids_BT.dtype != torch.int64 or ids_BT.dim() != 2 or ids_BT.shape[1] < 2 or ids_BT.numel() == 0:
-            raise ProtocolError(f"token ids have the wrong dtype or shape: {ids_BT.dtype} {tuple(ids_BT.shape)}")
-        low, high = int(ids_BT.min()), int(ids_BT.max())
-        if low < 0 or high >= self.span.vocab_size:
-            raise ProtocolError(
-                f"token ids from {low} to {high}, but the model's vocabulary has {self.span.vocab_size}: "
-                "the data was made with another tokenizer"
-            )
+    The mask is added to scores. Of a mask of truth values torch would keep such a copy for the backward pass of each layer.
+    """
+    documents_BT = (positions_BT == 0).cumsum(1)
+    hidden_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril().logical_not_()
+    mask_BTT = torch.zeros(hidden_BTT.shape, device=positions_BT.device).masked_fill_(hidden_BTT, -torch.inf)
+    return positions_BT, mask_BTT[:, None]
 
-    def _check_positions(self, count: int) -> None:
-        if self.positions is not None and count > self.positions:
-            raise ProtocolError(f"the microbatch has {count} positions, but the model only {self.positions}")
+
+def check_values(span: ModelSpan, values: Values, start: int) -> None:
+    """Raise ProtocolError if the values are not those of boundary `start` of the span's model."""
+    if len(values) not in (1, 2):
+        raise ProtocolError(
+            f"{len(values)} values at boundary {start} of a language model, which are too many or too few"
+        )
+    if len(values) == 2:
+        _check_places(span, values[1], values[0].shape[:2])
+    if start == 0:
+        check_ids(span, values[0])
+    elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != span.hidden_size:
+        raise ProtocolError(f"hidden states have the wrong dtype or shape: {values[0].dtype} {tuple(values[0].shape)}")
+    limit, count = span.position_limit, values[0].shape[1]
+    if limit is not None and count > limit:
+        raise ProtocolError(f"the microbatch has {count} positions, but the model only {limit}")
+
+
+def check_labels(span: ModelSpan, labels: Values, shape: torch.Size) -> None:
+    """Raise ProtocolError unless there is one tensor of labels, of this shape, with ids of the vocabulary or NO_LABEL."""
+    if len(labels) != 1 or labels[0].shape != shape:
+        shapes = ", ".join(str(tuple(label.shape)) for label in labels)
+        raise ProtocolError(f"the labels have the shape {shapes or None}, but the microbatch has {tuple(shape)}")
+    check_ids(span, labels[0].masked_fill(labels[0] == NO_LABEL, 0))
+
+
+def check_ids(span: ModelSpan, ids_BT: Tensor) -> None:
+    """Raise ProtocolError if token ids are not int64_BT of at least two tokens, or not of the model's vocabulary."""
+    if ids_BT.dtype != torch.int64 or ids_BT.dim() != 2 or ids_BT.shape[1] < 2 or ids_BT.numel() == 0:
+        raise ProtocolError(f"token ids have the wrong dtype or shape: {ids_BT.dtype} {tuple(ids_BT.shape)}")
+    low, high = int(ids_BT.min()), int(ids_BT.max())
+    if low < 0 or high >= span.vocab_size:
+        raise ProtocolError(
+            f"token ids from {low} to {high}, but the model's vocabulary has {span.vocab_size}: "
+            "the data was made with another tokenizer"
+        )
+
+
+def _check_places(span: ModelSpan, positions_BT: Tensor, shape: torch.Size) -> None:
+    """Raise ProtocolError if positions do not count up from 0 in each document, or the family takes one document a row."""
+    if not can_pack(span.config, shape[1]):
+        raise ProtocolError("the model takes rows of one document only; train with --no-pack")
+    if positions_BT.dtype != torch.int64 or positions_BT.shape != shape:
+        raise ProtocolError(
+            f"positions have the wrong dtype or shape: {positions_BT.dtype} {tuple(positions_BT.shape)}"
+        )
+    next_BT = positions_BT[:, 1:]
+    counts_up = (next_BT == 0) | (next_BT == positions_BT[:, :-1] + 1)
+    if not (bool(counts_up.all()) and bool((positions_BT[:, 0] == 0).all())):
+        raise ProtocolError("positions do not count up from 0 in each document")
 
 
 def has_token(positions_BT: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.model.adapters.changes import Change, moved_to
+from swarmnode.compute.model.adapters.changes import Change, Lora, Whole, moved_to
 from swarmnode.compute.model.adapters.shared_pass import Added, SharedPass, share_pass
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
@@ -32,7 +32,7 @@ class SpanAdapters:
         self.are_shared = True
         """Whether rows of one pass may go through different adapters: not if a layer's inputs do not tell their rows"""
         self._model = model
-        self._loaded: dict[str, Mapping[str, Change]] = {}
+        self._loaded: dict[str, Mapping[str, Added]] = {}
         self._hooked: set[str] = set()
         self._chosen: Mapping[str, Added] = NOTHING
         self._rows = 0  # of a pass with different adapters; 0: all rows have the same
@@ -45,8 +45,8 @@ class SpanAdapters:
     def __contains__(self, name: str) -> bool:
         return name in self._loaded
 
-    def add(self, name: str, loras: Mapping[str, Change]) -> None:
-        """Add an adapter. `loras` holds its matrices by the names of the layers that it changes here."""
+    def add(self, name: str, loras: Mapping[str, Added]) -> None:
+        """Add an adapter. `loras` holds its changes by the names of the layers that it changes here."""
         self._loaded[name] = loras
         for module in loras.keys() - self._hooked:
             self._model.get_submodule(module).register_forward_hook(partial(self._add, module))
@@ -56,7 +56,8 @@ class SpanAdapters:
 
     def copied(self, name: str) -> Mapping[str, Change]:
         """Return copies of a loaded adapter's matrices in the host's memory."""
-        return moved_to(self._loaded[name], torch.device("cpu"))
+        served = {module: one for module, one in self._loaded[name].items() if isinstance(one, Lora | Whole)}
+        return moved_to(served, torch.device("cpu"))
 
     def remove(self, name: str) -> None:
         """Unload the adapter `name`; does nothing if it is not loaded."""
