@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from swarmnode.checkpoints.shared_states import SharedStates
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.measuring.hardware import Workplace
+    from swarmnode.serving.serving_stage import ServingStage
     from swarmnode.serving.span_part import KeptSpan
     from swarmnode.weights.weights import Weights
 
@@ -54,7 +55,7 @@ class StageLoader:
         """Return a stage that serves `kept` again: layers whose weights were kept in memory during a pause."""
         from swarmnode.serving.serving_stage import ServingStage
 
-        return await ServingStage.take_up(self.place, kept)
+        return await self._with_tuning(await ServingStage.take_up(self.place, kept))
 
     async def _fetch(self, span: Span) -> Checkpoint:
         """Fetch the weights of `span`. Meanwhile prepare the hardware for serving."""
@@ -79,7 +80,14 @@ class StageLoader:
 
         if isinstance(checkpoint, GraphCheckpoint):
             return await InferenceStage.load(self.place, checkpoint, span)
-        return await ServingStage.load(self.place, checkpoint, span)
+        return await self._with_tuning(await ServingStage.load(self.place, checkpoint, span))
+
+    async def _with_tuning(self, serving: ServingStage) -> Stage:
+        """Return the stage with a tuning server beside it, if the owner of this node lends a share for tuning."""
+        from swarmnode.tuning.stage import TuningStage, tune_share
+
+        share = tune_share(self.place.hardware.config.tune_share, self.place.host.swarm.manifest)
+        return await TuningStage.beside(self.place, serving, share) if share else serving
 
     async def _train(self, checkpoint: Checkpoint, span: Span) -> Stage:
         from swarmnode.training.worker.training_worker import TrainingWorker
