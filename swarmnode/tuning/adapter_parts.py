@@ -13,9 +13,12 @@ import safetensors.torch
 from torch import Tensor
 
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.model.adapters.adapter_file import units_of_layer
+from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.layers import unit_of_tensor
+from swarmnode.compute.training.adapters.layers import AdapterLayers, layer_of
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.starts import PROMPT
 from swarmnode.compute.training.adapters.trainer import AdapterTrainer
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.compute.training.segment import Values, moved
@@ -51,6 +54,7 @@ class LossEnd(Generic[T]):
 class _Part:
     device: TuningDevice
     trainer: AdapterTrainer
+    adapter_bytes: int
     loading: dict[str, Tensor] = field(default_factory=dict)  # tensors of a state that is coming
 
     @property
@@ -88,7 +92,7 @@ class AdapterParts:
                     span = narrowed(device.span, units)
                     make = partial(AdapterTrainer, span, recipe, name=owner)
                     trainer = await device.executor.call(Urgency.FORWARD, make, kind="open an adapter", owner=owner)
-                    parts.append(_Part(device, trainer))
+                    parts.append(_Part(device, trainer, sum(AdapterLayers(span, recipe).memory_bytes().values())))
             opened = cls(parts, owner)
             opened.pass_bytes = sum([await opened._on(part, part.trainer.activation_bytes, *size) for part in parts])
         except BaseException:
@@ -105,7 +109,7 @@ class AdapterParts:
     @property
     def adapter_bytes(self) -> int:
         """Bytes of weights, gradients and optimiser state."""
-        return sum(part.trainer.adapter_bytes for part in self._parts)
+        return sum(part.adapter_bytes for part in self._parts)
 
     @property
     def most_state_bytes(self) -> int:
@@ -218,6 +222,12 @@ def narrowed(span: ModelSpan, units: Span) -> ModelSpan:
     return narrow
 
 
+def unit_of(family: Family, name: str) -> int:
+    """Return the layer that a tensor of a trainer's state or gradients belongs to, by its name."""
+    tensor = name.partition("/")[2]
+    return 0 if tensor == PROMPT else units_of_layer(family, layer_of(tensor))[0]
+
+
 # -- on the thread of a part's device
 
 
@@ -261,7 +271,7 @@ def _update(trainer: AdapterTrainer, number: int, learning_rate: float, scale: f
 
 def _saved(part: _Part, unit: int, tensors: Callable[[], Mapping[str, Tensor]]) -> bytes:
     family = part.trainer.span.family
-    found = {name: tensor for name, tensor in tensors().items() if name == STEP or unit_of_tensor(family, name) == unit}
+    found = {name: tensor for name, tensor in tensors().items() if name == STEP or unit_of(family, name) == unit}
     raw: bytes = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in found.items()})
     return raw
 
