@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeGuard, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from swarmnode.compute.model.matrix_blocks import Block, frozen_product, tiles
 from swarmnode.compute.model.packed import FORMS, PackedLinear, Packings, in_blocks, multiply_blocks
 
 T = TypeVar("T")
@@ -59,8 +60,14 @@ class TimedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's outputs (..., O) for inputs x (..., I), by the kernel that was fastest for this number of rows,
         or for the next lower one in TIMED_ROWS."""
+        return frozen_product(x, self._multiply, self._blocks)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
         return self.products[bisect.bisect(TIMED_ROWS, rows) - 1](x, self.weight, self.bias)
+
+    def _blocks(self) -> Iterator[Block]:
+        return tiles(self.weight)
 
 
 def weight_first_linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:

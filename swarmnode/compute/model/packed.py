@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from swarmnode.compute.model.matrix_blocks import Block, frozen_product, tiles
 
 LARGEST_EXPONENT = 15  # of float16
 BLOCK = 16  # outputs: a cache line of float32
@@ -46,6 +48,21 @@ class PackedLinear(nn.Module):
         """Return whether this build of torch supports the form. Raises NotImplementedError if a subclass does not define it."""
         raise NotImplementedError
 
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return the layer's outputs (..., O) for inputs x (..., I), in the dtype of x.
+
+        Raises NotImplementedError if a subclass does not define it.
+        """
+        raise NotImplementedError
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the packed matrix (O, I) in parts. Raises NotImplementedError if a subclass does not define it."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's outputs (..., O) for inputs x (..., I), in the dtype of x. Gradients pass to x only."""
+        return frozen_product(x, self.multiply, self.blocks)
+
     def extra_repr(self) -> str:
         """Return a text like nn.Linear's."""
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.weight_bytes / 1e6:.1f} MB"
@@ -71,13 +88,18 @@ class FbgemmLinear(PackedLinear):
         """Return whether this build of torch has FBGEMM."""
         return "fbgemm" in torch.backends.quantized.supported_engines
 
-    def forward(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         """Return (..., O) for x (..., I), in the dtype of x."""
         y: Tensor = torch.ops.quantized.linear_dynamic_fp16(x.float(), self._packed)
         y = y.mul_(self._unscale)
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype)
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the matrix, unpacked in float32."""
+        weight_OI, _ = torch.ops.quantized.linear_unpack_fp16(self._packed)
+        return tiles(weight_OI.float().mul_(self._unscale))
 
 
 class OneDnnLinear(PackedLinear):
@@ -99,10 +121,14 @@ class OneDnnLinear(PackedLinear):
             return False
         return True
 
-    def forward(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         """Return the layer's outputs (..., O) for inputs x (..., I), computed by oneDNN from packed weights."""
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x.contiguous(), self._packed, self.bias, "none", [], "")
         return y
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the matrix in the usual order of its numbers."""
+        return tiles(self._packed.to_dense())
 
 
 class BlockedLinear(PackedLinear):
@@ -125,9 +151,14 @@ class BlockedLinear(PackedLinear):
         """Return whether torch uses AVX2 on this CPU, and nothing newer."""
         return torch.backends.cpu.get_cpu_capability() == "AVX2"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def multiply(self, x: Tensor) -> Tensor:
         """Return the layer's outputs (..., O) for inputs x (..., I), computed from weights in blocks."""
         return multiply_blocks(x, self._blocks_NIB, self._rest_OI, self.bias)
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the matrix in the usual order of its numbers."""
+        whole_OI = self._blocks_NIB.transpose(1, 2).reshape(-1, self.in_features)
+        return tiles(torch.cat((whole_OI, self._rest_OI)))
 
 
 def in_blocks(weight_OI: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ normal weights: 0.008 and 0.09. Only plain linear layers inside blocks are quant
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from swarmnode.compute.model.matrix_blocks import Block, frozen_product, tiles
 from swarmnode.counting import format_bytes
 from swarmnode.errors import LocalError
 
@@ -42,10 +44,18 @@ class Int8Linear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (..., O) for x (..., I), in the dtype of x."""
-        weight: Tensor = self.get_buffer("weight")
-        scale_O1: Tensor = self.get_buffer("scale_O1")
-        return functional.linear(x, weight * scale_O1.to(x.dtype), self.bias)
+        """Return (..., O) for x (..., I), in the dtype of x. Gradients pass to x only."""
+        return frozen_product(x, self._multiply, self.blocks)
+
+    def _multiply(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self._matrix(x.dtype), self.bias)
+
+    def _matrix(self, dtype: torch.dtype) -> Tensor:
+        return self.get_buffer("weight") * self.get_buffer("scale_O1").to(dtype)
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the matrix in float32."""
+        return tiles(self._matrix(torch.float32))
 
 
 @dataclass(frozen=True)

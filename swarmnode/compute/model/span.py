@@ -189,7 +189,7 @@ class ModelSpan:
         """Run units [start, end) of the span on the next positions of a batch.
 
         Args:
-            x: ids_BT (int64) if `start` is 0, else hidden_BTH.
+            x: ids_BT (int64) or the results of the input embedding, embedded_BTH, if `start` is 0; else hidden_BTH.
             cache: KV cache with the earlier positions, which takes these, too. None (training): `x` holds the first positions, and
                 nothing is kept.
             attention_mask: Mask of shape (B, past + T); None if nothing is padding.
@@ -211,7 +211,7 @@ class ModelSpan:
         self.stack.select(layers.start, layers.stop)
         self.adapters.choose(adapters, x.shape[1])
         inputs = {
-            "input_ids" if start == 0 else "inputs_embeds": x,
+            "inputs_embeds" if x.is_floating_point() else "input_ids": x,
             "attention_mask": attention_mask,
             CACHE_ARGUMENT: cache,
             "use_cache": cache is not None,

@@ -145,13 +145,13 @@ class SpanSegment(Segment):
     ) -> Values:
         """Run layers [start, end), as `Segment.forward` describes. The loss is the mean over the tokens that have a label and a
         token before them, times its share; 0 if there are none."""
-        self._check(values, start)
+        check_values(self.span, values, start)
         if end == self.units:
-            self._check_labels(labels, values[0].shape[:2])
+            check_labels(self.span, labels, values[0].shape[:2])
         self._seed = seed
         self._begin(start)
         x = self._here(values[0]) if start == 0 else values[0]
-        places_BT, mask_B1TT = self._documents(values[1]) if len(values) > 1 else (None, None)
+        places_BT, mask_B1TT = documents(self._here(values[1])) if len(values) > 1 else (None, None)
         with self._dropout if self._drops else nullcontext():
             output = self.span.forward(
                 x, cache=self._cache, attention_mask=mask_B1TT, position_ids=places_BT, start=start, end=end
@@ -171,13 +171,6 @@ class SpanSegment(Segment):
     def _here(self, ids_BT: Tensor) -> Tensor:
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
 
-    def _documents(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the positions, and the mask_B1TT of rows of several documents: a token sees those before it in its own one."""
-        positions_BT = self._here(positions_BT)
-        documents_BT = (positions_BT == 0).cumsum(1)
-        same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-        return positions_BT, same_BTT.tril()[:, None]
-
     def _reseeding(self, unit: int) -> Any:
         """Return a hook that reseeds before a layer's own code: earlier code may have drawn, and another split runs less of it."""
 
@@ -190,52 +183,61 @@ class SpanSegment(Segment):
         reseed(self._seed, unit, self.device)
         self._dropout.begin(self._seed, unit)
 
-    def _check(self, values: Values, start: int) -> None:
-        """Raise ProtocolError if the values are not those of the boundary."""
-        if len(values) not in (1, 2):
-            raise ProtocolError(f"{len(values)} values at boundary {start} of a language model, which takes one or two")
-        if len(values) == 2:
-            self._check_places(values[1], values[0].shape[:2])
-        if start == 0:
-            self._check_ids(values[0])
-        elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != self.span.hidden_size:
-            raise ProtocolError(
-                f"hidden states have the wrong dtype or shape: {values[0].dtype} {tuple(values[0].shape)}"
-            )
-        self._check_positions(values[0].shape[1])
 
-    def _check_labels(self, labels: Values, shape: torch.Size) -> None:
-        if len(labels) != 1 or labels[0].shape != shape:
-            shapes = ", ".join(str(tuple(label.shape)) for label in labels)
-            raise ProtocolError(f"the labels have the shape {shapes or None}, but the microbatch has {tuple(shape)}")
-        self._check_ids(labels[0].masked_fill(labels[0] == NO_LABEL, 0))
+def documents(positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions, and the mask_B1TT of rows of several documents: a token sees those before it in its own one."""
+    documents_BT = (positions_BT == 0).cumsum(1)
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return positions_BT, same_BTT.tril()[:, None]
 
-    def _check_places(self, positions_BT: Tensor, shape: torch.Size) -> None:
-        """Raise ProtocolError if positions do not count up from 0 in each document, or the family takes one document a row."""
-        if not can_pack(self.span.config, shape[1]):
-            raise ProtocolError("the model takes rows of one document only; train with --no-pack")
-        if positions_BT.dtype != torch.int64 or positions_BT.shape != shape:
-            raise ProtocolError(
-                f"positions have the wrong dtype or shape: {positions_BT.dtype} {tuple(positions_BT.shape)}"
-            )
-        next_BT = positions_BT[:, 1:]
-        counts_up = (next_BT == 0) | (next_BT == positions_BT[:, :-1] + 1)
-        if not (bool(counts_up.all()) and bool((positions_BT[:, 0] == 0).all())):
-            raise ProtocolError("positions do not count up from 0 in each document")
 
-    def _check_ids(self, ids_BT: Tensor) -> None:
-        if ids_BT.dtype != torch.int64 or ids_BT.dim() != 2 or ids_BT.shape[1] < 2 or ids_BT.numel() == 0:
-            raise ProtocolError(f"token ids have the wrong dtype or shape: {ids_BT.dtype} {tuple(ids_BT.shape)}")
-        low, high = int(ids_BT.min()), int(ids_BT.max())
-        if low < 0 or high >= self.span.vocab_size:
-            raise ProtocolError(
-                f"token ids from {low} to {high}, but the model's vocabulary has {self.span.vocab_size}: "
-                "the data was made with another tokenizer"
-            )
+def check_values(span: ModelSpan, values: Values, start: int) -> None:
+    """Raise ProtocolError if the values are not those of boundary `start` of the span's model."""
+    if len(values) not in (1, 2):
+        raise ProtocolError(f"{len(values)} values at boundary {start} of a language model, which takes one or two")
+    if len(values) == 2:
+        _check_places(span, values[1], values[0].shape[:2])
+    if start == 0:
+        check_ids(span, values[0])
+    elif values[0].dim() != 3 or not values[0].is_floating_point() or values[0].shape[2] != span.hidden_size:
+        raise ProtocolError(f"hidden states have the wrong dtype or shape: {values[0].dtype} {tuple(values[0].shape)}")
+    limit, count = span.position_limit, values[0].shape[1]
+    if limit is not None and count > limit:
+        raise ProtocolError(f"the microbatch has {count} positions, but the model only {limit}")
 
-    def _check_positions(self, count: int) -> None:
-        if self.positions is not None and count > self.positions:
-            raise ProtocolError(f"the microbatch has {count} positions, but the model only {self.positions}")
+
+def check_labels(span: ModelSpan, labels: Values, shape: torch.Size) -> None:
+    """Raise ProtocolError unless there is one tensor of labels, of this shape, with ids of the vocabulary or NO_LABEL."""
+    if len(labels) != 1 or labels[0].shape != shape:
+        shapes = ", ".join(str(tuple(label.shape)) for label in labels)
+        raise ProtocolError(f"the labels have the shape {shapes or None}, but the microbatch has {tuple(shape)}")
+    check_ids(span, labels[0].masked_fill(labels[0] == NO_LABEL, 0))
+
+
+def check_ids(span: ModelSpan, ids_BT: Tensor) -> None:
+    """Raise ProtocolError if token ids are not int64_BT of at least two tokens, or not of the model's vocabulary."""
+    if ids_BT.dtype != torch.int64 or ids_BT.dim() != 2 or ids_BT.shape[1] < 2 or ids_BT.numel() == 0:
+        raise ProtocolError(f"token ids have the wrong dtype or shape: {ids_BT.dtype} {tuple(ids_BT.shape)}")
+    low, high = int(ids_BT.min()), int(ids_BT.max())
+    if low < 0 or high >= span.vocab_size:
+        raise ProtocolError(
+            f"token ids from {low} to {high}, but the model's vocabulary has {span.vocab_size}: "
+            "the data was made with another tokenizer"
+        )
+
+
+def _check_places(span: ModelSpan, positions_BT: Tensor, shape: torch.Size) -> None:
+    """Raise ProtocolError if positions do not count up from 0 in each document, or the family takes one document a row."""
+    if not can_pack(span.config, shape[1]):
+        raise ProtocolError("the model takes rows of one document only; train with --no-pack")
+    if positions_BT.dtype != torch.int64 or positions_BT.shape != shape:
+        raise ProtocolError(
+            f"positions have the wrong dtype or shape: {positions_BT.dtype} {tuple(positions_BT.shape)}"
+        )
+    next_BT = positions_BT[:, 1:]
+    counts_up = (next_BT == 0) | (next_BT == positions_BT[:, :-1] + 1)
+    if not (bool(counts_up.all()) and bool((positions_BT[:, 0] == 0).all())):
+        raise ProtocolError("positions do not count up from 0 in each document")
 
 
 def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor, *, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:

@@ -55,6 +55,38 @@ def zero_magnitudes(parameter: Tensor) -> Tensor:
     return torch.zeros(-(-parameter.numel() // BLOCK), device=parameter.device)
 
 
+def update_adamw(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    *,
+    step: int,
+    learning_rate: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    epsilon: float,
+) -> None:
+    """Update float32 parameters and their moments in place by AdamW (arXiv 1711.05101), at the end of step `step` (from 0)."""
+    adamw(
+        list(parameters),
+        list(gradients),
+        list(exp_avg),
+        list(exp_avg_sq),
+        [],
+        [torch.full((), float(step), device=parameter.device) for parameter in parameters],  # counted up by one
+        foreach=False,
+        fused=parameters[0].device.type in FUSED_DEVICES,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=learning_rate,
+        weight_decay=weight_decay,
+        eps=epsilon,
+        maximize=False,
+    )
+
+
 def adamw8bit(
     parameter: Tensor,
     gradient: Tensor,
@@ -228,24 +260,17 @@ class Optimizer:
         parameters: list[Tensor] = [self.parameters[name] for name in names]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         slots = {slot: [self.slots[slot][name] for name in names] for slot in slots_of(rule, run)}
-        fused = parameters[0].device.type in FUSED_DEVICES
         if rule == "adamw":
-            adamw(
+            update_adamw(
                 parameters,
                 gradients,
                 slots["exp_avg"],
                 slots["exp_avg_sq"],
-                [],
-                [torch.full((), float(step), device=parameter.device) for parameter in parameters],  # counted up by one
-                foreach=False,
-                fused=fused,
-                amsgrad=False,
-                beta1=run.betas[0],
-                beta2=run.betas[1],
-                lr=rate,
+                step=step,
+                learning_rate=rate,
+                betas=run.betas,
                 weight_decay=weight_decay,
-                eps=run.epsilon,
-                maximize=False,
+                epsilon=run.epsilon,
             )
             return
         sgd(
@@ -253,7 +278,7 @@ class Optimizer:
             gradients,
             list(slots.get("momentum", [None] * len(names))),
             foreach=False,
-            fused=fused,
+            fused=parameters[0].device.type in FUSED_DEVICES,
             weight_decay=weight_decay,
             momentum=run.momentum,
             lr=rate,

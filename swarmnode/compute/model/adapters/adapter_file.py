@@ -334,7 +334,7 @@ class AdapterFile:
         return {
             module: layer
             for module, layer in self.layers.items()
-            if any(start <= unit < end for unit in _units_of(family, module))
+            if any(start <= unit < end for unit in units_of_layer(family, module))
         }
 
     def tensors_of(self, family: Family, start: int, end: int) -> list[TensorEntry]:
@@ -354,7 +354,7 @@ class AdapterFile:
         shape.
         """
         for module in self.layers:
-            if not _units_of(family, module):
+            if not units_of_layer(family, module):
                 raise self._of_another(f"the model has no layer {module[:100]}")
         for module, layer in self.layers_of(family, start, end).items():
             try:
@@ -433,7 +433,7 @@ class AdapterFile:
             )
 
 
-def _units_of(family: Family, module: str) -> tuple[int, ...]:
+def units_of_layer(family: Family, module: str) -> tuple[int, ...]:
     """Return the units that hold a layer. A tied matrix is two layers: the adapter's is the one that it names."""
     return (0,) if module == family.input_embedding else family.units_of_tensor(f"{module}.weight")
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.model.packed import OneDnnLinear
+from swarmnode.compute.model.matrix_blocks import Block, probed, tiles
+from swarmnode.compute.model.packed import PackedLinear
 from swarmnode.compute.model.packing.packed_weight import PackedWeight
+from swarmnode.compute.model.quantize import Int8Linear
 
 REPLACEABLE = frozenset({"weight", "bias"})
-PROBED = 256  # inputs, or outputs, of a matrix that are read at a time
-EXACT_IN_8_BITS = 127 / 128
-"""A one that fast products round to no other number: 127 steps of a scale of 2^-7, which float16 holds."""
 
 
 @dataclass(frozen=True)
@@ -114,33 +113,39 @@ def dora(module: nn.Module, a_RI: Tensor, b_OR: Tensor, magnitude_O: Tensor) -> 
     """
     a_RI, b_OR = a_RI.float(), b_OR.float()
     squares_O = torch.zeros(len(b_OR))
-    for outputs, inputs, block in _blocks(module):
+    for outputs, inputs, block in blocks_of(module):
         changed = block.float().cpu() + b_OR[outputs] @ a_RI[:, inputs]
         squares_O[outputs] += changed.square().sum(dim=1)
     factor_O = magnitude_O.float() / squares_O.sqrt()
     return factor_O - 1, b_OR * factor_O[:, None]
 
 
-def _blocks(module: nn.Module) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield a linear layer's matrix (O, I) in parts, with their outputs and inputs."""
+@torch.no_grad()
+def row_norms(module: nn.Module) -> Tensor:
+    """Return the norms_O of the rows of a linear layer's matrix, in float32 on the CPU."""
     sizes = features_of(module)
     assert sizes is not None
-    (inputs, outputs), every = sizes, slice(None)
-    weight: Any = module.weight
-    if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape in ((outputs, inputs), sizes):
-        weight_OI = weight.t() if _is_transposed(module) else weight
-        for first in range(0, outputs, PROBED):
-            yield slice(first, first + PROBED), every, weight_OI[first : first + PROBED]
-        return
-    one = EXACT_IN_8_BITS if isinstance(weight, PackedWeight) else 1.0
-    dtype = weight.dtype if isinstance(module, OneDnnLinear) else torch.float32
-    bias = getattr(module, "bias", None)
-    for first in range(0, inputs, PROBED):
-        count = min(PROBED, inputs - first)
-        units_KI = torch.zeros(count, inputs, dtype=dtype, device=weight.device)
-        units_KI[:, first : first + count].fill_diagonal_(one)
-        product_KO = module.forward(units_KI)
-        yield every, slice(first, first + count), ((product_KO if bias is None else product_KO - bias) / one).t()
+    squares_O = torch.zeros(sizes[1])
+    for outputs, _, block in blocks_of(module):
+        squares_O[outputs] += block.float().square().sum(dim=1).cpu()
+    return squares_O.sqrt()
+
+
+def blocks_of(module: nn.Module) -> Iterator[Block]:
+    """Yield a linear layer's matrix (O, I) in parts. A layer that only multiplies is asked for its products with unit vectors."""
+    sizes = features_of(module)
+    assert sizes is not None
+    (inputs, outputs), weight = sizes, cast(Any, module.weight)
+    if isinstance(weight, PackedWeight):
+        yield from weight.blocks()
+    elif isinstance(module, PackedLinear | Int8Linear):
+        yield from module.blocks()
+    elif weight.is_floating_point() and weight.shape in ((outputs, inputs), sizes):
+        yield from tiles(weight.t() if _is_transposed(module) else weight)
+    else:
+        bias: Tensor | None = getattr(module, "bias", None)
+        without = module.forward if bias is None else lambda x: module.forward(x) - bias
+        yield from probed(without, inputs, 1.0, torch.empty(0, device=weight.device))
 
 
 def _is_transposed(module: nn.Module) -> bool:

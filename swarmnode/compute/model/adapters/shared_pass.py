@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.adapters.changes import Change, Lora, scaled
+from swarmnode.compute.model.adapters.changes import Lora, scaled
 from swarmnode.ledger import Full, Reservation
 
 FEW_PARTS = 2
@@ -39,7 +39,7 @@ class AdapterRows(NamedTuple):
 
     start: int
     end: int
-    change: Change | None
+    change: Added | None
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Apart:
         return torch.cat(pieces).view(y.shape)
 
 
-def _changed(change: Change | None, x: Tensor, y: Tensor) -> Tensor:
+def _changed(change: Added | None, x: Tensor, y: Tensor) -> Tensor:
     return y if change is None else change.add(x, y)
 
 
@@ -100,7 +100,7 @@ class SharedPass:
         return f"<SharedPass of {len(self.names)} rows, {len(set(self.names))} adapters, {form}>"
 
 
-def share_pass(names: tuple[str, ...], loaded: Mapping[str, Mapping[str, Change]], reserve: Reserve) -> SharedPass:
+def share_pass(names: tuple[str, ...], loaded: Mapping[str, Mapping[str, Added]], reserve: Reserve) -> SharedPass:
     """Return the changes for a pass whose row r goes through the adapter names[r], "" for none.
 
     Matrices are copied side by side if that is faster and `reserve` has room for them.
@@ -140,12 +140,12 @@ def _parts(names: Sequence[str]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _layers(names: Sequence[str], loaded: Mapping[str, Mapping[str, Change]]) -> list[str]:
+def _layers(names: Sequence[str], loaded: Mapping[str, Mapping[str, Added]]) -> list[str]:
     """Return the layers that some of the adapters change."""
     return sorted({layer for name in names if name for layer in loaded[name]})
 
 
-def _loras(changes: Sequence[Change | None]) -> list[Lora]:
+def _loras(changes: Sequence[Added | None]) -> list[Lora]:
     return [change for change in changes if isinstance(change, Lora)]
 
 
@@ -159,7 +159,7 @@ def _grouped_bytes(loras: Sequence[Lora], rows: int) -> int:
     return rows * loras[0].a_RI.dtype.itemsize * (rank * (inputs + outputs) + (outputs if gains else 0))
 
 
-def _grouped(changes: Sequence[Change | None]) -> Grouped:
+def _grouped(changes: Sequence[Added | None]) -> Grouped:
     """Return a layer's matrices side by side. Some row has an adapter, and all are low-rank."""
     loras = _loras(changes)
     like, rank = loras[0], max(len(lora.a_RI) for lora in loras)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from swarmnode.compute.model.adapters.changes import Change
 from swarmnode.compute.model.adapters.shared_pass import Added, SharedPass, share_pass
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
@@ -31,7 +30,7 @@ class SpanAdapters:
         self.are_shared = True
         """Whether rows of one pass may go through different adapters: not if a layer's inputs do not tell their rows"""
         self._model = model
-        self._loaded: dict[str, Mapping[str, Change]] = {}
+        self._loaded: dict[str, Mapping[str, Added]] = {}
         self._hooked: set[str] = set()
         self._chosen: Mapping[str, Added] = NOTHING
         self._rows = 0  # of a pass with different adapters; 0: all rows have the same
@@ -44,8 +43,8 @@ class SpanAdapters:
     def __contains__(self, name: str) -> bool:
         return name in self._loaded
 
-    def add(self, name: str, loras: Mapping[str, Change]) -> None:
-        """Add an adapter. `loras` holds its matrices by the names of the layers that it changes here."""
+    def add(self, name: str, loras: Mapping[str, Added]) -> None:
+        """Add an adapter. `loras` holds its changes by the names of the layers that it changes here."""
         self._loaded[name] = loras
         for module in loras.keys() - self._hooked:
             self._model.get_submodule(module).register_forward_hook(partial(self._add, module))

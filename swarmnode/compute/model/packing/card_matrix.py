@@ -78,6 +78,8 @@ class CardMatrix:
     It works on any device, but on CPUs other products are faster (`ggml.py`).
     """
 
+    has_rows = True
+
     def __init__(self, packed_OB: Tensor, form: Format, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
         self.form, self.outputs, self.inputs, self.dtype = form, len(packed_OB), inputs, dtype
         self.name, self.nbytes = form.name, packed_OB.nbytes

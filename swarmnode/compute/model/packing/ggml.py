@@ -422,6 +422,11 @@ class GgmlMatrix:
         elif not kept:
             self._memory.copy_(packed_OB.reshape(-1))
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows can be read: not if they are interleaved."""
+        return self.order is None
+
     def _interleave(self, packed_OB: Tensor) -> None:
         ggml = library()
         assert ggml is not None
@@ -430,7 +435,7 @@ class GgmlMatrix:
             ctypes.memmove(self._memory.data_ptr(), base, packed_OB.nbytes)
 
     def rows(self, numbers_N: Tensor) -> Tensor:
-        """Return the rows (N, I) of these numbers as float32. Only for a matrix that is looked up."""
+        """Return the rows (N, I) of these numbers as float32. Only for a matrix that `has_rows`."""
         assert self.order is None
         if (recorder := threads().recorder) is not None:
             rows_NI: Tensor = recorder.calling(self.rows, numbers_N)

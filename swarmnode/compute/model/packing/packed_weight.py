@@ -7,6 +7,7 @@ the place of the parameter, and torch calls its `__torch_function__`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.device import trim_heap
+from swarmnode.compute.model.matrix_blocks import TILE, Block, frozen_product, probed
 from swarmnode.compute.model.packing.card_matrix import CardMatrix
 from swarmnode.compute.model.packing.ggml import FORMATS, Format, GgmlMatrix
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry, joined, read_packed
 from swarmnode.errors import CheckpointError
 
 CPU = torch.device("cpu")
+EXACT_IN_8_BITS = 127 / 128
+"""A one that fast products round to no other number: 127 steps of a scale of 2^-7, which float16 holds."""
 TRIM_BYTES = 64 << 20  # read between two times that freed copies of bytes in another order go back to the system
 
 
@@ -39,6 +43,11 @@ class MatrixProducts(Protocol):
     outputs: int
     inputs: int
     nbytes: int
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows can be read. Else the matrix only multiplies."""
+        ...
 
     def multiply(self, x_RI: Tensor) -> Tensor:
         """Return y (R, O) for x (R, I), both contiguous float32, or on a card both in the model's dtype."""
@@ -115,6 +124,20 @@ class PackedWeight(_StandIn):
         (part,) = self._parts
         return part.rows(ids_N).to(self.dtype)
 
+    def blocks(self) -> Iterator[Block]:
+        """Yield the matrix in parts, some rows at a time, or some columns of a part that only multiplies."""
+        first = 0
+        for part in self._parts:
+            end = first + part.outputs
+            for begin in range(first, end if part.has_rows else first, TILE):
+                numbers_N = torch.arange(begin - first, min(begin + TILE, end) - first, device=self.device)
+                yield slice(begin, begin + len(numbers_N)), slice(None), part.rows(numbers_N)
+            if not part.has_rows:
+                like = torch.empty(0, dtype=self._takes, device=self.device)
+                for _, inputs, block in probed(part.multiply, part.inputs, EXACT_IN_8_BITS, like):
+                    yield slice(first, end), inputs, block
+            first = end
+
 
 class TransposedWeight(PackedWeight):
     """Matrix (I, O), as some families' experts have it: activations are multiplied with it by `x @ weight`."""
@@ -170,6 +193,10 @@ class PackedStack(_StandIn):
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Return (..., O) for x (..., I), in the dtype of x."""
+    return frozen_product(x, partial(_multiply, weight, bias), weight.blocks)
+
+
+def _multiply(weight: PackedWeight, bias: Tensor | None, x: Tensor) -> Tensor:
     y_RO = weight.multiply(x.reshape(-1, x.shape[-1]))
     if bias is not None:
         y_RO += bias

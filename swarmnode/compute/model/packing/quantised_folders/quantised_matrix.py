@@ -20,6 +20,8 @@ LARGEST_GROWTH = 1.5  # of the bytes in memory over those in the file: a larger 
 class TiledMatrix:
     """Matrix (O, I) that keeps the bytes of its file. To multiply, it dequantises as many rows as the processor's cache holds."""
 
+    has_rows = True
+
     def __init__(self, method: Method, matrix: PackedMatrix) -> None:
         self.name = type(method).__name__
         self.outputs, self.inputs = method.shape(matrix)
@@ -55,6 +57,7 @@ class OrderedMatrix:
     def __init__(self, matrix: MatrixProducts, order_I: Tensor) -> None:
         self.name, self.outputs, self.inputs = matrix.name, matrix.outputs, matrix.inputs
         self._matrix, self._order_I = matrix, order_I.int()
+        self.has_rows = matrix.has_rows
         self.nbytes = matrix.nbytes + self._order_I.nbytes
 
     def multiply(self, x_RI: Tensor) -> Tensor:
@@ -74,6 +77,7 @@ class ScaledMatrix:
     def __init__(self, matrix: MatrixProducts, scales_O: Tensor) -> None:
         self.name, self.outputs, self.inputs = matrix.name, matrix.outputs, matrix.inputs
         self._matrix, self._scales_O = matrix, scales_O
+        self.has_rows = matrix.has_rows
         self.nbytes = matrix.nbytes + scales_O.nbytes
 
     def multiply(self, x_RI: Tensor) -> Tensor:

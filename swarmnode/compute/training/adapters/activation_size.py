@@ -1,0 +1,58 @@
+"""Bytes that a pass keeps for its way back, measured on two short passes, so that they are known before a long one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SHORT, LONG = 8, 24  # positions of the measured passes
+
+
+class KeptStorage:
+    """Storages that autograd keeps while `watching` is entered, each once, without those of `known` tensors (weights)."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._kept: dict[int, tuple[int, Tensor]] = {}
+
+    def __repr__(self) -> str:
+        return f"<KeptStorage of {self.size_bytes} bytes>"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all storages that were kept so far."""
+        return sum(size for size, _ in self._kept.values())
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """Count the storage of `tensor`, and return it. It stays alive, so that no other takes its address."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._kept[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Return a context in which each tensor that autograd saves is counted."""
+        return torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
+
+
+@dataclass(frozen=True)
+class ActivationSize:
+    """Bytes that a row of T positions keeps: `linear` * T + `square` * T * T."""
+
+    linear: float
+    square: float
+
+    @classmethod
+    def measured(cls, kept_bytes: Callable[[int], int]) -> ActivationSize:
+        """Return the size that fits `kept_bytes`, which runs a row of some positions and returns the bytes that it keeps."""
+        short, long = kept_bytes(SHORT) / SHORT, kept_bytes(LONG) / LONG
+        square = max(0.0, (long - short) / (LONG - SHORT))
+        return cls(max(short, long) - square * SHORT, square)
+
+    def of(self, rows: int, positions: int) -> int:
+        """Return the bytes of a microbatch."""
+        return round(rows * positions * (self.linear + self.square * positions))

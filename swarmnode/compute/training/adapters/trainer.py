@@ -1,0 +1,462 @@
+"""Trainer of one adapter on one span: passes of microbatches through the frozen base, gradients, and updates.
+
+Each pass goes piece by piece, some layers with a graph of their own, so that other work of the device can run in between. What the
+way back needs is kept under the microbatch's number. The head runs with the loss, on those positions whose next token has a label.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.training.adapters.activation_size import ActivationSize, KeptStorage
+from swarmnode.compute.training.adapters.adapter_weights import AdapterWeights
+from swarmnode.compute.training.adapters.labelled_positions import LOSS_POSITIONS, LabelledPositions
+from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, AdapterLayers, file_name
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.starts import PROMPT
+from swarmnode.compute.training.adapters.trained_changes import TrainedDora
+from swarmnode.compute.training.lm import NothingKept, check_labels, check_values, documents
+from swarmnode.compute.training.saved_activations import check_finite, check_shapes, is_finite
+from swarmnode.errors import NotFinite, ProtocolError
+from swarmnode.ledger import Account, Reservation
+
+T = TypeVar("T")
+ByPiece = Generator[None, None, T]
+"""Work of a pass that yields after each piece, and returns its result at the end"""
+
+LOGIT_COPIES = 4  # of float32, at once: logits, their softmax, and the gradients of both
+
+
+def drain(work: ByPiece[T]) -> T:
+    """Do all pieces of a pass one after another, and return its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as ended:
+            result: T = ended.value
+            return result
+
+
+@dataclass
+class _Piece:
+    """Units [start, end) of a pass: `entering` begins its graph and `leaving` ends it."""
+
+    start: int
+    end: int
+    entering: Tensor
+    leaving: Tensor
+
+
+@dataclass
+class _Pass:
+    """Pass of one microbatch that waits for its loss or its gradient.
+
+    `tokens` is the shape (B, S) without a soft prompt, `leaving_BTH` the result without its graph. `back_BTH` is the gradient of
+    the loss, once it is known, and `gradients` are those of tensors in the head. A pass that `evaluates` has neither.
+    """
+
+    tokens: torch.Size
+    evaluates: bool
+    memory: Reservation
+    pieces: list[_Piece] = field(default_factory=list)
+    leaving_BTH: Tensor | None = None
+    back_BTH: Tensor | None = None
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+
+class AdapterTrainer:
+    """Trainer of one adapter's tensors on one span, used from the device's thread only.
+
+    Several trainers share a span and its frozen base, and sessions go on between their pieces. All passes compute as in serving,
+    without dropout.
+
+    Args:
+        span: Frozen base. The adapter is loaded beside it.
+        recipe: Recipe of the training.
+        name: Name of the adapter among those of the span.
+        piece_units: Number of layers in a piece.
+
+    Raises:
+        Full: The ledger of the span's adapters has no room; nothing is allocated then.
+    """
+
+    def __init__(self, span: ModelSpan, recipe: AdapterRecipe, *, name: str, piece_units: int = 1) -> None:
+        self.span, self.recipe, self.name = span, recipe, name
+        self._ledger = span.adapters.ledger
+        self._layers = AdapterLayers(span, recipe)
+        with ExitStack() as reserved:
+            for account, size_bytes in self._layers.memory_bytes().items():
+                reserved.enter_context(self._ledger.reserve(account, size_bytes))
+            with torch.inference_mode(False), torch.no_grad():
+                starts = {key: tensor.to(span.device) for key, tensor in self._layers.starts().items()}
+                self._frozen = {key: starts[key] for key in self._layers.frozen}
+                self._weights = AdapterWeights({key: starts[key] for key in self._layers.trained}, span.device)
+                self._changes = self._layers.changes({**self._frozen, **self._weights.tensors})
+                self._corrections = self._layers.corrections(self._frozen)
+            self._memory = reserved.pop_all()
+        span.adapters.add(name, self._changes)
+        self._cache = NothingKept(span.config)
+        self._passes: dict[int, _Pass] = {}
+        head = span.family.units - 1
+        first, last = span.start, min(span.end, head)
+        inner = range(max(first, 1) + piece_units, last, piece_units)
+        self._cuts = [first, *inner, last] if first < last else []
+        self._size: ActivationSize | None = None
+
+    def __repr__(self) -> str:
+        return f"<AdapterTrainer {self.name} ({self.recipe.method}) of {self.span!r}, {self._weights!r}>"
+
+    @property
+    def step_number(self) -> int:
+        """Number of updates so far."""
+        return self._weights.step
+
+    @property
+    def in_flight(self) -> int:
+        """Number of forward passes that wait for their loss or their gradient."""
+        return len(self._passes)
+
+    # -- passes
+
+    def forward(
+        self, number: int, inputs: Tensor, positions_BS: Tensor | None = None, *, evaluates: bool = False
+    ) -> Tensor:
+        """Do `forward_by_piece` at once."""
+        return drain(self.forward_by_piece(number, inputs, positions_BS, evaluates=evaluates))
+
+    def forward_by_piece(
+        self, number: int, inputs: Tensor, positions_BS: Tensor | None = None, *, evaluates: bool = False
+    ) -> ByPiece[Tensor]:
+        """Run a microbatch forward through the span's layers, and keep what the way back needs under `number`.
+
+        Args:
+            number: Number of the microbatch, which no pass in flight has.
+            inputs: ids_BS (int64) if the span has the embedding, else hidden_BTH; T is S and the length of a soft prompt.
+            positions_BS: Place of each token in its document (int64), if rows hold several documents; None if each row is one.
+            evaluates: Keep nothing for gradients.
+
+        Returns:
+            hidden_BTH as it leaves the span's last layer, without a graph.
+
+        Raises:
+            ProtocolError: The inputs are not those of the boundary, or `number` is in flight.
+            NotFinite: The result is NaN or infinite.
+            Full: There is no room for the activations.
+        """
+        tokens = self._check_inputs(number, inputs, positions_BS)
+        rows, length = inputs.shape[0], tokens[1] + self._prompt_tokens
+        saved_bytes = 0 if evaluates else self.activation_bytes(rows, length)
+        memory = self._ledger.reserve(Account.ACTIVATIONS, saved_bytes + self._working_bytes(rows * length))
+        one = self._passes[number] = _Pass(tokens, evaluates, memory)
+        try:
+            x = inputs.to(self.span.device)
+            for start, end in pairwise(self._cuts):
+                x = self._run(one, start, end, x, positions_BS)
+                yield
+            if not is_finite([x]):
+                raise NotFinite(
+                    "the hidden states hold NaN or infinity; lower --lr or --clip, or check the data",
+                    unit=self.span.start,
+                )
+        except BaseException:
+            self.forget(number)
+            raise
+        one.leaving_BTH = x
+        return x
+
+    def loss(self, number: int, labels_BS: Tensor, share: float) -> tuple[float, int]:
+        """Do `loss_by_piece` at once."""
+        return drain(self.loss_by_piece(number, labels_BS, share))
+
+    def loss_by_piece(self, number: int, labels_BS: Tensor, share: float) -> ByPiece[tuple[float, int]]:
+        """Compute a microbatch's loss after its forward pass, on the span that has the head.
+
+        Args:
+            number: Number of the microbatch.
+            labels_BS: Token ids (int64), -100 where none counts. Each is predicted at the position before it.
+            share: Factor of the loss in the step's: 1 / the number of labels of all its microbatches, so that a split step's
+                gradient is the whole batch's.
+
+        Returns:
+            The sum of the labels' cross-entropies, without the factor, and the number of labels that count.
+
+        Raises:
+            ProtocolError: The labels do not fit, `share` is not from 0 to 1, or no pass of this number waits for its loss.
+            NotFinite: The loss is NaN or infinite. The pass is forgotten.
+        """
+        one = self._passes.get(number)
+        if not self.span.has_head or one is None or one.leaving_BTH is None or one.back_BTH is not None:
+            raise ProtocolError(f"microbatch {number} does not wait for its loss")
+        if not 0 <= share <= 1:
+            raise ProtocolError(f"a share of {share} in the step's loss: it must be from 0 to 1")
+        check_labels(self.span, (labels_BS,), one.tokens)
+        hidden_BTH, total = one.leaving_BTH, 0.0
+        labelled = LabelledPositions.of(labels_BS.to(self.span.device), hidden_BTH.shape[1])
+        back_BTH = torch.zeros_like(hidden_BTH)
+        try:
+            for places_N, labels_N in labelled.split(LOSS_POSITIONS):
+                loss, back_NH = self._head_loss(one, hidden_BTH.flatten(0, 1)[places_N], labels_N, share)
+                back_BTH.view(-1, hidden_BTH.shape[2])[places_N] = back_NH
+                total += loss
+                yield
+            if not math.isfinite(total):
+                raise NotFinite(
+                    "the loss is NaN or infinite; lower --lr or --clip, or check the data", unit=self.span.end - 1
+                )
+        except BaseException:
+            self.forget(number)
+            raise
+        one.back_BTH = back_BTH
+        if one.evaluates:
+            self.forget(number)
+        return total, len(labelled)
+
+    def backward(self, number: int, gradient_BTH: Tensor | None = None) -> Tensor | None:
+        """Do `backward_by_piece` at once."""
+        return drain(self.backward_by_piece(number, gradient_BTH))
+
+    def backward_by_piece(self, number: int, gradient_BTH: Tensor | None = None) -> ByPiece[Tensor | None]:
+        """Take a microbatch's gradient back through the span, and add the adapter's gradients to the step's sums.
+
+        They are added together at the end, or not at all. The pass is forgotten in any case.
+
+        Args:
+            number: Number of the microbatch.
+            gradient_BTH: Gradient of the result of `forward`; None on the span that has the head, which takes its loss's.
+
+        Returns:
+            The gradient of the hidden states that entered the span; None if it has the embedding.
+
+        Raises:
+            ProtocolError: The gradient does not fit, or no pass of this number waits for one.
+            NotFinite: A gradient is NaN or infinite; nothing is counted.
+        """
+        one = self._passes.get(number)
+        if one is None or one.evaluates or one.leaving_BTH is None:
+            raise ProtocolError(f"microbatch {number} does not wait for its gradient")
+        back = one.back_BTH if gradient_BTH is None else gradient_BTH
+        if back is None or self.span.has_head != (gradient_BTH is None):
+            raise ProtocolError(
+                f"microbatch {number} takes its gradient from its loss, if and only if the head is here"
+            )
+        try:
+            check_shapes((back,), (one.leaving_BTH.shape,), self.span.end)
+            check_finite((back,), self.span.end)
+            back = back.to(one.leaving_BTH)
+            while one.pieces:
+                back = self._run_back(one, one.pieces.pop(), back)
+                yield
+            if back is not None:
+                check_finite((back,), self.span.start)
+            self._weights.accumulate(one.gradients)
+        finally:
+            self.forget(number)
+        return None if self.span.has_embedding else back
+
+    def forget(self, number: int) -> None:
+        """Forget a pass that will not come back; does nothing if there is none."""
+        one = self._passes.pop(number, None)
+        if one is not None:
+            one.memory.release()
+
+    # -- the end of a step
+
+    def gradient_square(self) -> float:
+        """Return the square of the norm of the gradient that is summed here. Raises NotFinite if it is NaN or infinite.
+
+        The sum over all spans is the square of the global norm. LoRA-FA's gradients are not corrected yet, as in peft.
+        """
+        return self._weights.gradient_square()
+
+    def step(self, number: int, learning_rate: float, scale: float) -> None:
+        """Update the adapter by AdamW, and begin the next step. The state before is kept until `confirm` or `undo`.
+
+        Args:
+            number: Number of updates before this one.
+            learning_rate: Rate of this update.
+            scale: Factor of the gradient, which clips it: the same on all spans.
+
+        Raises:
+            ProtocolError: `number` is not the present step's, or a rate or factor is not a number from 0 on.
+        """
+        if number != self._weights.step:
+            raise ProtocolError(f"an update after {number} steps, but the adapter has had {self._weights.step}")
+        if not all(0 <= value < math.inf for value in (learning_rate, scale)):
+            raise ProtocolError(f"a learning rate of {learning_rate} and a scale of {scale}: both must be from 0 on")
+        self._forget_all()
+        self._weights.update(self.recipe, learning_rate, self._corrections, scale)
+        self._refresh()
+
+    def confirm(self) -> None:
+        """Forget the state before the last update, which all spans have done."""
+        self._weights.confirm()
+
+    def undo(self) -> None:
+        """Take the last update back. Passes in flight and summed gradients are forgotten.
+
+        Raises ProtocolError if there is no update that was not confirmed.
+        """
+        self._forget_all()
+        self._weights.undo()
+        self._refresh()
+
+    def discard(self) -> None:
+        """Forget the step's passes in flight and summed gradients."""
+        self._forget_all()
+        self._weights.discard()
+
+    # -- state
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the trained tensors, their moments and the number of updates: references, which the next update changes."""
+        return self._weights.state()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Load a state bit for bit, from which tensors of other spans are left out. Passes in flight are forgotten.
+
+        Raises CheckpointError, changing nothing, if tensors are missing or do not fit.
+        """
+        self._weights.load(state)
+        self._forget_all()
+        self._refresh()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the adapter's tensors on this span by the names of a folder that peft saves: references."""
+        tensors = {**self._frozen, **self._weights.tensors}
+        return {file_name(name): tensor.detach() for name, tensor in sorted(tensors.items())}
+
+    def close(self) -> None:
+        """Forget the adapter and release its memory. The trainer cannot be used afterwards."""
+        self._forget_all()
+        self.span.adapters.remove(self.name)
+        self._memory.close()
+
+    # -- memory
+
+    def activation_bytes(self, rows: int, positions: int) -> int:
+        """Return the bytes that a pass keeps until its gradient comes, for rows of some positions with the soft prompt."""
+        if self._size is None:
+            self._size = ActivationSize.measured(self._kept_bytes)
+        return self._size.of(rows, positions)
+
+    def _working_bytes(self, positions: int) -> int:
+        """Return the bytes that a piece takes besides the activations that it keeps."""
+        logits = LOGIT_COPIES * min(LOSS_POSITIONS, positions) * self.span.vocab_size if self.span.has_head else 0
+        return self.span.pass_bytes(positions, 0) + FLOAT_BYTES * logits
+
+    def _kept_bytes(self, positions: int) -> int:
+        """Return the bytes that a row of some positions keeps for its way back, by running such a row."""
+        known = [*self.span.model.parameters(), *self.span.model.buffers(), *self._frozen.values()]
+        kept = KeptStorage([*known, *self._weights.tensors.values()])
+        one = _Pass(torch.Size(()), False, self._ledger.count(Account.ACTIVATIONS))
+        x = torch.zeros(1, positions, dtype=torch.int64, device=self.span.device)
+        if not self.span.has_embedding:
+            x = torch.zeros(1, positions, self.span.hidden_size, dtype=self.span.dtype, device=self.span.device)
+        with kept.watching():
+            for start, end in pairwise(self._cuts):
+                x = kept.note(self._run(one, start, end, x, None))
+        return kept.size_bytes
+
+    # -- pieces
+
+    @property
+    def _prompt_tokens(self) -> int:
+        return self.recipe.prompt_tokens if self.recipe.method == "prompt" else 0
+
+    def _check_inputs(self, number: int, inputs: Tensor, positions_BS: Tensor | None) -> torch.Size:
+        """Return the shape (B, S) of a microbatch's tokens. Raises ProtocolError if inputs do not fit."""
+        if number in self._passes:
+            raise ProtocolError(f"microbatch {number} is in flight already")
+        if positions_BS is not None and self._prompt_tokens:
+            raise ProtocolError("a soft prompt goes before rows of one document only; train with --no-pack")
+        check_values(self.span, (inputs,) if positions_BS is None else (inputs, positions_BS), self.span.start)
+        rows, length = inputs.shape[:2]
+        tokens = length if self.span.has_embedding else length - self._prompt_tokens
+        limit = self.span.position_limit
+        if tokens < 1 or (limit is not None and tokens + self._prompt_tokens > limit):
+            raise ProtocolError(
+                f"rows of {tokens} tokens behind a prompt of {self._prompt_tokens} do not fit the model"
+            )
+        return torch.Size((rows, tokens))
+
+    def _run(self, one: _Pass, start: int, end: int, x: Tensor, positions_BS: Tensor | None) -> Tensor:
+        """Run units [start, end), add them to the pass's pieces, and return their result without its graph."""
+        with torch.inference_mode(False), torch.set_grad_enabled(not one.evaluates):
+            entering = x.clone() if x.is_inference() else x.detach()
+            if start > 0 and not one.evaluates:
+                entering.requires_grad_()
+            leaving_BTH = self._through(start, end, self._embedded(entering) if start == 0 else entering, positions_BS)
+            if not one.evaluates:
+                one.pieces.append(_Piece(start, end, entering, leaving_BTH))
+            return leaving_BTH.detach()
+
+    def _embedded(self, ids_BS: Tensor) -> Tensor:
+        """Return the inputs of the first unit: ids, or the soft prompt and the embeddings of ids."""
+        if not self._prompt_tokens:
+            return ids_BS
+        embedded_BSH: Tensor = self.span.model.get_input_embeddings()(ids_BS)
+        prompt_PH = self._weights.tensors[PROMPT].to(embedded_BSH.dtype)
+        return torch.cat((prompt_PH.expand(len(ids_BS), *prompt_PH.shape), embedded_BSH), dim=1)
+
+    def _through(self, start: int, end: int, x: Tensor, positions_BS: Tensor | None = None) -> Tensor:
+        places_BS, mask_B1SS = (None, None) if positions_BS is None else documents(positions_BS.to(self.span.device))
+        return self.span.forward(
+            x,
+            cache=self._cache,
+            attention_mask=mask_B1SS,
+            position_ids=places_BS,
+            start=start,
+            end=end,
+            adapters=(self.name,) * len(x),
+        )
+
+    def _head_loss(self, one: _Pass, hidden_NH: Tensor, labels_N: Tensor, share: float) -> tuple[float, Tensor]:
+        """Return the sum of the labels' cross-entropies, and the gradient of the hidden states for it times `share`."""
+        names = self._layers.names_in(self.span.end - 1, self.span.end)
+        with torch.inference_mode(False), torch.set_grad_enabled(not one.evaluates):
+            entering_NH = hidden_NH.detach().requires_grad_(not one.evaluates)
+            logits_NV = self._through(self.span.end - 1, self.span.end, entering_NH[None])[0]
+            loss = functional.cross_entropy(logits_NV.float(), labels_N, reduction="sum")
+            if one.evaluates:
+                return loss.item(), torch.zeros_like(hidden_NH)
+            wanted = [entering_NH, *(self._weights.tensors[name] for name in names)]
+            back_NH, *found = torch.autograd.grad(loss * share, wanted, allow_unused=True)
+        self._gather(one, names, found)
+        return loss.item(), back_NH
+
+    def _run_back(self, one: _Pass, piece: _Piece, back: Tensor | None) -> Tensor | None:
+        """Take the gradient back through a piece. Returns that of what entered it; None if that takes none."""
+        names = self._layers.names_in(piece.start, piece.end)
+        wanted = [self._weights.tensors[name] for name in names]
+        entering = [piece.entering] if piece.entering.requires_grad else []
+        if back is None or not piece.leaving.requires_grad or not (entering or wanted):
+            return None
+        found = torch.autograd.grad(piece.leaving, [*entering, *wanted], back, allow_unused=True)
+        self._gather(one, names, found[len(entering) :])
+        return found[0] if entering else None
+
+    @staticmethod
+    def _gather(one: _Pass, names: list[str], found: Sequence[Tensor | None]) -> None:
+        """Add gradients to those of the pass. A tensor that the pass did not use has none."""
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is not None:
+                one.gradients[name] = one.gradients[name] + gradient if name in one.gradients else gradient
+
+    def _forget_all(self) -> None:
+        for number in list(self._passes):
+            self.forget(number)
+
+    def _refresh(self) -> None:
+        for change in self._changes.values():
+            if isinstance(change, TrainedDora):
+                change.refresh()
