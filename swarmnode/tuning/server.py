@@ -140,8 +140,12 @@ class TuningServer:
             self._refusals.refuse(channel, Error(ErrorCode(code), retry_s))
 
     async def _open_or_refuse(self, channel: Channel, body: OpenAdapter) -> None:
-        with self._refusing(channel):
-            await self._open(channel, body)
+        try:
+            with self._refusing(channel):
+                await self._open(channel, body)
+        except Exception:  # such as out of memory on a card
+            log.exception("an adapter of %s failed to open", channel.peer)
+            self._refusals.refuse(channel, Error(ErrorCode.INTERNAL))
 
     async def _open(self, channel: Channel, body: OpenAdapter) -> None:
         """Keep an adapter for the sender. A newer epoch of the same adapter replaces the older one.

@@ -49,8 +49,8 @@ class TuningStage(Stage):
         devices = [
             TuningDevice(
                 part.span,
+                place.executors[part.device],
                 TuningPace(place.executors[part.device], share, serves),
-                place.hardware.lent[part.device].ledger,
             )
             for part in serving.replicas[0]
         ]

@@ -5,25 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import msgspec
-
-from swarmnode.checkpoints.export import check_free
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.listener import Listener
-from swarmnode.client.training.preparation import prepare_text
-from swarmnode.client.tuning.plan import TuningPlan, plan_of
+from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, check_tunes
+from swarmnode.client.tuning.plan import TuningPlan
 from swarmnode.codec.body import SESSION_ID_BYTES
-from swarmnode.codec.tensors import Codec, check_compression
+from swarmnode.codec.tensors import check_compression, codec_named
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL
-from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.compute.training.adapters.targets import check_targets
-from swarmnode.compute.training.datasets.batches import Batches
-from swarmnode.data.rules import DataRules
-from swarmnode.errors import PeerError, UsageError
+from swarmnode.errors import PeerError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining
 from swarmnode.peer.local_peer import board_of
@@ -32,55 +23,10 @@ from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.client.directory_router import DirectoryRouter
 from swarmnode.swarm.peers.standing import EVERYBODY, Trust
 from swarmnode.swarm.records.certificate import Role
-from swarmnode.swarm.records.manifest import CAUSAL_LM, SERVE, Manifest
-from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.tuning.client.route_opener import AdapterRequest, SwarmRoutes
-from swarmnode.tuning.client.saved_tuning import SavedTuning
-from swarmnode.tuning.client.tuned_route import AdapterState
-from swarmnode.tuning.client.tuner import AdapterRoute, AdapterTuner
+from swarmnode.tuning.recipe_bytes import encode_recipe
 from swarmnode.weights.weights import Weights
-
-
-@dataclass(frozen=True)
-class TuneSettings:
-    """Settings of a tuning. `run` counts steps and sizes and has the learning rate; `window` microbatches are in flight at once."""
-
-    data: Path
-    recipe: AdapterRecipe
-    run: Run
-    rules: DataRules
-    out: Path
-    window: int = 4
-    compress: str = "none"  # of values between hops
-    force: bool = False
-
-    def check(self) -> None:
-        """Raise UsageError if the output folder holds something else."""
-        check_free(self.out, force=self.force)
-
-    @property
-    def state_file(self) -> Path:
-        """File of the last checkpoint, beside the output folder."""
-        return self.out.with_name(f"{self.out.name}.tuning")
-
-
-@dataclass(frozen=True)
-class TunedAdapter:
-    """Result of a tuning: the number of steps that are done, and how many were computed again after faults."""
-
-    steps: int
-    rewinds: int
-    steps_lost: int
-
-
-def check_tunes(manifest: Manifest) -> None:
-    """Raise UsageError if the swarm serves no language model."""
-    if manifest.kind != CAUSAL_LM or manifest.mode != SERVE:
-        raise UsageError(
-            f"the swarm {manifest.name} serves no language model: adapters are tuned in a swarm that serves one; to train all "
-            "weights use `swarmnode train`"
-        )
 
 
 class TuningClient(SwarmObserver):
@@ -117,9 +63,13 @@ class TuningClient(SwarmObserver):
         await self._host.close()
 
     async def tune(
-        self, settings: TuneSettings, listener: Listener, stop: asyncio.Event, on_plan: Callable[[TuningPlan], None]
+        self,
+        settings: TuneSettings,
+        listener: Listener,
+        stop: asyncio.Event,
+        on_plan: Callable[[TuningPlan], None] = lambda _plan: None,
     ) -> TunedAdapter:
-        """Tune an adapter until its run is over or `stop` is set, and write it to the output folder.
+        """Tune an adapter until its run is over or `stop` is set, and write it to the output folder at the end.
 
         A checkpoint beside the folder is continued, and removed at the end. `on_plan` gets the plan of each route.
 
@@ -129,36 +79,25 @@ class TuningClient(SwarmObserver):
         check_compression(settings.compress, self.manifest.codecs)
         self._host.check_welcome(Role.CLIENT)
         folder = await self._weights.small_files()
-        run, batches = await asyncio.to_thread(prepared, self.manifest, folder, settings)
-        saved = SavedTuning(settings.state_file, self._host.swarm.id, settings.recipe, run)
-        state = await asyncio.to_thread(saved.load)
-        listener.begun(run, batches.summary(run))
-        tuner = AdapterTuner(
-            self._routes(settings, run, listener),
-            settings.recipe,
-            run,
-            batches,
-            on_step=listener.step,
-            on_open=self._planned(settings, run, on_plan),
-            on_state=lambda state: asyncio.to_thread(saved.save, state),
-            clock=self._host.clock.monotonic,
-            state=state,
+        job = await asyncio.to_thread(TuningJob.prepare, self.swarm, self.manifest, folder, settings)
+        routes = self._routes(job, listener)
+        return await self._host.supervisor.watch(
+            job.run_on(routes, listener, stop, on_plan, self._host.directory.peers, self._host.clock.monotonic)
         )
-        steps = await self._host.supervisor.watch(tuner.tune(stop))
-        if steps == run.steps and tuner.state is not None:
-            await asyncio.to_thread(write_out, self.manifest, folder, settings, tuner.state)
-            settings.state_file.unlink(missing_ok=True)
-        return TunedAdapter(steps, tuner.rewinds, tuner.steps_lost)
 
-    def _routes(self, settings: TuneSettings, run: Run, listener: Listener) -> SwarmRoutes:
-        extra = settings.recipe.prompt_tokens if settings.recipe.method == "prompt" else 0
+    async def founded(self) -> Path:
+        """Return a folder with all files that the swarm was founded with."""
+        return await self._weights.everything()
+
+    def _routes(self, job: TuningJob, listener: Listener) -> SwarmRoutes:
+        rows, positions = job.size
         request = AdapterRequest(
             secrets.token_bytes(SESSION_ID_BYTES),
-            encode_recipe(settings.recipe),
-            rows=run.microbatch,
-            positions=run.sequence + extra,
-            window=settings.window,
-            codec=Codec.NONE if settings.compress in ("none", "auto") else Codec[settings.compress.upper()],
+            encode_recipe(job.settings.recipe),
+            rows,
+            positions,
+            window=job.settings.window,
+            codec=codec_named(job.settings.compress),
         )
         units = self.manifest.model.units
         router = DirectoryRouter(self._host, units, Span(0, units), ring=False, trust=self._trust)
@@ -175,14 +114,6 @@ class TuningClient(SwarmObserver):
     def _cannot_tune(self) -> Collection[PeerId]:
         """Return the peers that do not lend themselves to tuning."""
         return {peer for peer, told in self._host.directory.peers().items() if not told.tune_percent}
-
-    def _planned(self, settings: TuneSettings, run: Run, on_plan: Callable[[TuningPlan], None]) -> Callable[[AdapterRoute], None]:
-        """Return a function that describes each route as it is opened."""
-
-        def opened(route: AdapterRoute) -> None:
-            on_plan(plan_of(settings.recipe, run, route.sizes, self._host.directory.peers(), window=settings.window))
-
-        return opened
 
     def _suspect(self, error: PeerError) -> None:
         if error.peer is not None:

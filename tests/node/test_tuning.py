@@ -1,0 +1,180 @@
+"""Adapters tuned by the nodes of a swarm in virtual time: the curve of one process, whatever fails on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarmnode.client.training.preparation import NO_DATA
+from swarmnode.client.tuning.client import TuningClient
+from swarmnode.client.tuning.job import TunedAdapter, TuneSettings
+from swarmnode.client.tuning.local import tune_here
+from swarmnode.client.tuning.plan import TuningPlan
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.local import StepSummary
+from swarmnode.data.rules import DataRules, DataSummary
+from swarmnode.ledger import Account
+from swarmnode.swarm.records.recipe import RECIPE, Recipe
+from swarmnode.swarm.records.run import Run
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
+from tests.tiny import TinyModel
+
+STEPS = 6
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20
+LORA = AdapterRecipe(rank=4, alpha=8.0)
+TWO_BY_TWO = {"a1": "0:3", "b1": "3:6", "a2": "0:3", "b2": "3:6"}
+
+
+@dataclass
+class Heard:
+    """What the owner hears of a tuning. `strike` is called once, after the step `at`."""
+
+    at: int = -1
+    strike: Callable[[], None] = lambda: None
+    losses: dict[int, float] = field(default_factory=dict)
+    held_out: dict[int, float] = field(default_factory=dict)
+    plans: list[TuningPlan] = field(default_factory=list)
+    why: list[str] = field(default_factory=list)
+
+    def begun(self, run: Run, data: DataSummary) -> None:
+        """Nothing to keep."""
+
+    def step(self, report: StepSummary) -> None:
+        assert report.step not in self.losses, "a step is told once"
+        self.losses[report.step] = report.loss
+        if report.held_out_loss is not None:
+            self.held_out[report.step] = report.held_out_loss
+        if report.step == self.at:
+            self.strike()
+
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        self.why.append(why)
+
+
+def settings_in(folder: Path, recipe: AdapterRecipe = LORA, **changes: Any) -> TuneSettings:
+    data = folder / "data.txt"
+    data.write_text(TEXT)
+    given = {"steps": STEPS, "batch": 4, "microbatch": 2, "sequence": 16, "learning_rate": 5e-2, "checkpoint_steps": 2}
+    schedule = {"schedule": RECIPE, "recipe": Recipe("constant", groups=())}
+    run = Run(data=NO_DATA, **{**given, **schedule, **changes})
+    return TuneSettings(data, recipe, run, DataRules(), folder / "out")
+
+
+@asynccontextmanager
+async def swarm_of(founded: Founded, folder: Path, spans: dict[str, str], **stage: Any) -> AsyncIterator[VirtualSwarm]:
+    """Nodes that lend themselves to tuning, ready."""
+    async with VirtualSwarm(folder) as swarm:
+        founded.into(swarm)
+        await swarm.bootstrap()
+        for name, span in spans.items():
+            swarm.node(name, span, **{"tune_share": 0.5, **stage})
+        for member in swarm.members.values():
+            await member.wait_for("ready")
+        yield swarm
+
+
+@asynccontextmanager
+async def owner_of(swarm: VirtualSwarm, name: str = "owner") -> AsyncIterator[TuningClient]:
+    client = await TuningClient.join(swarm.load(), swarm.folder / "homes" / name, platform=swarm.platform())
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def tuned(swarm: VirtualSwarm, settings: TuneSettings, heard: Heard) -> TunedAdapter:
+    async with owner_of(swarm) as client:
+        return await client.tune(settings, heard, asyncio.Event(), heard.plans.append)
+
+
+def held_bytes(member: VirtualMember) -> int:
+    host = member.node._host
+    assert host is not None
+    accounts = host.link_config.ledger.accounts()
+    return accounts[Account.ADAPTERS] + accounts[Account.GRADIENTS] + accounts[Account.OPTIMIZER]
+
+
+@pytest.fixture(scope="module")
+def alone(founded: Founded, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The curve of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    heard = Heard()
+
+    async def tune() -> None:
+        await tune_here(founded.swarm, folder, settings_in(folder), heard, asyncio.Event())
+
+    asyncio.run(tune())
+    return heard.losses
+
+
+@in_virtual_time
+async def test_two_machines_draw_the_curve_of_one_process(
+    founded: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    heard = Heard()
+    async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}) as swarm:
+        done = await tuned(swarm, settings_in(tmp_path), heard)
+        assert done == TunedAdapter(STEPS, 0, 0)
+        assert heard.losses == pytest.approx(alone, rel=1e-5)
+        assert heard.losses[STEPS - 1] < heard.losses[0]
+        await asyncio.sleep(1.0)
+        assert [held_bytes(member) for member in swarm.members.values()] == [0, 0], "nothing stays"
+
+
+HARMS = ("kill", "hang", "leave")
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["first", "last"])
+@pytest.mark.parametrize("harm", HARMS)
+@in_virtual_time
+async def test_a_machine_that_fails_costs_its_steps_since_the_checkpoint_and_changes_no_loss(
+    founded: Founded, alone: dict[int, float], tmp_path: Path, harm: str, place: int
+) -> None:
+    async with swarm_of(founded, tmp_path, TWO_BY_TWO) as swarm:
+        struck: list[asyncio.Future[Any]] = []
+
+        def strike() -> None:
+            victim = swarm.member(heard.plans[-1].hops[place].hop.peer)
+            if harm == "hang":
+                swarm.world.hang(victim.peer)
+            else:
+                struck.append(asyncio.ensure_future(victim.kill() if harm == "kill" else victim.stop()))
+
+        heard = Heard(at=2, strike=strike)
+        done = await tuned(swarm, settings_in(tmp_path), heard)
+        await asyncio.gather(*struck)
+        assert done.steps == STEPS and heard.losses == pytest.approx(alone, rel=1e-5)
+        if harm == "leave":
+            assert (done.rewinds, done.steps_lost) == (0, 0), "a departure costs nothing"
+        else:
+            assert done.rewinds >= 1 and done.steps_lost <= 2
+        route = [one.hop.peer for one in heard.plans[-1].hops]
+        assert heard.plans[0].hops[place].hop.peer not in route
+
+
+@in_virtual_time
+async def test_layers_without_a_holder_are_waited_for_and_a_newcomer_goes_on(
+    founded: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    """Its layers are other ones than those of the machine that is gone."""
+    async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}) as swarm:
+        heard = Heard(at=2, strike=lambda: asyncio.ensure_future(replace_b()))
+
+        async def replace_b() -> None:
+            await swarm.members["b"].kill()
+            await asyncio.sleep(5.0)
+            swarm.node("c", "2:6", tune_share=0.5)
+
+        done = await tuned(swarm, settings_in(tmp_path), heard)
+        assert done.steps == STEPS and heard.losses == pytest.approx(alone, rel=1e-5)
+        assert heard.why, "the owner hears what is missing"
+        spans = [(one.hop.start, one.hop.end) for one in heard.plans[-1].hops]
+        assert spans[-1][1] == 6 and len(spans) == 2
