@@ -75,6 +75,7 @@ class SwarmRoutes:
         self._blame = Blame(clock, avoid_s=AVOID_S)
         self._epoch = 0
         self._route: Sequence[HopSpec] = ()
+        self._opened: TunedRoute | None = None
         self._last: PeerError | NetworkDown | None = None
 
     def __repr__(self) -> str:
@@ -82,9 +83,12 @@ class SwarmRoutes:
 
     async def open(self, state: AdapterState | None) -> TunedRoute:
         """Open the adapter on the best route. Raises PeerError if a hop fails, NoRoute or Busy after `patience_s` without a route."""
+        for hop in [hop for hop in self._route if self._opened is not None and hop.peer in self._opened.leavers]:
+            self._blame.judge(hop, ErrorCode.DRAINING)
         self._route = await self._find()
         self._epoch += 1
-        return await TunedRoute.open(self._board, self._request.to(self._route, self._epoch), state)
+        self._opened = await TunedRoute.open(self._board, self._request.to(self._route, self._epoch), state)
+        return self._opened
 
     async def _find(self) -> Sequence[HopSpec]:
         deadline_s = self._clock() + self._patience_s

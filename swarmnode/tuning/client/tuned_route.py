@@ -32,7 +32,7 @@ from swarmnode.codec.tuning_messages import (
 from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode, NetworkDown, PeerLost, ProtocolError, refusal
-from swarmnode.net.interfaces import Buffer
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait
 
@@ -83,11 +83,11 @@ class _Wait:
 
 
 class TunedRoute:
-    """Adapter open on one route. Made by `open`, ended by `close`. `leaving` is set once a hop asks to be left."""
+    """Adapter open on one route. Made by `open`, ended by `close`. `leavers` are the hops that asked to be left."""
 
     def __init__(self, board: Switchboard, request: OpenAdapter) -> None:
         self.request = request
-        self.leaving = False
+        self.leavers: set[PeerId] = set()
         self._board = board
         self._loop = asyncio.get_running_loop()
         self._hops: list[_Hop] = []
@@ -120,6 +120,11 @@ class TunedRoute:
             await route.close()
             raise
         return route
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a hop asks to be left after the present step."""
+        return bool(self.leavers)
 
     @property
     def sizes(self) -> list[tuple[HopSpec, AdapterOpened]]:
@@ -233,7 +238,7 @@ class TunedRoute:
         elif isinstance(body, AdapterPiece):
             self._take(hop, body, payload)
         elif isinstance(body, Fault) and body.code == ErrorCode.DRAINING and body.index == index and hop.channel.open:
-            self.leaving = True
+            self.leavers.add(hop.spec.peer)
         elif isinstance(body, Fault):
             blamed = self.request.route[min(body.index, len(self.request.route) - 1)].peer
             self._fail(refusal(body.code, peer=blamed))

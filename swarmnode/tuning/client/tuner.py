@@ -164,8 +164,8 @@ class AdapterTuner:
     async def _rewind(self, error: PeerError | NetworkDown) -> None:
         """Go back to the last checkpoint after a fault of the route."""
         log.info("%r: %s", self, error)
+        self.rewinds += self._route is not None
         await self._leave()
-        self.rewinds += 1
         self.steps_lost += self._step - self._saved_step
         self._step = self._saved_step
         self.opener.failed(error)
