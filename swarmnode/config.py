@@ -72,7 +72,9 @@ class StageConfig:
     min_holders: int = 2  # back up the states of units that fewer nodes train on other peers' disks; below 2: none
     share: float = 1.0  # largest share of the time that serving may keep the device busy
     audit_share: float = 0.03  # share of the training compute spent on recomputing replicas' microbatches
-    tune_share: float | None = None  # of the device's time for tuning while sessions are served; 0: no tuning; None: by the swarm
+    tune_share: float | None = (
+        None  # of the device's time for tuning while sessions are served; 0: no tuning; None: by the swarm
+    )
     draft_model: str = ""  # folder, GGUF file or hub id of a small model whose texts are guesses; empty: none
     server: ServerConfig = field(default_factory=ServerConfig)
 

@@ -20,7 +20,6 @@ from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_fields import (
     MAX_MASK_BYTES,
     MAX_VALUES,
-    Duration,
     Index,
     Norm,
     Number,
@@ -60,7 +59,9 @@ class OpenAdapter(Body, frozen=True):
 
     def check(self) -> None:
         check_route("OPEN_ADAPTER", self.route, self.index)
-        check_rules("OPEN_ADAPTER", {"a microbatch within its bound": self.rows * self.positions <= MAX_TUNED_POSITIONS})
+        check_rules(
+            "OPEN_ADAPTER", {"a microbatch within its bound": self.rows * self.positions <= MAX_TUNED_POSITIONS}
+        )
 
 
 class AdapterOpened(Body, frozen=True):
@@ -140,7 +141,7 @@ class Gather(Body, frozen=True):
 
 
 class Gathered(Body, frozen=True):
-    """Answer to GATHER: the sum of squares over the hop's adapter, and the microbatches that it counted, as bits (little-endian)."""
+    """Answer to GATHER: the gradient's sum of squares at the hop, and the counted microbatches as bits (little-endian)."""
 
     step: Step
     square: Norm

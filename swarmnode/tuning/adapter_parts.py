@@ -128,7 +128,9 @@ class AdapterParts:
     ) -> T:
         """Run a microbatch forward from the values of `came`, and return what `leave` makes of the result."""
         values = await self._enter(number, came, learns=learns)
-        return await self._run(self._parts[-1], Urgency.FORWARD, _forward(self._parts[-1], number, values, leave, learns))
+        return await self._run(
+            self._parts[-1], Urgency.FORWARD, _forward(self._parts[-1], number, values, leave, learns)
+        )
 
     async def finish(
         self,
@@ -207,7 +209,7 @@ class AdapterParts:
         return await self._on(part, _saved, part, unit, part.trainer.gradients)
 
     async def load(self, unit: int, raw: bytes) -> None:
-        """Take in the state of one layer; with the last layer of a device they are loaded. Raises ProtocolError if it does not fit."""
+        """Take in the state of one layer; all are loaded with the last one. Raises ProtocolError if the state does not fit."""
         part = self._part_of(unit)
         await self._on(part, _load, part, unit, raw)
 

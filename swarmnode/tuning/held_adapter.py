@@ -1,7 +1,7 @@
 """Adapter that a node keeps for its owner: the hop's side of one conversation of `/swarmnode/tune/1`.
 
-The owner feeds microbatches, gathers squares, orders updates, and fetches states. The weights and the optimiser's memory live exactly
-as long as the conversation with the owner, so nothing remains on a node that its owner has lost.
+The owner feeds microbatches, gathers squares, orders updates, and fetches states. The weights and the optimiser's memory live
+exactly as long as the conversation with the owner, so nothing remains on a node that its owner has lost.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Optional, Protocol
+from typing import Any, Protocol, Union
 
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
@@ -40,8 +40,6 @@ from swarmnode.errors import (
     ErrorCode,
     ExecutorDied,
     NetworkDown,
-    NotFinite,
-    PeerError,
     PeerLost,
     PeerRefused,
     ProtocolError,
@@ -59,7 +57,7 @@ log = logging.getLogger(__name__)
 Key = tuple[int, int]
 """(step, number) of a microbatch"""
 
-Sent = Optional[tuple[tuple[bool, ...], Encoded]]
+Sent = Union[tuple[tuple[bool, ...], Encoded], None]
 """Gradients for the previous hop: which values have one, and those encoded"""
 
 
@@ -287,7 +285,9 @@ class HeldAdapter:
         began_s = self._clock()
         labels, payload = await self._labels_of((body.step, body.number))
         given = partial(decode_values, labels.values, payload, "cpu")
-        end = await self._parts.finish(body.number, came, given, self._encoded_gradients, labels.share, learns=body.learns)
+        end = await self._parts.finish(
+            body.number, came, given, self._encoded_gradients, labels.share, learns=body.learns
+        )
         self._host.note_pass(BACKWARD, self._clock() - began_s, self)
         if not self.ended:
             report = TuneLoss(body.step, body.number, end.loss, end.labels)

@@ -15,8 +15,9 @@ ByPiece = Generator[None, None, T]
 class TuningPace:
     """Pace of tuning passes on one device.
 
-    While `serves` returns true, the device computes one piece of a pass (a layer) at a time, and rests from tuning after each piece, so
-    that tuning takes `share` of the time. A session's step then waits for one piece at most. Otherwise a pass is one item of the executor.
+    While `serves` returns true, the device computes one piece of a pass (a layer) at a time, and rests from tuning after each, so
+    that tuning takes `share` of the time. A session's step then waits for one piece at most. Otherwise a pass is one item of the
+    executor.
     """
 
     def __init__(self, executor: Executor, share: float, serves: Callable[[], bool]) -> None:

@@ -30,7 +30,9 @@ from swarmnode.tuning.recipe_bytes import decode_recipe
 
 ADAPTERS, ADAPTERS_OF_PEER = 16, 4
 WATCH_S = 5.0
-TUNED = "tuned "  # begins the name of an adapter in training among those of a span; no name of a swarm's adapter has spaces
+TUNED = (
+    "tuned "  # begins the name of an adapter in training among those of a span; no name of a swarm's adapter has spaces
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +40,13 @@ log = logging.getLogger(__name__)
 class TuningServer:
     """Server of one span's layers for the adapters of other peers. `start` opens it, `close` ends it.
 
-    An adapter is known by its owner's peer id, which the link has proved, and its own id. So no other peer can feed, read or update it.
+    An adapter is known by its owner's peer id, which the link has proved, and its own id. So no other peer can feed, read or update
+    it.
     """
 
-    def __init__(self, peer: LocalPeer, devices: Sequence[TuningDevice], config: ServerConfig, codecs: frozenset[int]) -> None:
+    def __init__(
+        self, peer: LocalPeer, devices: Sequence[TuningDevice], config: ServerConfig, codecs: frozenset[int]
+    ) -> None:
         """Create a server for layers that lie on `devices`, one after another. `codecs` are those that the swarm allows."""
         self.draining = False
         self._peer = peer

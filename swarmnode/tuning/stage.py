@@ -21,7 +21,7 @@ PRIVATE_SHARE = 0.3  # where members know one another
 
 
 def tune_share(asked: float | None, manifest: Manifest | None) -> float:
-    """Return the share of a device's time for tuning: `asked` by the node's owner, else 30 % in a private swarm and 0 in a public one."""
+    """Return the share of a device's time for tuning: `asked` by the node's owner, else `PRIVATE_SHARE` in a private swarm."""
     if asked is not None:
         return asked
     return PRIVATE_SHARE if manifest is not None and manifest.membership == PRIVATE else 0.0

@@ -70,7 +70,7 @@ def prepare_text(manifest: Manifest, folder: Path, data: Path, settings: Run, ru
 
 
 def _completed(run: Run, batches: Batches, rules: DataRules) -> Run:
-    """Return a run with the fingerprint of its data, and the steps that follow from the epochs. Raises UsageError if it is not valid."""
+    """Return a run with the fingerprint of its data, and the steps of its epochs. Raises UsageError if it is not valid."""
     samples = batches.samples(run)  # raises if there is not one sample
     steps = steps_of(rules.epochs, samples, run.batch) if rules.epochs else run.steps
     run = msgspec.structs.replace(run, data=batches.fingerprint, steps=steps)

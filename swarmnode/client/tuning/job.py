@@ -1,4 +1,4 @@
-"""Job of tuning one adapter: its settings, its data, its checkpoint on the disk, and its output, wherever the steps are computed."""
+"""Job of tuning one adapter: settings, data, the checkpoint on the disk, and the output, wherever the steps are computed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ async def tune_here(
     threads: int | None = None,
     patience_s: float = 60.0,
 ) -> TunedAdapter:
-    """Tune an adapter on the whole model in this process; see `TuningClient.tune`. Raises Full if the memory does not suffice, too."""
+    """Tune an adapter on the whole model in this process; see `TuningClient.tune`. Also raises Full if there is no memory."""
     settings.check()
     manifest, folder = await _founded(swarm, home, patience_s)
     job = await asyncio.to_thread(TuningJob.prepare, swarm, manifest, folder, settings)

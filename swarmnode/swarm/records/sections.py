@@ -124,7 +124,18 @@ class Hearsay(Section, frozen=True, kw_only=True):
     unit_us: dict[bytes, int] | UnsetType = UNSET
 
 
-SECTIONS = (Introduction, Place, Machine, WorkSpeeds, ServingLoad, TuningOffer, TrainingNews, DiskOffer, PathNews, Hearsay)
+SECTIONS = (
+    Introduction,
+    Place,
+    Machine,
+    WorkSpeeds,
+    ServingLoad,
+    TuningOffer,
+    TrainingNews,
+    DiskOffer,
+    PathNews,
+    Hearsay,
+)
 
 
 def said(sections: Iterable[Section]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from swarmnode.codec.tuning_messages import AdapterOpened
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.segment import Values
 from swarmnode.errors import NetworkDown, PeerError
 from swarmnode.plan.view import Span
 from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice
@@ -97,7 +98,7 @@ class LocalOpener:
         """Do nothing: there is nobody to forgive."""
 
 
-def _given(values: tuple[object, ...]) -> tuple[object, ...]:
+def _given(values: Values) -> Values:
     return values
 
 

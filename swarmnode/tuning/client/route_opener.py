@@ -48,8 +48,8 @@ class AdapterRequest:
 class SwarmRoutes:
     """Opener of routes through a swarm for one adapter.
 
-    `cannot_tune` returns the peers that do not lend themselves to tuning. `on_waiting` is called with a sentence and the layers without a
-    holder while there is no route.
+    `cannot_tune` returns the peers that do not lend themselves to tuning. While there is no route, `on_waiting` is called with the
+    reason.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SwarmRoutes:
         return f"<SwarmRoutes at epoch {self._epoch}, {self._blame!r}>"
 
     async def open(self, state: AdapterState | None) -> TunedRoute:
-        """Open the adapter on the best route. Raises PeerError if a hop fails, NoRoute or Busy after `patience_s` without a route."""
+        """Open the adapter on the best route. Raises PeerError if a hop fails, NoRoute or Busy if none is found in `patience_s`."""
         for hop in [hop for hop in self._route if self._opened is not None and hop.peer in self._opened.leavers]:
             self._blame.judge(hop, ErrorCode.DRAINING)
         self._route = await self._find()
@@ -109,7 +109,9 @@ class SwarmRoutes:
             retry_s = self._last.retry_s or 1.0
             return Busy("the machines that tune have no room at the moment; try again later", retry_s=retry_s)
         if self._cannot_tune():
-            return NoRoute(f"{error}; machines of this swarm tune only if their owners allow it (`run --tune-share 30%`)")
+            return NoRoute(
+                f"{error}; machines of this swarm tune only if their owners allow it (`run --tune-share 30%`)"
+            )
         return error
 
     async def _news(self, timeout_s: float) -> None:
@@ -146,5 +148,7 @@ def _request_error(error: PeerError | NetworkDown, hop: HopSpec) -> NotFinite | 
         text = "the loss or a gradient is NaN or infinite wherever it is computed; lower --lr, or check the data"
         return NotFinite(text, unit=hop.start)
     if error.code == ErrorCode.INVALID_REQUEST:
-        return UsageError("the swarm's machines cannot tune such an adapter: check --method, --targets, --rank and --codec")
+        return UsageError(
+            "the swarm's machines cannot tune such an adapter: check --method, --targets, --rank and --codec"
+        )
     return UsageError(f"the tuning fails wherever it is computed; lately {error}")

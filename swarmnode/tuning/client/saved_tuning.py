@@ -60,9 +60,8 @@ class SavedTuning:
         now: dict[str, Any] = msgspec.to_builtins(asdict(self._recipe))
         for name, value in now.items():
             if saved.recipe.get(name) != value:
-                raise UsageError(
-                    f"{self.path} holds an adapter whose {name.replace('_', ' ')} is {saved.recipe.get(name)}, not {value}: {advice}"
-                )
+                words, there = name.replace("_", " "), saved.recipe.get(name)
+                raise UsageError(f"{self.path} holds an adapter whose {words} is {there}, not {value}: {advice}")
         if run.id != self._run.id:
             told = " ".join(differences(self._run, run)) or "its settings differ"
             raise UsageError(f"{self.path} holds a tuning with other settings or data: {told}; {advice}")

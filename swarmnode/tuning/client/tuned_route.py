@@ -9,7 +9,9 @@ import asyncio
 import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import msgspec
 
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
@@ -164,7 +166,9 @@ class TunedRoute:
 
     async def update(self, step: int, learning_rate: float, scale: float) -> None:
         """Update all hops' layers. Raises an error unless all have answered."""
-        for hop, answer in zip(self._hops, await self._ask_all(Update(step, learning_rate, scale), Updated), strict=True):
+        for hop, answer in zip(
+            self._hops, await self._ask_all(Update(step, learning_rate, scale), Updated), strict=True
+        ):
             if answer.step != step + 1:
                 raise ProtocolError("the hop is at another step", peer=hop.spec.peer)
 
@@ -182,7 +186,7 @@ class TunedRoute:
 
     async def _feed(self, step: int, one: TunedMicrobatch, window: asyncio.Semaphore) -> None:
         async with window:
-            missing = {TuneLoss, TuneCounted} if one.learns else {TuneLoss}
+            missing: set[type[Body]] = {TuneLoss, TuneCounted} if one.learns else {TuneLoss}
             wait = self._waits[one.number] = _Wait(step, missing, self._loop.create_future())
             infos, payload = encode_values(one.labels)
             self._hops[-1].channel.send(TuneLabels(step, one.number, infos, one.share), payload=payload, at_once=True)
@@ -212,7 +216,7 @@ class TunedRoute:
     # -- conversations
 
     async def _call(self, index: int, spec: HopSpec) -> None:
-        request = OpenAdapter(*(index if name == "index" else getattr(self.request, name) for name in self.request.__struct_fields__))
+        request = msgspec.structs.replace(self.request, index=index)
 
         def hear(frame: Frame, body: Body) -> None:
             self._hear(index, frame.payload, body)
@@ -296,18 +300,20 @@ class TunedRoute:
         return found
 
     async def _wait(self, work: Awaitable[T]) -> T:
-        """Wait for `work` until a hop fails, or all hops are silent for too long. Raises the error of the failed hop, or PeerLost."""
-        working = asyncio.ensure_future(work)
+        """Wait for `work`. Raises the error of a hop that fails, or PeerLost if all hops are silent for too long."""
+        working: asyncio.Future[Any] = asyncio.ensure_future(work)
         self._heard_s = max(self._heard_s, self._loop.time())
         try:
             while not working.done():
                 left_s = self._heard_s + self._patience_s - self._loop.time()
                 if left_s <= 0:
                     raise PeerLost("no hop answers although all links are alive")
-                await asyncio.wait({working, self._failed}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                both: set[asyncio.Future[Any]] = {working, self._failed}
+                await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 if self._failed.done():
                     self._failed.result()
-            return working.result()
+            result: T = working.result()
+            return result
         finally:
             if not working.done():
                 working.cancel()
