@@ -152,8 +152,8 @@ class Update(Body, frozen=True):
     """Command to update the adapter with its gradient times `scale`, and to begin the next step."""
 
     step: Step
-    learning_rate: Annotated[float, Meta(ge=0, le=1e6)]
-    scale: Annotated[float, Meta(ge=0, le=1e6)]
+    learning_rate: Norm
+    scale: Norm
 
 
 class Updated(Body, frozen=True):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from swarmnode.client.training.preparation import NO_DATA
@@ -18,7 +20,9 @@ from swarmnode.client.tuning.local import tune_here
 from swarmnode.client.tuning.plan import TuningPlan
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.local import StepSummary
+from swarmnode.config import ServerConfig
 from swarmnode.data.rules import DataRules, DataSummary
+from swarmnode.errors import NoRoute, NotFinite, UsageError
 from swarmnode.ledger import Account
 from swarmnode.swarm.records.recipe import RECIPE, Recipe
 from swarmnode.swarm.records.run import Run
@@ -177,3 +181,71 @@ async def test_layers_without_a_holder_are_waited_for_and_a_newcomer_goes_on(
         assert heard.why, "the owner hears what is missing"
         spans = [(one.hop.start, one.hop.end) for one in heard.plans[-1].hops]
         assert spans[-1][1] == 6 and len(spans) == 2
+
+
+@pytest.mark.parametrize("method", ["lora-fa", "dora", "prompt"])
+@in_virtual_time
+async def test_every_method_draws_the_curve_of_one_process(founded: Founded, tmp_path: Path, method: str) -> None:
+    """Also where a part of the data is held out."""
+    recipe = replace(LORA, method=method, prompt_tokens=3)
+    curves = []
+    for name in ("alone", "swarm"):
+        (tmp_path / name).mkdir()
+        settings = replace(
+            settings_in(tmp_path / name, recipe, steps=2),
+            rules=DataRules(held_out_share=0.2, evaluate_every=2),
+        )
+        heard = Heard()
+        if name == "alone":
+            await tune_here(founded.swarm, tmp_path, settings, heard, asyncio.Event())
+        else:
+            async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}) as swarm:
+                await tuned(swarm, settings, heard)
+        curves.append([*heard.losses.values(), *heard.held_out.values()])
+        assert sorted(heard.held_out) == [0, 1]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+
+
+@in_virtual_time
+async def test_a_tuning_that_was_stopped_goes_on_and_only_with_the_same_settings(
+    founded: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    stop = asyncio.Event()
+    heard = Heard(at=2, strike=stop.set)
+    settings = settings_in(tmp_path)
+    async with (
+        swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}, server=ServerConfig(forgotten_s=20.0)) as swarm,
+        owner_of(swarm) as client,
+    ):
+        assert await client.tune(settings, heard, stop) == TunedAdapter(3, 0, 0)
+        assert not settings.out.exists() and settings.state_file.exists()
+        for changed, words in (
+            (replace(settings, recipe=replace(LORA, rank=8)), "rank is 4, not 8"),
+            (replace(settings, run=msgspec.structs.replace(settings.run, seed=5)), "'seed' is 5 here and 0 there"),
+            (replace(settings, recipe=replace(LORA, targets=("q_prod",))), "no linear layer 'q_prod'"),
+        ):
+            with pytest.raises(UsageError, match=words):
+                await client.tune(changed, Heard(), asyncio.Event())
+        assert (await client.tune(settings, heard, asyncio.Event())).steps == STEPS
+        assert heard.losses == pytest.approx(alone, rel=1e-5)
+        assert settings.out.exists() and not settings.state_file.exists()
+
+
+@in_virtual_time
+async def test_a_loss_that_is_nan_ends_the_tuning_after_a_second_try(founded: Founded, tmp_path: Path) -> None:
+    async with swarm_of(founded, tmp_path, TWO_BY_TWO) as swarm, owner_of(swarm) as client:
+        heard = Heard()
+        settings = settings_in(tmp_path, replace(LORA, clip=0.0), learning_rate=1e38)
+        with pytest.raises(NotFinite, match="lower --lr"):
+            await client.tune(settings, heard, asyncio.Event(), heard.plans.append)
+        routes = {tuple(one.hop.peer for one in plan.hops) for plan in heard.plans}
+        assert len(routes) == 2, "one machine's word does not decide"
+        assert all(math.isfinite(loss) for loss in heard.losses.values())
+
+
+@in_virtual_time
+async def test_machines_that_lend_nothing_to_tuning_are_left_alone(founded: Founded, tmp_path: Path) -> None:
+    """As all in a public swarm, unless their owners say otherwise."""
+    async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}, tune_share=None) as swarm:
+        with pytest.raises(NoRoute, match="--tune-share"):
+            await tuned(swarm, settings_in(tmp_path), Heard())

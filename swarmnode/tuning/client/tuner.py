@@ -64,7 +64,7 @@ class RouteOpener(Protocol):
         """Note why the last route failed. Raises NotFinite or UsageError if no other route would help."""
 
     def succeeded(self) -> None:
-        """Note that the last route has finished a step."""
+        """Note that the last route has finished a step that none had finished before."""
 
 
 @dataclass(eq=False)
@@ -136,10 +136,10 @@ class AdapterTuner:
         held_out = [found[one.number] for one in microbatches if not one.learns]
         norm = await route.gather(step, [one.number for one in learnt])
         await route.update(step, run.learning_rate_at(step), clip_factor(self.recipe.clip, norm))
-        self.opener.succeeded()
         self._step = step + 1
-        if self._step > self._reported:
+        if self._step > self._reported:  # else the faults of a later step would be forgiven each time
             self._reported = self._step
+            self.opener.succeeded()
             self._report(step, loss, norm, self.clock() - began_s, held_out)
 
     def _report(self, step: int, loss: float, norm: float, step_s: float, held_out: list[tuple[float, int]]) -> None:
