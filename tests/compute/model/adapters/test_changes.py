@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from swarmnode.compute.model.adapters.changes import Lora, dora, shapes_of, whole
+from swarmnode.compute.model.adapters.changes import Lora, blocks_of, dora, shapes_of, whole
 from swarmnode.compute.model.linear import TimedLinear, plain_linear
 from swarmnode.compute.model.packed import BlockedLinear, FbgemmLinear
 from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix, library
 from swarmnode.compute.model.packing.packed_weight import PackedWeight
-from swarmnode.compute.model.quantize import Int8Linear
+from swarmnode.compute.model.quantize import Int8Linear, _nf4_linear
 from tests.compute.model.test_packed_weight import packed_rows
 
 INPUTS, OUTPUTS, RANK = 512, 64, 4
@@ -85,6 +85,37 @@ def test_magnitudes_of_packed_matrices_are_exact_in_fast_products_too(held: str)
     form, exact = PACKED[held]
     with torch.inference_mode():
         check_magnitudes(packed(form, exact=exact), matrix_of(packed(form, exact=True)))
+
+
+def check_way_back(module: nn.Module, weight_OI: Tensor) -> None:
+    """The blocks are the matrix, and the gradient of the inputs is that of the product with it."""
+    x_RI = torch.randn(5, INPUTS, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    blocks_OI = torch.zeros(OUTPUTS, INPUTS)
+    for outputs, inputs, block in blocks_of(module):
+        blocks_OI[outputs, inputs] += block
+    assert float((blocks_OI - weight_OI).abs().max()) < 1e-5 * float(weight_OI.abs().max())
+    y_RO = module(x_RI)
+    gradient_RO = torch.randn(5, OUTPUTS, generator=torch.Generator().manual_seed(3))
+    (found_RI,) = torch.autograd.grad(y_RO, x_RI, gradient_RO)
+    assert float((found_RI - gradient_RO @ weight_OI).abs().max()) < 1e-5 * float(found_RI.abs().max())
+    assert torch.equal(module(x_RI.detach()), y_RO.detach())
+
+
+@pytest.mark.parametrize("held", [*HELD, "nf4"])
+def test_gradients_pass_a_frozen_layer_however_it_holds_its_matrix(held: str) -> None:
+    module = _nf4_linear(linear(), CPU) if held == "nf4" else HELD[held]()
+    with torch.no_grad():
+        weight_OI = matrix_of(module)
+    check_way_back(module, weight_OI)
+
+
+@needs_ggml
+@pytest.mark.parametrize("held", PACKED)
+def test_gradients_pass_packed_matrices(held: str) -> None:
+    form, exact = PACKED[held]
+    with torch.no_grad():
+        weight_OI = matrix_of(packed(form, exact=True))
+    check_way_back(packed(form, exact=exact), weight_OI)
 
 
 def test_a_layer_s_bias_is_not_scaled() -> None:
