@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from swarmnode.client.training.listener import Listener
@@ -74,6 +75,7 @@ class TuningJob:
     """Job of tuning one adapter for the model `base`. `batches` are the data, cut as `run` says."""
 
     base: bytes  # id of the swarm
+    name: str  # of the swarm
     family: Family
     settings: TuneSettings
     run: Run
@@ -86,7 +88,7 @@ class TuningJob:
         family = family_of(load_config(folder / CONFIG_FILE))
         check_targets(family, settings.recipe)
         run, batches = prepare_text(manifest, folder, settings.data, settings.run, settings.rules)
-        return cls(swarm.id, family, settings, run, batches)
+        return cls(swarm.id, manifest.name, family, settings, run, batches)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -129,6 +131,7 @@ class TuningJob:
         )
         steps = await tuner.tune(stop)
         if steps == run.steps and tuner.state is not None:
-            await asyncio.to_thread(write_adapter, self.family, settings.recipe, tuner.state, settings.out)
+            write = partial(write_adapter, self.family, settings.recipe, tuner.state, settings.out, base=self.name)
+            await asyncio.to_thread(write)
             settings.state_file.unlink(missing_ok=True)
         return TunedAdapter(steps, tuner.rewinds, tuner.steps_lost)

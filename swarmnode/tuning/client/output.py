@@ -12,6 +12,7 @@ from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.training.adapters.layers import A, file_name
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.saved_folder import save_adapter
 from swarmnode.compute.training.adapters.starts import start_of_a
 from swarmnode.compute.training.adapters.targets import target_layers
 from swarmnode.tuning.client.tuned_route import AdapterState
@@ -33,7 +34,6 @@ def adapter_tensors(family: Family, recipe: AdapterRecipe, state: AdapterState) 
     return {file_name(name): tensor for name, tensor in sorted(found.items())}
 
 
-def write_adapter(family: Family, recipe: AdapterRecipe, state: AdapterState, out: Path) -> None:
-    """Write an adapter into the folder `out`. Raises LocalError if it cannot be written."""
-    out.mkdir(parents=True, exist_ok=True)
-    safetensors.torch.save_file(adapter_tensors(family, recipe, state), out / "adapter_model.safetensors")
+def write_adapter(family: Family, recipe: AdapterRecipe, state: AdapterState, out: Path, *, base: str) -> None:
+    """Write an adapter of the model named `base` into the folder `out`. Raises LocalError if it cannot be written."""
+    save_adapter(out, recipe, adapter_tensors(family, recipe, state), base=base)

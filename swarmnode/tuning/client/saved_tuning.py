@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -18,7 +17,7 @@ from swarmnode.tuning.client.tuned_route import AdapterState
 
 class _Saved(msgspec.Struct, frozen=True):
     base: bytes  # id of the swarm
-    recipe: dict[str, Any]
+    recipe: AdapterRecipe
     run: bytes
     step: int
     layers: dict[int, bytes]
@@ -48,7 +47,7 @@ class SavedTuning:
             return None
         except OSError as error:
             raise LocalError(f"cannot read {self.path}: {error.strerror or error}; choose another --out") from error
-        except DECODE_ERRORS:
+        except (*DECODE_ERRORS, UsageError):
             raise UsageError(f"{self.path} holds no state of a tuning: remove it, or choose another --out") from None
         self._check(saved, run)
         return AdapterState(saved.step, saved.layers)
@@ -57,17 +56,16 @@ class SavedTuning:
         advice = f"give the same, another --out, or remove {self.path} to begin anew"
         if saved.base != self._base:
             raise UsageError(f"{self.path} holds an adapter of another swarm's model: {advice}")
-        now: dict[str, Any] = msgspec.to_builtins(asdict(self._recipe))
-        for name, value in now.items():
-            if saved.recipe.get(name) != value:
-                words, there = name.replace("_", " "), saved.recipe.get(name)
-                raise UsageError(f"{self.path} holds an adapter whose {words} is {there}, not {value}: {advice}")
+        for field in fields(AdapterRecipe):
+            here, there = getattr(self._recipe, field.name), getattr(saved.recipe, field.name)
+            if here != there:
+                words = field.name.replace("_", " ")
+                raise UsageError(f"{self.path} holds an adapter whose {words} is {there}, not {here}: {advice}")
         if run.id != self._run.id:
             told = " ".join(differences(self._run, run)) or "its settings differ"
             raise UsageError(f"{self.path} holds a tuning with other settings or data: {told}; {advice}")
 
     def save(self, state: AdapterState) -> None:
         """Write a checkpoint in place of the one before, flushed to the disk. Raises LocalError if it cannot be written."""
-        recipe = msgspec.to_builtins(asdict(self._recipe))
-        saved = _Saved(self._base, recipe, encode_run(self._run), state.step, dict(state.layers))
+        saved = _Saved(self._base, self._recipe, encode_run(self._run), state.step, dict(state.layers))
         write_private(self.path, msgspec.msgpack.encode(saved))
