@@ -19,7 +19,7 @@ ROOMS = (  # in their order: a room imports from those before it, and from itsel
     *("counting", "version", "errors", "files", "config", "decisions", "hollow_package", "metrics", "ledger"),
     *("codec", "compress", "net", "swarm", "plan", "data", "compute", "lending", "platform"),
     *("membership", "peer", "weights", "founding", "measuring", "serving", "credit", "audits", "graph_serving"),
-    *("checkpoints", "training"),
+    *("tuning", "checkpoints", "training"),
     *("localswarm", "client", "node", "examination", "demo", "simulate", "programs", "terminal", "gateway", "cli"),
 )
 LEVEL = {room: level for level, room in enumerate(ROOMS)}

@@ -153,7 +153,7 @@ async def test_two_peers_with_the_same_id_have_an_adapter_each(span: ModelSpan) 
         assert refused == Error(ErrorCode.NO_SESSION), "only the hop before it may feed an adapter"
 
 
-BAD = {
+BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
     "a recipe of no method": ({"recipe": b"\x81\xa6method\xa3sft"}, ErrorCode.MALFORMED),
     "a rank beyond all bounds": ({"recipe": b"\x81\xa4rank\xce\xff\xff\xff\xff"}, ErrorCode.MALFORMED),
     "layers that are not here": ({"units": (0, UNITS + 1)}, ErrorCode.WRONG_SPAN),
@@ -168,7 +168,7 @@ BAD = {
 async def test_an_adapter_that_cannot_be_had_is_refused(span: ModelSpan, name: str) -> None:
     changes, code = BAD[name]
     async with scene_of(span) as scene:
-        start, end = changes.pop("units", (0, UNITS)) if "units" in changes else (0, UNITS)
+        start, end = changes.get("units", (0, UNITS))
         peer = str(changes.get("peer", scene.peer))
         given = {key: value for key, value in changes.items() if key not in ("peer", "units")}
         _, answer = await scene.open(route=(HopSpec(peer, start, end),), **given)
