@@ -105,7 +105,7 @@ class HeldAdapter:
 
     @property
     def hop(self) -> HopSpec:
-        """This hop of the adapter's route."""
+        """Hop of the adapter's route that this node is."""
         return self.opened.route[self.opened.index]
 
     @property

@@ -132,11 +132,7 @@ async def test_two_machines_draw_the_curve_of_one_process(
         assert [held_bytes(member) for member in swarm.members.values()] == [0, 0], "nothing stays"
 
 
-HARMS = ("kill", "hang", "leave")
-
-
-@pytest.mark.parametrize("place", [0, 1], ids=["first", "last"])
-@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize(("harm", "place"), [("kill", 0), ("hang", 1), ("leave", 1)])
 @in_virtual_time
 async def test_a_machine_that_fails_costs_its_steps_since_the_checkpoint_and_changes_no_loss(
     founded: Founded, alone: dict[int, float], tmp_path: Path, harm: str, place: int

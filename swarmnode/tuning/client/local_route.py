@@ -34,7 +34,7 @@ class LocalRoute:
 
     @property
     def sizes(self) -> list[tuple[HopSpec, AdapterOpened]]:
-        """This process as the only hop."""
+        """Bytes that the adapter takes; the only hop is this process."""
         units = self._parts.units
         hop = HopSpec(HERE, units.start, units.stop)
         return [(hop, AdapterOpened(self._parts.adapter_bytes, self._parts.pass_bytes))]
@@ -95,7 +95,7 @@ class LocalOpener:
         raise error
 
     def succeeded(self) -> None:
-        """Do nothing: there is nobody to forgive."""
+        """Do nothing: no peer has to be forgiven."""
 
 
 def _given(values: Values) -> Values:

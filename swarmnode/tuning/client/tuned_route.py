@@ -41,7 +41,7 @@ from swarmnode.net.tasks import cancel_and_wait
 T = TypeVar("T")
 
 FIRST_S, FLOOR_S, SLACK = 600.0, 20.0, 8.0
-"""Longest silence of all hops before the first answer; later `SLACK` times the longest one so far, at least `FLOOR_S` (seconds)"""
+"""Longest silence of all hops before the first answer; later `SLACK` times the longest one before, at least `FLOOR_S` (seconds)"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class TunedRoute:
         self._losses: dict[int, tuple[float, int]] = {}
         self._waits: dict[int, _Wait] = {}  # by microbatch
         self._heard_s = self._loop.time()
-        self._longest_s = 0.0  # silence between two answers so far
+        self._longest_s = 0.0  # silence between two answers
         self._answered = False
 
     def __repr__(self) -> str:
@@ -150,7 +150,8 @@ class TunedRoute:
         window = asyncio.Semaphore(self.request.window)
         feeding = [asyncio.ensure_future(self._feed(step, one, window)) for one in microbatches]
         try:
-            await self._wait(asyncio.gather(*feeding))
+            for one in feeding:
+                await self._wait(one)
         finally:
             await cancel_and_wait(*feeding)
         return dict(self._losses)
@@ -173,7 +174,7 @@ class TunedRoute:
                 raise ProtocolError("the hop is at another step", peer=hop.spec.peer)
 
     async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
-        """Return the weights and optimiser state of all layers at the beginning of `step`, or the gradients of the step so far."""
+        """Return the weights and optimiser state of all layers at the beginning of `step`, or the sums of gradients."""
         layers: dict[int, bytes] = {}
         for hop in self._hops:
             hop.pieces.clear()
