@@ -1,12 +1,13 @@
 """Bodies of `/swarmnode/tune/1`: tuning of adapters by the peers of a route (`protocol/tuning.md`).
 
 OPEN_ADAPTER, ADAPTER_OPENED    the client and each hop; the conversation lasts as long as the hop keeps the adapter
-JOIN_ADAPTER                    a hop and the next one: their conversation carries TUNE_INPUT there and TUNE_GRADIENT back
+JOIN_ADAPTER                    a hop and the next one
+TUNE_GRADIENT                   back to the hop that sent TUNE_INPUT
 TUNE_INPUT, TUNE_LABELS         token ids to the first hop, labels to the last one, by the client
 TUNE_LOSS, TUNE_COUNTED         the last hop and the first one to the client, for each microbatch
 GATHER, GATHERED                before an update: the square of the gradient
 UPDATE, UPDATED                 the update itself
-GET_ADAPTER, ADAPTER_PIECE      weights, state or gradients of a hop's layers, in pieces; the client also sends pieces to load
+GET_ADAPTER, ADAPTER_PIECE      the state of a hop's layers, in pieces; the client also sends pieces to load
 """
 
 from __future__ import annotations
@@ -163,10 +164,9 @@ class Updated(Body, frozen=True):
 
 
 class GetAdapter(Body, frozen=True):
-    """Question for tensors of the hop's layers, one layer after another: weights and optimiser state, or only gradients."""
+    """Question for the weights and the optimiser state of the hop's layers, one layer after another."""
 
     step: Step
-    gradients: bool = False
 
 
 class AdapterPiece(Body, frozen=True):

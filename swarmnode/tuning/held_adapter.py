@@ -46,7 +46,7 @@ from swarmnode.errors import (
     SwarmnodeError,
     refusal,
 )
-from swarmnode.measuring.meters import BACKWARD, FORWARD
+from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
@@ -65,6 +65,7 @@ class AdapterHost(Protocol):
     """Interface to `TuningServer` (`server.py`): the members that an adapter uses."""
 
     switchboard: Switchboard
+    meter: StageMeter
 
     def ended(self, adapter: HeldAdapter) -> None:
         """Free the place of an adapter that has ended."""
@@ -213,6 +214,7 @@ class HeldAdapter:
         if self.ended:
             return
         log.info("%r: %s", self, error)
+        self._host.meter.faults[ErrorCode(error.code)] += 1
         route, peer = self.opened.route, getattr(error, "peer", None)
         index = next((place for place, hop in enumerate(route) if hop.peer == peer), self.opened.index)
         self.end(Fault(self.opened.epoch, index, ErrorCode(error.code)))
@@ -366,7 +368,7 @@ class HeldAdapter:
             raise ProtocolError(f"this hop is at step {self._step}, not {body.step}")
         units = self._parts.units
         for unit in units:
-            raw = await self._parts.gradients(unit) if body.gradients else await self._parts.state(unit)
+            raw = await self._parts.state(unit)
             for offset in range(0, max(1, len(raw)), PIECE_BYTES):
                 piece = raw[offset : offset + PIECE_BYTES]
                 is_last = unit == units[-1] and offset + len(piece) == len(raw)

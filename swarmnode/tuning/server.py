@@ -14,7 +14,7 @@ from swarmnode.codec.tensors import SPARSE_CODECS
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL, JoinAdapter, OpenAdapter
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, ProtocolError, UsageError
-from swarmnode.measuring.meters import TRAIN, RefusalMeter, StageMeter
+from swarmnode.measuring.meters import TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import PeerId
@@ -61,7 +61,6 @@ class TuningServer:
         self._idle.set()
         self._watching: asyncio.TimerHandle | None = None
         self.meter = StageMeter(self.span, TRAIN)
-        self._refusals = RefusalMeter(self.span)
         self.switchboard = board_of(peer, TUNE_PROTOCOL, accept=self._accept, on_peer_lost=peer.lost_neighbour)
 
     def __repr__(self) -> str:
@@ -73,7 +72,8 @@ class TuningServer:
         return len(self._adapters)
 
     def readings(self) -> Readings:
-        """Yield the metrics of the passes, of the adapters and of refusals."""
+        """Yield the metrics of the passes and of the adapters."""
+        yield from self.meter.readings()
         yield Reading(table.TUNED_ADAPTERS, self.load, (self.meter.label,))
         yield Reading(table.TUNING_SECONDS, sum(device.pace.busy_s for device in self._devices), (self.meter.label,))
 
@@ -142,7 +142,7 @@ class TuningServer:
             log.info("refused an adapter of %s: %s", channel.peer, error)
             retry_s = error.retry_s if isinstance(error, Busy) else 0.0
             code = ErrorCode.BUSY if isinstance(error, Busy) else error.code
-            self._refusals.refuse(channel, Error(ErrorCode(code), retry_s))
+            channel.close(Error(ErrorCode(code), retry_s))
 
     async def _open_or_refuse(self, channel: Channel, body: OpenAdapter) -> None:
         try:
@@ -150,7 +150,7 @@ class TuningServer:
                 await self._open(channel, body)
         except Exception:  # such as out of memory on a card
             log.exception("an adapter of %s failed to open", channel.peer)
-            self._refusals.refuse(channel, Error(ErrorCode.INTERNAL))
+            channel.close(Error(ErrorCode.INTERNAL))
 
     async def _open(self, channel: Channel, body: OpenAdapter) -> None:
         """Keep an adapter for the sender. A newer epoch of the same adapter replaces the older one.

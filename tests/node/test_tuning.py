@@ -29,6 +29,7 @@ from swarmnode.swarm.records.run import Run
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
+from tests.tiny import PROMPT, TinyModel
 
 STEPS = 6
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
@@ -119,13 +120,18 @@ def alone(founded: Founded, tmp_path_factory: pytest.TempPathFactory) -> dict[in
 
 
 @in_virtual_time
-async def test_two_machines_draw_the_curve_of_one_process(
-    founded: Founded, alone: dict[int, float], tmp_path: Path
+async def test_two_machines_draw_the_curve_of_one_process_and_go_on_serving(
+    founded: Founded, tiny: TinyModel, alone: dict[int, float], tmp_path: Path
 ) -> None:
-    heard = Heard()
-    async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}) as swarm:
-        done = await tuned(swarm, settings_in(tmp_path), heard)
-        assert done == TunedAdapter(STEPS, 0, 0)
+    began = asyncio.Event()
+    heard = Heard(at=0, strike=began.set)
+    async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}) as swarm, swarm.client() as reader:
+        tuning = asyncio.ensure_future(tuned(swarm, settings_in(tmp_path), heard))
+        await began.wait()
+        text = await reader.generate(PROMPT, max_tokens=24)
+        assert not tuning.done(), "the text came while adapters were tuned"
+        assert text.ids == tiny.alone(PROMPT, 24), "and is the model's own"
+        assert await tuning == TunedAdapter(STEPS, 0, 0)
         assert heard.losses == pytest.approx(alone, rel=1e-5)
         assert heard.losses[STEPS - 1] < heard.losses[0]
         await asyncio.sleep(1.0)

@@ -173,13 +173,13 @@ class TunedRoute:
             if answer.step != step + 1:
                 raise ProtocolError("the hop is at another step", peer=hop.spec.peer)
 
-    async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
-        """Return the weights and optimiser state of all layers at the beginning of `step`, or the sums of gradients."""
+    async def fetch(self, step: int) -> AdapterState:
+        """Return the weights and optimiser state of all layers at the beginning of `step`."""
         layers: dict[int, bytes] = {}
         for hop in self._hops:
             hop.pieces.clear()
             hop.given = self._loop.create_future()
-            hop.channel.send(GetAdapter(step, gradients))
+            hop.channel.send(GetAdapter(step))
         for hop in self._hops:
             assert hop.given is not None
             layers |= await self._wait(hop.given)
