@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.model.matrix_blocks import Block, frozen_product, tiles
 from swarmnode.compute.model.packed import FORMS, PackedLinear, Packings, in_blocks, multiply_blocks
+from swarmnode.compute.model.packing.matrix_blocks import Block, frozen_product, tiles
 
 T = TypeVar("T")
 

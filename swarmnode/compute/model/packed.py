@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.model.matrix_blocks import Block, frozen_product, tiles
+from swarmnode.compute.model.packing.matrix_blocks import Block, frozen_product, tiles
 
 LARGEST_EXPONENT = 15  # of float16
 BLOCK = 16  # outputs: a cache line of float32

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.model.matrix_blocks import Block, probed, tiles
 from swarmnode.compute.model.packed import PackedLinear
+from swarmnode.compute.model.packing.matrix_blocks import Block, probed, tiles
 from swarmnode.compute.model.packing.packed_weight import PackedWeight
 from swarmnode.compute.model.quantize import Int8Linear
 

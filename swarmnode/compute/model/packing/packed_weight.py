@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.device import trim_heap
-from swarmnode.compute.model.matrix_blocks import TILE, Block, frozen_product, probed
 from swarmnode.compute.model.packing.card_matrix import CardMatrix
 from swarmnode.compute.model.packing.ggml import FORMATS, Format, GgmlMatrix
+from swarmnode.compute.model.packing.matrix_blocks import TILE, Block, frozen_product, probed
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry, joined, read_packed
 from swarmnode.errors import CheckpointError
 

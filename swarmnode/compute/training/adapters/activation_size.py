@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SHORT, LONG = 8, 24  # positions of the measured passes
+SHORT, LONG = 8, 24  # tokens of the measured passes
 
 
 class KeptStorage:
@@ -24,7 +24,7 @@ class KeptStorage:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all storages that were kept so far."""
+        """Bytes of all kept storages."""
         return sum(size for size, _ in self._kept.values())
 
     def note(self, tensor: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ class KeptStorage:
         return tensor
 
     def watching(self) -> AbstractContextManager[None]:
-        """Return a context in which each tensor that autograd saves is counted."""
+        """Return a context that counts each tensor that autograd saves."""
         return torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
 
 
@@ -47,11 +47,15 @@ class ActivationSize:
     square: float
 
     @classmethod
-    def measured(cls, kept_bytes: Callable[[int], int]) -> ActivationSize:
-        """Return the size that fits `kept_bytes`, which runs a row of some positions and returns the bytes that it keeps."""
-        short, long = kept_bytes(SHORT) / SHORT, kept_bytes(LONG) / LONG
-        square = max(0.0, (long - short) / (LONG - SHORT))
-        return cls(max(short, long) - square * SHORT, square)
+    def measured(cls, kept_bytes: Callable[[int], int], prompt_tokens: int = 0) -> ActivationSize:
+        """Return the size that fits `kept_bytes`, which runs a row of some positions and returns the bytes that it keeps.
+
+        A row begins with the `prompt_tokens` of a soft prompt.
+        """
+        short, long = SHORT + prompt_tokens, LONG + prompt_tokens
+        short_bytes, long_bytes = kept_bytes(short) / short, kept_bytes(long) / long
+        square = max(0.0, (long_bytes - short_bytes) / (long - short))
+        return cls(max(short_bytes, long_bytes) - square * short, square)
 
     def of(self, rows: int, positions: int) -> int:
         """Return the bytes of a microbatch."""

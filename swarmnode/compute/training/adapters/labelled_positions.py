@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from swarmnode.data.rows import NO_LABEL
 
-LOSS_POSITIONS = 512  # whose logits are in memory at once
-
 
 @dataclass(frozen=True)
 class LabelledPositions:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.training.adapters.activation_size import ActivationSize, KeptStorage
 from swarmnode.compute.training.adapters.adapter_weights import AdapterWeights
-from swarmnode.compute.training.adapters.labelled_positions import LOSS_POSITIONS, LabelledPositions
+from swarmnode.compute.training.adapters.labelled_positions import LabelledPositions
 from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, AdapterLayers, file_name
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.starts import PROMPT
@@ -28,12 +28,13 @@ from swarmnode.compute.training.adapters.trained_changes import TrainedDora
 from swarmnode.compute.training.lm import NothingKept, check_labels, check_values, documents
 from swarmnode.compute.training.saved_activations import check_finite, check_shapes, is_finite
 from swarmnode.errors import NotFinite, ProtocolError
-from swarmnode.ledger import Account, Reservation
+from swarmnode.ledger import Account, Full, Reservation
 
 T = TypeVar("T")
 ByPiece = Generator[None, None, T]
 """Work of a pass that yields after each piece, and returns its result at the end"""
 
+MOST_LOGITS = 1 << 24  # in memory at once
 LOGIT_COPIES = 4  # of float32, at once: logits, their softmax, and the gradients of both
 
 
@@ -105,6 +106,8 @@ class AdapterTrainer:
                 self._corrections = self._layers.corrections(self._frozen)
             self._memory = reserved.pop_all()
         span.adapters.add(name, self._changes)
+        self._working = self._ledger.count(Account.ACTIVATIONS)
+        self._loss_positions = max(1, MOST_LOGITS // span.vocab_size)
         self._cache = NothingKept(span.config)
         self._passes: dict[int, _Pass] = {}
         head = span.family.units - 1
@@ -118,7 +121,7 @@ class AdapterTrainer:
 
     @property
     def step_number(self) -> int:
-        """Number of updates so far."""
+        """Number of updates that the adapter has had."""
         return self._weights.step
 
     @property
@@ -156,8 +159,7 @@ class AdapterTrainer:
         tokens = self._check_inputs(number, inputs, positions_BS)
         rows, length = inputs.shape[0], tokens[1] + self._prompt_tokens
         saved_bytes = 0 if evaluates else self.activation_bytes(rows, length)
-        memory = self._ledger.reserve(Account.ACTIVATIONS, saved_bytes + self._working_bytes(rows * length))
-        one = self._passes[number] = _Pass(tokens, evaluates, memory)
+        one = self._passes[number] = _Pass(tokens, evaluates, self._reserve(saved_bytes, rows * length))
         try:
             x = inputs.to(self.span.device)
             for start, end in pairwise(self._cuts):
@@ -183,7 +185,7 @@ class AdapterTrainer:
 
         Args:
             number: Number of the microbatch.
-            labels_BS: Token ids (int64), -100 where none counts. Each is predicted at the position before it.
+            labels_BS: Token ids (int64), -100 for positions without a label. Each is predicted at the position before it.
             share: Factor of the loss in the step's: 1 / the number of labels of all its microbatches, so that a split step's
                 gradient is the whole batch's.
 
@@ -204,7 +206,7 @@ class AdapterTrainer:
         labelled = LabelledPositions.of(labels_BS.to(self.span.device), hidden_BTH.shape[1])
         back_BTH = torch.zeros_like(hidden_BTH)
         try:
-            for places_N, labels_N in labelled.split(LOSS_POSITIONS):
+            for places_N, labels_N in labelled.split(self._loss_positions):
                 loss, back_NH = self._head_loss(one, hidden_BTH.flatten(0, 1)[places_N], labels_N, share)
                 back_BTH.view(-1, hidden_BTH.shape[2])[places_N] = back_NH
                 total += loss
@@ -268,6 +270,8 @@ class AdapterTrainer:
         one = self._passes.pop(number, None)
         if one is not None:
             one.memory.release()
+        if not self._passes:
+            self._working.release()
 
     # -- the end of a step
 
@@ -322,7 +326,7 @@ class AdapterTrainer:
         return self._weights.state()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state bit for bit, from which tensors of other spans are left out. Passes in flight are forgotten.
+        """Load a state bit for bit; tensors of other spans in it are ignored. Passes in flight are forgotten.
 
         Raises CheckpointError, changing nothing, if tensors are missing or do not fit.
         """
@@ -346,20 +350,30 @@ class AdapterTrainer:
     def activation_bytes(self, rows: int, positions: int) -> int:
         """Return the bytes that a pass keeps until its gradient comes, for rows of some positions with the soft prompt."""
         if self._size is None:
-            self._size = ActivationSize.measured(self._kept_bytes)
+            self._size = ActivationSize.measured(self._kept_bytes, self._prompt_tokens)
         return self._size.of(rows, positions)
 
-    def _working_bytes(self, positions: int) -> int:
-        """Return the bytes that a piece takes besides the activations that it keeps."""
-        logits = LOGIT_COPIES * min(LOSS_POSITIONS, positions) * self.span.vocab_size if self.span.has_head else 0
-        return self.span.pass_bytes(positions, 0) + FLOAT_BYTES * logits
+    def _reserve(self, saved_bytes: int, positions: int) -> Reservation:
+        """Reserve the bytes that a pass keeps, and those that its largest piece takes meanwhile, once for all passes.
+
+        Raises Full, reserving nothing.
+        """
+        logits = LOGIT_COPIES * min(self._loss_positions, positions) * self.span.vocab_size if self.span.has_head else 0
+        working_bytes = self.span.pass_bytes(positions, 0) + FLOAT_BYTES * logits
+        memory = self._ledger.reserve(Account.ACTIVATIONS, saved_bytes)
+        try:
+            self._working.resize(max(self._working.size_bytes, working_bytes))
+        except Full:
+            memory.release()
+            raise
+        return memory
 
     def _kept_bytes(self, positions: int) -> int:
         """Return the bytes that a row of some positions keeps for its way back, by running such a row."""
         known = [*self.span.model.parameters(), *self.span.model.buffers(), *self._frozen.values()]
         kept = KeptStorage([*known, *self._weights.tensors.values()])
         one = _Pass(torch.Size(()), False, self._ledger.count(Account.ACTIVATIONS))
-        x = torch.zeros(1, positions, dtype=torch.int64, device=self.span.device)
+        x = torch.zeros(1, positions - self._prompt_tokens, dtype=torch.int64, device=self.span.device)
         if not self.span.has_embedding:
             x = torch.zeros(1, positions, self.span.hidden_size, dtype=self.span.dtype, device=self.span.device)
         with kept.watching():

@@ -31,9 +31,14 @@ class _FrozenProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient (..., I) of the activations for that of the result (..., O)."""
         gradient_RO = gradients[0].reshape(-1, gradients[0].shape[-1])
-        back_RI = gradient_RO.new_zeros(len(gradient_RO), ctx.inputs)
+        back_RI: Tensor | None = None
         for outputs, inputs, block in ctx.blocks():
+            if outputs == inputs == slice(None):  # the whole matrix
+                back_RI = gradient_RO @ block.to(gradient_RO.dtype)
+                break
+            back_RI = gradient_RO.new_zeros(len(gradient_RO), ctx.inputs) if back_RI is None else back_RI
             back_RI[:, inputs].addmm_(gradient_RO[:, outputs], block.to(back_RI.dtype))
+        assert back_RI is not None
         return back_RI.view(*gradients[0].shape[:-1], ctx.inputs), None, None
 
 

@@ -1,0 +1,219 @@
+"""Trainers of adapters on one machine: what they count, keep, take back and refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.training.adapters.activation_size import KeptStorage
+from swarmnode.compute.training.adapters.recipe import METHODS
+from swarmnode.compute.training.adapters.trainer import AdapterTrainer
+from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
+from swarmnode.ledger import Account, Full
+from tests.compute.training.adapters.trained import SMALL, Route, batch_of, labels_of
+
+RATE = 1e-2
+Get = Callable[[str], Checkpoint]
+
+
+@pytest.fixture(scope="module")
+def llama(checkpoint: Get) -> Checkpoint:
+    return checkpoint("llama")
+
+
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in state.items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("method", ["lora-fa", "dora"])
+def test_a_step_that_is_taken_back_leaves_no_bit_behind(llama: Checkpoint, method: str) -> None:
+    route = Route.through(llama, [0, 2, llama.units], replace(SMALL, method=method))
+    route.train(range(2))
+    before = [copied(trainer.state()) for trainer in route.trainers]
+    loss = route.gradients(batch_of(2))
+    route.update(2, RATE)
+    after = [copied(trainer.state()) for trainer in route.trainers]
+    for trainer in route.trainers:
+        trainer.undo()
+    assert all(same(trainer.state(), state) for trainer, state in zip(route.trainers, before, strict=True))
+    assert not same(before[0], after[0])
+    assert route.gradients(batch_of(2)) == loss
+    route.update(2, RATE)
+    assert all(same(trainer.state(), state) for trainer, state in zip(route.trainers, after, strict=True))
+
+
+@pytest.mark.parametrize("method", ["lora-fa", "dora", "prompt"])
+def test_states_go_on_in_other_spans_bit_for_bit(llama: Checkpoint, method: str) -> None:
+    recipe = replace(SMALL, method=method)
+    route = Route.through(llama, [0, 2, llama.units], recipe)
+    route.train(range(2))
+    state = {name: tensor.clone() for trainer in route.trainers for name, tensor in trainer.state().items()}
+    other = Route.through(llama, [0, 3, llama.units], recipe)
+    other.gradients(batch_of(7))  # is forgotten
+    for trainer in other.trainers:
+        trainer.load(state)
+    assert other.train(range(2, 4)) == route.train(range(2, 4))
+    assert same(other.weights(), route.weights())
+
+
+def test_trainers_and_sessions_share_a_span_without_a_trace_of_one_another(llama: Checkpoint) -> None:
+    def routes(*names: str) -> list[Route]:
+        span = load_span(llama, 0, llama.units, check=False)
+        recipes = [replace(SMALL, seed=seed, method=method) for seed, method in enumerate(names)]
+        return [Route([AdapterTrainer(span, one, name=f"tuned {one.seed}")], one) for one in recipes]
+
+    alone = routes("lora", "dora")[1].train(range(2))
+    first, second = routes("lora", "dora")
+    trainer, other, ids_BS = first.trainers[0], second.trainers[0], batch_of(0)[0][0]
+    with torch.inference_mode():
+        served = trainer.span.forward(ids_BS, cache=None)
+    losses = []
+    for step in range(2):
+        passing = trainer.forward_by_piece(9, batch_of(3)[0][0])
+        next(passing)  # waits in the middle
+        losses.append(second.gradients(batch_of(step)))
+        with torch.inference_mode():
+            assert torch.equal(trainer.span.forward(ids_BS, cache=None), served)
+        second.update(step, RATE)
+        other.confirm()
+        passing.close()
+    assert losses == alone
+    assert trainer.in_flight == 0
+
+
+def test_a_pass_that_evaluates_has_the_loss_and_leaves_nothing(llama: Checkpoint) -> None:
+    (trainer,) = Route.through(llama, [0, llama.units], SMALL).trainers
+    ids_BS, labels_BS = batch_of(0)[0]
+    trainer.forward(0, ids_BS)
+    trained = trainer.loss(0, labels_BS, 0.5)
+    trainer.forward(1, ids_BS, evaluates=True)
+    assert trainer.loss(1, labels_BS, 1.0) == trained
+    assert trained[1] == labels_of([(ids_BS, labels_BS)], SMALL)
+    assert trainer.in_flight == 1
+    assert trainer.gradient_square() == 0
+
+
+def test_rows_of_several_documents_train_as_the_documents_alone(llama: Checkpoint) -> None:
+    (trainer,) = Route.through(llama, [0, llama.units], SMALL).trainers
+    ids_BS = batch_of(0)[0][0][:1]
+    positions_BS = torch.tensor([[*range(5), *range(7)]])
+    labels_BS = ids_BS.masked_fill(positions_BS == 0, -100)
+    trainer.forward(0, ids_BS, positions_BS)
+    together, count = trainer.loss(0, labels_BS, 1.0)
+    apart = 0.0
+    for number, part in enumerate((slice(0, 5), slice(5, 12)), start=1):
+        trainer.forward(number, ids_BS[:, part], evaluates=True)
+        apart += trainer.loss(number, labels_BS[:, part], 1.0)[0]
+    assert count == 10 and together == pytest.approx(apart, rel=1e-5)
+
+
+def test_gradients_that_are_no_numbers_are_not_counted(llama: Checkpoint) -> None:
+    first, last = Route.through(llama, [0, 2, llama.units], SMALL).trainers
+    ids_BS, labels_BS = batch_of(0)[0]
+    last.forward(0, first.forward(0, ids_BS))
+    last.loss(0, labels_BS, 0.01)
+    back_BTH = last.backward(0)
+    assert back_BTH is not None
+    square = last.gradient_square()
+    with pytest.raises(NotFinite):
+        first.backward(0, back_BTH * float("nan"))
+    assert first.gradient_square() == 0 and first.in_flight == 0
+    with pytest.raises(NotFinite):
+        last.forward(1, torch.full((2, 12, 32), float("inf")))
+    next(iter(last._weights.tensors.values())).data.fill_(float("nan"))  # as after a step that diverged
+    with pytest.raises(NotFinite):
+        last.forward(2, torch.ones(2, 12, 32))
+    assert last.gradient_square() == square and last.in_flight == 0
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(llama: Checkpoint) -> None:
+    first, last = Route.through(llama, [0, 2, llama.units], SMALL).trainers
+    ids_BS, labels_BS = batch_of(0)[0]
+    hidden_BTH = first.forward(0, ids_BS)
+    last.forward(0, hidden_BTH)
+    state = copied(last.state())
+    for wrong, text in (
+        (lambda: first.forward(0, ids_BS), "in flight already"),
+        (lambda: first.forward(1, ids_BS + 1000), "another tokenizer"),
+        (lambda: last.forward(1, hidden_BTH[:, :, :3]), "wrong dtype or shape"),
+        (lambda: first.backward(0), "if and only if the head is here"),
+        (lambda: first.backward(0, hidden_BTH[:1]), "has the shape"),
+        (lambda: first.loss(0, labels_BS, 1.0), "does not wait for its loss"),
+        (lambda: last.loss(0, labels_BS[:, 1:], 1.0), "the labels have the shape"),
+        (lambda: last.loss(0, labels_BS, float("nan")), "share"),
+        (lambda: last.backward(5), "does not wait for its gradient"),
+        (lambda: last.backward(0, hidden_BTH), "if and only if the head is here"),
+        (lambda: last.step(3, RATE, 1.0), "an update after 3 steps"),
+        (lambda: last.step(0, float("inf"), 1.0), "must be from 0 on"),
+        (last.undo, "no update to take back"),
+    ):
+        with pytest.raises(ProtocolError, match=text):
+            wrong()
+    bad = {**state, "weight/model.layers.1.mlp.up_proj.lora_B.weight": torch.full((48, 4), float("nan"))}
+    for wrong_state, text in ((first.state(), "lacks"), (bad, "NaN or infinity")):
+        with pytest.raises(CheckpointError, match=text):
+            last.load(wrong_state)
+    assert same(last.state(), state)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_memory_is_in_the_ledger_before_it_is_taken_and_returned_at_the_end(llama: Checkpoint, method: str) -> None:
+    recipe = replace(SMALL, method=method)
+    (trainer,) = Route.through(llama, [0, llama.units], recipe).trainers
+    ledger = trainer.span.adapters.ledger
+    idle = ledger.accounts()
+    prompt = recipe.prompt_tokens if method == "prompt" else 0
+    ids_BS = torch.arange(90).view(2, 45)
+    said = trainer.activation_bytes(2, 45 + prompt)
+    kept = KeptStorage([*trainer.span.model.parameters(), *trainer._weights.tensors.values()])
+    with kept.watching():
+        trainer.forward(0, ids_BS)
+    assert 0.95 * kept.size_bytes < said < 1.3 * kept.size_bytes
+    assert ledger.accounts()[Account.ACTIVATIONS] >= said
+    trainer.forget(0)
+    assert ledger.accounts() == idle
+    ledger.limit_bytes = ledger.used_bytes
+    with pytest.raises(Full):
+        trainer.forward(0, ids_BS)
+    with pytest.raises(Full):
+        AdapterTrainer(trainer.span, recipe, name="more")
+    assert ledger.accounts() == idle and "more" not in trainer.span.adapters
+    trainer.close()
+    assert ledger.used_bytes == 0
+
+
+@pytest.mark.parametrize("form", ["int8", "bfloat16"])
+def test_the_base_may_be_smaller(llama: Checkpoint, form: str) -> None:
+    """The losses are near those of the base in float32, and fall."""
+    options = {"dtype": torch.bfloat16} if form == "bfloat16" else {"quantize": form}
+    losses = Route.through(llama, [0, 2, llama.units], SMALL, **options).train(range(5))
+    assert losses == pytest.approx(Route.through(llama, [0, 2, llama.units], SMALL).train(range(5)), rel=0.05)
+    assert losses[4] < losses[0]
+
+
+def test_lora_fa_keeps_three_quarters_of_lora_s_activations(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """At rank 16, in a Llama with the proportions of SmolLM2-135M."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 3, "num_key_value_heads": 1}
+    folder = tmp_path_factory.mktemp("proportions")
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=99, eos_token_id=None)).save_pretrained(
+        folder
+    )
+    span = load_span(Checkpoint(folder), 0, 3, check=False)
+    recipe = replace(SMALL, rank=16)
+    lora, lora_fa = (
+        AdapterTrainer(span, replace(recipe, method=method), name=method).activation_bytes(1, 512)
+        for method in ("lora", "lora-fa")
+    )
+    assert 0.5 * lora < lora_fa <= 0.75 * lora
