@@ -144,6 +144,8 @@ class HeldAdapter:
             self._before.close()
         if self._next is not None and self._next.done() and not self._next.cancelled() and not self._next.exception():
             self._next.result().close()
+        for waited in (*self._labels.values(), *self._answers.values()):
+            waited.cancel()  # else the microbatches in flight would wait for ever
         self._parts.close()
         self._host.ended(self)
 
@@ -310,6 +312,9 @@ class HeldAdapter:
             channel = await self._host.switchboard.call(self._next_peer, self._hear_next, self._fail)
         except NetworkDown as error:
             raise PeerLost(str(error), peer=self._next_peer) from error
+        if self.ended:
+            channel.close()
+            raise PeerLost("the adapter has ended")
         channel.send(JoinAdapter(self.opened.adapter, self.opened.epoch))
         return channel
 
