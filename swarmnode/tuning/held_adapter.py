@@ -224,16 +224,25 @@ class HeldAdapter:
     # -- microbatches
 
     def _enter(self, body: TuneInput, payload: Buffer) -> None:
-        """Begin a microbatch. Refuses one of another step, one counted before, and more than the window."""
+        """Begin a microbatch. A wrong step, a counted number, too many and too large microbatches end the adapter."""
         key = (body.step, body.number)
         is_counted = body.learns and self._counted >> body.number & 1
         if body.step != self._step or is_counted or key in self._present:
             self._fail(ProtocolError(f"microbatch {body.number} of step {body.step} does not belong here now"))
         elif len(self._present) >= self.opened.window:
             self._fail(ProtocolError("more microbatches than the window", code=ErrorCode.TOO_LARGE))
+        elif not self._fits(body):
+            self._fail(ProtocolError("a microbatch larger than those of the adapter", code=ErrorCode.TOO_LARGE))
         else:
             self._present.add(key)
             self._spawn(self._pass(body, payload))
+
+    def _fits(self, body: TuneInput) -> bool:
+        """Return whether all values have at most the rows and positions that the owner asked for."""
+        opened, shapes = self.opened, [info.shape for info in body.values]
+        return bool(shapes) and all(
+            len(shape) >= 2 and shape[0] <= opened.rows and shape[1] <= opened.positions for shape in shapes
+        )
 
     def _take_labels(self, body: TuneLabels, payload: Buffer) -> None:
         future = self._labels_of((body.step, body.number))

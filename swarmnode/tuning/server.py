@@ -83,15 +83,15 @@ class TuningServer:
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new adapters, ask the owners to move theirs, and wait for that, at most `timeout_s` seconds."""
-        self.draining = True
-        for adapter in list(self._adapters.values()):
-            adapter.drain()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            await asyncio.wait_for(self.finish(), timeout_s)
 
     async def finish(self) -> None:
         """Take no new adapters, ask the owners to move theirs, and wait until the last one has gone."""
-        await self.drain(float("inf"))
+        self.draining = True
+        for adapter in list(self._adapters.values()):
+            adapter.drain()
+        await self._idle.wait()
 
     def take_on(self) -> None:
         """Accept new adapters again after draining."""

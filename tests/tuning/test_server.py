@@ -193,6 +193,7 @@ async def test_a_peer_has_so_many_adapters_and_no_more(span: ModelSpan) -> None:
         ("twice", ErrorCode.MALFORMED),
         ("another step", ErrorCode.MALFORMED),
         ("too many", ErrorCode.TOO_LARGE),
+        ("too long", ErrorCode.TOO_LARGE),
         ("vocabulary", ErrorCode.MALFORMED),
         ("early update", ErrorCode.MALFORMED),
         ("foreign state", ErrorCode.INVALID_REQUEST),
@@ -213,6 +214,8 @@ async def test_an_owner_that_breaks_a_rule_loses_its_adapter(span: ModelSpan, wh
             infos, payload = encode_values((IDS,))
             for number in range(3):
                 talk.send(TuneInput(0, number, infos), payload)
+        elif what == "too long":
+            feed(talk, ids=IDS.repeat(1, 2))
         elif what == "vocabulary":
             feed(talk, ids=IDS + (1 << 20))
         elif what == "early update":
