@@ -1,13 +1,13 @@
 """Bodies of `/swarmnode/tune/1`: tuning of adapters by the peers of a route (`protocol/tuning.md`).
 
-OPEN_ADAPTER, ADAPTER_OPENED    the client and each hop; the conversation lasts as long as the hop keeps the adapter
+OPEN_ADAPTER, ADAPTER_OPENED    owner and hop; their conversation carries all but the next three
 JOIN_ADAPTER                    a hop and the next one
-TUNE_GRADIENT                   back to the hop that sent TUNE_INPUT
-TUNE_INPUT, TUNE_LABELS         token ids to the first hop, labels to the last one, by the client
-TUNE_LOSS, TUNE_COUNTED         the last hop and the first one to the client, for each microbatch
-GATHER, GATHERED                before an update: the square of the gradient
+TUNE_INPUT, TUNE_GRADIENT       there, and back
+TUNE_LABELS                     owner and last hop
+TUNE_LOSS, TUNE_COUNTED         reports of the last hop and the first one
+GATHER, GATHERED                the square of the gradient, before an update
 UPDATE, UPDATED                 the update itself
-GET_ADAPTER, ADAPTER_PIECE      the state of a hop's layers, in pieces; the client also sends pieces to load
+GET_ADAPTER, ADAPTER_PIECE      the state of a hop's layers, in pieces; the owner also sends pieces to load
 """
 
 from __future__ import annotations

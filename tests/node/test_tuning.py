@@ -1,4 +1,4 @@
-"""Adapters tuned by the nodes of a swarm in virtual time: the curve of one process, whatever fails on the way."""
+"""Adapters tuned by the nodes of a swarm in virtual time: the curve of one process, also if machines fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TWO_BY_TWO = {"a1": "0:3", "b1": "3:6", "a2": "0:3", "b2": "3:6"}
 
 @dataclass
 class Heard:
-    """What the owner hears of a tuning. `strike` is called once, after the step `at`."""
+    """Listener of a tuning, for its owner. `strike` is called once, after the step `at`."""
 
     at: int = -1
     strike: Callable[[], None] = lambda: None
@@ -49,7 +49,7 @@ class Heard:
     why: list[str] = field(default_factory=list)
 
     def begun(self, run: Run, data: DataSummary) -> None:
-        """Nothing to keep."""
+        """Keep nothing."""
 
     def step(self, report: StepSummary) -> None:
         assert report.step not in self.losses, "a step is told once"
@@ -169,7 +169,7 @@ async def test_a_machine_that_fails_costs_its_steps_since_the_checkpoint_and_cha
 async def test_layers_without_a_holder_are_waited_for_and_a_newcomer_goes_on(
     founded: Founded, alone: dict[int, float], tmp_path: Path
 ) -> None:
-    """Its layers are other ones than those of the machine that is gone."""
+    """Layers of the newcomer are other ones than those of the machine that is gone."""
     async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}) as swarm:
         heard = Heard(at=2, strike=lambda: asyncio.ensure_future(replace_b()))
 
@@ -247,7 +247,7 @@ async def test_a_loss_that_is_nan_ends_the_tuning_after_a_second_try(founded: Fo
 
 @in_virtual_time
 async def test_machines_that_lend_nothing_to_tuning_are_left_alone(founded: Founded, tmp_path: Path) -> None:
-    """As all in a public swarm, unless their owners say otherwise."""
+    """Machines of a public swarm lend nothing unless their owners say so."""
     async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}, tune_share=None) as swarm:
         with pytest.raises(NoRoute, match="--tune-share"):
             await tuned(swarm, settings_in(tmp_path), Heard())

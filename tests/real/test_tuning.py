@@ -1,4 +1,4 @@
-"""A tuning as people run it: real nodes, one of which is killed, and the command; its losses are those of one process."""
+"""A tuning as people run it: the command, and real nodes. After a node is killed, the losses are still those of one process."""
 
 from __future__ import annotations
 

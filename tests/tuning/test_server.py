@@ -1,4 +1,4 @@
-"""A hop's tuning server and peers that ask too much of it, or for what is not theirs, in virtual time."""
+"""A hop's tuning server and peers that ask too much of it, or for another peer's adapter, in virtual time."""
 
 from __future__ import annotations
 
