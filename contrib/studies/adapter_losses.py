@@ -1,4 +1,4 @@
-"""Losses of adapters trained on three spans beside those of peft in one process, on the same batches. Prints JSON.
+"""Losses of adapters trained on three spans beside those of peft in one process, on the same batches. Prints JSON lines.
 
     python contrib/studies/adapter_losses.py [--steps 100] [--families llama qwen3] [--methods lora dora]
 
@@ -29,7 +29,8 @@ def compared(family: str, method: str, steps: int, folder: Path) -> dict[str, An
     theirs = PeftTraining(model, recipe, starts, RATES[method], folder / "start").train(range(steps))
     ours = route.train(range(steps), RATES[method])
     difference = max(abs(one - other) / other for one, other in zip(ours, theirs, strict=True))
-    return {"family": family, "method": method, "difference": difference, "first": theirs[0], "last": theirs[-1]}
+    about = {"family": family, "method": method, "steps": steps}
+    return {**about, "difference": difference, "first": theirs[0], "last": theirs[-1]}
 
 
 def main() -> None:
@@ -38,12 +39,11 @@ def main() -> None:
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     options = parser.parse_args()
-    found = []
     for family in options.families:
         for method in options.methods:
             with tempfile.TemporaryDirectory() as folder:
-                found.append(compared(family, method, options.steps, Path(folder)))
-    print(json.dumps({"steps": options.steps, "runs": found}, indent=2))
+                run = compared(family, method, options.steps, Path(folder))
+            print(json.dumps(run), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.optimizer import update_adamw
+from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
 
 VECTORS = ("weight", "exp_avg", "exp_avg_sq")
@@ -24,11 +25,12 @@ class AdapterWeights:
     """Trained tensors of an adapter, by name: float32 views of one vector each of weights, gradients and AdamW's moments.
 
     `step` is the number of updates. The state before the last update is kept until the update is confirmed. `tensors` are the
-    weights, and take gradients; they are written only by updates and loads.
+    weights, and take gradients; they are written only by updates and loads. `unit` is the span's first, for errors.
     """
 
-    def __init__(self, starts: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, starts: Mapping[str, Tensor], device: torch.device, *, unit: int) -> None:
         self.step = 0
+        self._unit = unit
         self._shapes = {name: tensor.shape for name, tensor in sorted(starts.items())}
         self._weight_N = torch.empty(sum(shape.numel() for shape in self._shapes.values()), device=device)
         self._gradient_N, self._exp_avg_N, self._exp_avg_sq_N = (torch.zeros_like(self._weight_N) for _ in range(3))
@@ -54,10 +56,14 @@ class AdapterWeights:
     @torch.no_grad()
     def accumulate(self, gradients: Mapping[str, Tensor]) -> None:
         """Add one microbatch's gradients to the step's sums. Raises NotFinite, adding nothing, if one is NaN or infinite."""
-        if not all(math.isfinite(gradient.sum(dtype=torch.float32).item()) for gradient in gradients.values()):
-            raise NotFinite("the adapter's gradient holds NaN or infinity; lower --lr or --clip, or check the data")
+        if not is_finite(list(gradients.values())):
+            raise self._not_finite("holds NaN or infinity")
         for name, gradient in gradients.items():
             self.gradients[name].add_(gradient)
+
+    def _not_finite(self, what: str) -> NotFinite:
+        text = f"the adapter's gradient {what}; lower --lr or --clip, or check the data"
+        return NotFinite(text, unit=self._unit)
 
     def discard(self) -> None:
         """Set the step's sums of gradients to zero."""
@@ -67,7 +73,7 @@ class AdapterWeights:
         """Return the square of the norm of the step's gradient. Raises NotFinite if it is NaN or infinite."""
         norm = torch.linalg.vector_norm(self._gradient_N).item()
         if not math.isfinite(norm):
-            raise NotFinite("the adapter's gradient is too large; lower --lr or --clip, or check the data")
+            raise self._not_finite("is too large for float32")
         return float(norm * norm)
 
     @torch.no_grad()

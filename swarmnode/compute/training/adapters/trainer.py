@@ -101,7 +101,8 @@ class AdapterTrainer:
             with torch.inference_mode(False), torch.no_grad():
                 starts = {key: tensor.to(span.device) for key, tensor in self._layers.starts().items()}
                 self._frozen = {key: starts[key] for key in self._layers.frozen}
-                self._weights = AdapterWeights({key: starts[key] for key in self._layers.trained}, span.device)
+                trained = {key: starts[key] for key in self._layers.trained}
+                self._weights = AdapterWeights(trained, span.device, unit=span.start)
                 self._changes = self._layers.changes({**self._frozen, **self._weights.tensors})
                 self._corrections = self._layers.corrections(self._frozen)
             self._memory = reserved.pop_all()

@@ -88,7 +88,7 @@ class Route:
 
     @torch.inference_mode()
     def logits(self, ids_BS: Tensor) -> Tensor:
-        """What serving gives with the adapter as it is now."""
+        """The logits that serving gives with the present adapter."""
         x = ids_BS
         for trainer in self.trainers:
             x = trainer.span.forward(x, cache=None, adapters=(trainer.name,) * len(x))

@@ -1,0 +1,28 @@
+"""Sums of an adapter's gradients hold only numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from swarmnode.compute.training.adapters.adapter_weights import AdapterWeights
+from swarmnode.errors import NotFinite
+
+
+def test_a_microbatch_is_counted_with_all_its_gradients_or_not_at_all() -> None:
+    weights = AdapterWeights({"a": torch.zeros(2, 3), "b": torch.zeros(4)}, torch.device("cpu"), unit=5)
+    weights.accumulate({"a": torch.ones(2, 3), "b": torch.ones(4)})
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(NotFinite, match="holds NaN or infinity") as caught:
+            weights.accumulate({"a": torch.ones(2, 3), "b": torch.full((4,), bad)})
+        assert caught.value.unit == 5
+    weights.accumulate({"b": torch.ones(4)})  # the pass did not use the other
+    assert weights.gradient_square() == pytest.approx(6 + 4 * 4)
+
+
+def test_a_norm_that_overflows_is_an_error() -> None:
+    weights = AdapterWeights({"a": torch.zeros(4)}, torch.device("cpu"), unit=0)
+    for _ in range(2):
+        weights.accumulate({"a": torch.full((4,), 3e38 / 4)})
+    with pytest.raises(NotFinite, match="too large"):
+        weights.gradient_square()
