@@ -164,9 +164,10 @@ class Updated(Body, frozen=True):
 
 
 class GetAdapter(Body, frozen=True):
-    """Question for the weights and the optimiser state of the hop's layers, one layer after another."""
+    """Question for the weights and the optimiser state of the hop's layers, layer by layer, or for the sums of gradients."""
 
     step: Step
+    gradients: bool = False
 
 
 class AdapterPiece(Body, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
@@ -201,7 +201,12 @@ class AdapterParts:
     async def state(self, unit: int) -> bytes:
         """Return the weights and moments of one layer, and the number of updates, as a safetensors file."""
         part = self._part_of(unit)
-        return await self._on(part, _saved, part, unit)
+        return await self._on(part, _saved, part, unit, part.trainer.state)
+
+    async def gradients(self, unit: int) -> bytes:
+        """Return the sums of gradients of one layer, under the names of its weights, as a safetensors file."""
+        part = self._part_of(unit)
+        return await self._on(part, _saved, part, unit, part.trainer.gradients)
 
     async def load(self, unit: int, raw: bytes) -> None:
         """Take in the state of one layer; all are loaded with the last one. Raises ProtocolError if the state does not fit."""
@@ -266,9 +271,9 @@ def _update(trainer: AdapterTrainer, number: int, learning_rate: float, scale: f
     trainer.confirm()  # the owner rewinds to its checkpoint if another hop has not updated
 
 
-def _saved(part: _Part, unit: int) -> bytes:
-    family, state = part.trainer.span.family, part.trainer.state()
-    found = {name: tensor for name, tensor in state.items() if name == STEP or unit_of(family, name) == unit}
+def _saved(part: _Part, unit: int, tensors: Callable[[], Mapping[str, Tensor]]) -> bytes:
+    family = part.trainer.span.family
+    found = {name: tensor for name, tensor in tensors().items() if name == STEP or unit_of(family, name) == unit}
     raw: bytes = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in found.items()})
     return raw
 

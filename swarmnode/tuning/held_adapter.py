@@ -382,7 +382,7 @@ class HeldAdapter:
             raise ProtocolError(f"this hop is at step {self._step}, not {body.step}")
         units = self._parts.units
         for unit in units:
-            raw = await self._parts.state(unit)
+            raw = await (self._parts.gradients if body.gradients else self._parts.state)(unit)
             for offset in range(0, max(1, len(raw)), PIECE_BYTES):
                 piece = raw[offset : offset + PIECE_BYTES]
                 is_last = unit == units[-1] and offset + len(piece) == len(raw)

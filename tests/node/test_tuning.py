@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from swarmnode.client.training.preparation import NO_DATA
 from swarmnode.client.tuning.client import TuningClient
-from swarmnode.client.tuning.job import TunedAdapter, TuneSettings
+from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob
 from swarmnode.client.tuning.local import tune_here
 from swarmnode.client.tuning.plan import TuningPlan
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
@@ -26,6 +27,7 @@ from swarmnode.errors import NoRoute, NotFinite, UsageError
 from swarmnode.ledger import Account
 from swarmnode.swarm.records.recipe import RECIPE, Recipe
 from swarmnode.swarm.records.run import Run
+from swarmnode.tuning.client.tuned_route import TunedMicrobatch
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
@@ -251,3 +253,27 @@ async def test_machines_that_lend_nothing_to_tuning_are_left_alone(founded: Foun
     async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}, tune_share=None) as swarm:
         with pytest.raises(NoRoute, match="--tune-share"):
             await tuned(swarm, settings_in(tmp_path), Heard())
+
+
+@in_virtual_time
+async def test_gradients_for_weights_of_the_owner_are_the_same_after_a_kill(
+    founded: Founded, alone: dict[int, float], tmp_path: Path
+) -> None:
+    """Weights of step 0 give the loss of the first step, and twice the same gradients."""
+    settings = settings_in(tmp_path)
+    async with swarm_of(founded, tmp_path, TWO_BY_TWO) as swarm, owner_of(swarm) as client:
+        job = TuningJob.prepare(client.swarm, client.manifest, founded.swarm.checkpoint or tmp_path, settings)
+        rows = [job.batches.microbatch(0, number, job.run) for number in range(2)]
+        given = [TunedMicrobatch(number, inputs, labels, 1 / 60) for number, (inputs, labels) in enumerate(rows)]
+        remote = await client.gradients(LORA, rows=2, positions=16, compress="none")
+        weights = await remote.start()
+        found = []
+        for struck in ("a1", "b1", "a2"):
+            found.append(await remote.compute(weights, given))
+            if struck != "a2":
+                await swarm.members[struck].kill()
+        await remote.close()
+        assert [loss for loss, _ in found] == pytest.approx([alone[0]] * 3, rel=1e-5)
+        first, last = found[0][1], found[-1][1]
+        assert first.keys() == weights.keys() and max(float(one.abs().max()) for one in first.values()) > 0
+        assert all(torch.allclose(first[name], last[name], rtol=1e-4, atol=1e-7) for name in first)

@@ -14,6 +14,10 @@ from swarmnode.client.tuning.plan import TuningPlan
 from swarmnode.codec.body import SESSION_ID_BYTES
 from swarmnode.codec.tensors import check_compression, codec_named
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
+from swarmnode.compute.model.family import family_of
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.targets import check_targets
 from swarmnode.errors import PeerError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining
@@ -24,6 +28,7 @@ from swarmnode.serving.client.directory_router import DirectoryRouter
 from swarmnode.swarm.peers.standing import EVERYBODY, Trust
 from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.tuning.client.remote_gradients import RemoteGradients
 from swarmnode.tuning.client.route_opener import AdapterRequest, SwarmRoutes
 from swarmnode.tuning.recipe_bytes import encode_recipe
 from swarmnode.weights.weights import Weights
@@ -58,9 +63,28 @@ class TuningClient(SwarmObserver):
 
     async def close(self) -> None:
         """Leave the swarm."""
+        await self.leave()
+        await self._host.close()
+
+    async def leave(self) -> None:
+        """End all tunings, but stay in the swarm."""
         await self._board.close()
         await self._weights.close()
-        await self._host.close()
+
+    async def gradients(self, recipe: AdapterRecipe, *, rows: int, positions: int, compress: str) -> RemoteGradients:
+        """Return a function that has the swarm compute losses and gradients of an adapter, whose weights stay with the caller.
+
+        Microbatches have at most `rows` rows of `positions` tokens. Raises UsageError if the model cannot have the adapter.
+        """
+        check_tunes(self.manifest)
+        check_compression(compress, self.manifest.codecs)
+        self._host.check_welcome(Role.CLIENT)
+        folder = await self._weights.small_files()
+        await asyncio.to_thread(lambda: check_targets(family_of(load_config(folder / CONFIG_FILE)), recipe))
+        prompt = recipe.prompt_tokens if recipe.method == "prompt" else 0
+        return RemoteGradients(
+            self._routes(recipe, (rows, positions + prompt), 1, compress, lambda _why, _missing: None)
+        )
 
     async def tune(
         self,
@@ -80,7 +104,7 @@ class TuningClient(SwarmObserver):
         self._host.check_welcome(Role.CLIENT)
         folder = await self._weights.small_files()
         job = await asyncio.to_thread(TuningJob.prepare, self.swarm, self.manifest, folder, settings)
-        routes = self._routes(job, listener)
+        routes = self._routes(settings.recipe, job.size, settings.window, settings.compress, listener.waiting)
         return await self._host.supervisor.watch(
             job.run_on(routes, listener, stop, on_plan, self._host.directory.peers, self._host.clock.monotonic)
         )
@@ -89,15 +113,16 @@ class TuningClient(SwarmObserver):
         """Return a folder with all files that the swarm was founded with."""
         return await self._weights.everything()
 
-    def _routes(self, job: TuningJob, listener: Listener) -> SwarmRoutes:
-        rows, positions = job.size
+    def _routes(
+        self,
+        recipe: AdapterRecipe,
+        size: tuple[int, int],
+        window: int,
+        compress: str,
+        on_waiting: Callable[[str, tuple[int, ...]], None],
+    ) -> SwarmRoutes:
         request = AdapterRequest(
-            secrets.token_bytes(SESSION_ID_BYTES),
-            encode_recipe(job.settings.recipe),
-            rows,
-            positions,
-            window=job.settings.window,
-            codec=codec_named(job.settings.compress),
+            secrets.token_bytes(SESSION_ID_BYTES), encode_recipe(recipe), *size, window, codec_named(compress)
         )
         units = self.manifest.model.units
         router = DirectoryRouter(self._host, units, Span(0, units), ring=False, trust=self._trust)
@@ -106,7 +131,7 @@ class TuningClient(SwarmObserver):
             router,
             request,
             cannot_tune=self._cannot_tune,
-            on_waiting=listener.waiting,
+            on_waiting=on_waiting,
             clock=self._host.clock.monotonic,
             patience_s=self._patience_s,
         )

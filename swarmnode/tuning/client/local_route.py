@@ -56,9 +56,10 @@ class LocalRoute:
         """Update the adapter with its gradient times `scale`."""
         await self._parts.step(step, learning_rate, scale)
 
-    async def fetch(self, step: int) -> AdapterState:
-        """Return the state at the beginning of `step`."""
-        return AdapterState(step, {unit: await self._parts.state(unit) for unit in self._parts.units})
+    async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
+        """Return the state at the beginning of `step`, or the sums of gradients in it."""
+        give = self._parts.gradients if gradients else self._parts.state
+        return AdapterState(step, {unit: await give(unit) for unit in self._parts.units})
 
     async def load(self, state: AdapterState) -> None:
         """Go on from a state."""

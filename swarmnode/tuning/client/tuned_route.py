@@ -117,7 +117,7 @@ class TunedRoute:
             for hop in route._hops:
                 await route._wait(hop.opened)
             if state is not None:
-                await route._load(state)
+                await route.load(state)
         except BaseException:
             await route.close()
             raise
@@ -173,13 +173,13 @@ class TunedRoute:
             if answer.step != step + 1:
                 raise ProtocolError("the hop is at another step", peer=hop.spec.peer)
 
-    async def fetch(self, step: int) -> AdapterState:
-        """Return the weights and optimiser state of all layers at the beginning of `step`."""
+    async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
+        """Return the weights and optimiser state of all layers at the beginning of `step`, or the sums of gradients in it."""
         layers: dict[int, bytes] = {}
         for hop in self._hops:
             hop.pieces.clear()
             hop.given = self._loop.create_future()
-            hop.channel.send(GetAdapter(step))
+            hop.channel.send(GetAdapter(step, gradients))
         for hop in self._hops:
             assert hop.given is not None
             layers |= await self._wait(hop.given)
@@ -198,7 +198,8 @@ class TunedRoute:
             finally:
                 del self._waits[one.number]
 
-    async def _load(self, state: AdapterState) -> None:
+    async def load(self, state: AdapterState) -> None:
+        """Go on from a state: the hops forget the sums of gradients."""
         answers = []
         for hop in self._hops:
             answers.append(self._expect(hop))

@@ -47,8 +47,11 @@ class AdapterRoute(Protocol):
     async def update(self, step: int, learning_rate: float, scale: float) -> None:
         """Update the adapter with its gradient times `scale`."""
 
-    async def fetch(self, step: int) -> AdapterState:
-        """Return the state at the beginning of `step`."""
+    async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
+        """Return the state at the beginning of `step`, or the sums of gradients in it."""
+
+    async def load(self, state: AdapterState) -> None:
+        """Go on from a state, without gradients."""
 
     async def close(self) -> None:
         """Free the adapter."""
