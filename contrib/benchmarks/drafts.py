@@ -12,6 +12,12 @@ JSON, for each row:
 `edits` are copies with edits by the model of copying.py. Copies that repeat 30 bytes of themselves are left out. The other rows use
 SmolLM2 (tests/trained.py): `tools` are calls whose schema forces most tokens, `json` has free values, `free` are questions without
 look-up hits, `off` compares two plain runs and shows the noise.
+
+Two kinds of rows are about texts. `killed` has two holders of each hop. Each text loses one of its hops to SIGKILL: the first, the
+middle and the last one in turn, once without and once with guesses. `longest_wait_s` are the longest waits for a token.
+`same_edits`, `same_tools`, `same_json` and `same_free` compare `--tokens` tokens of eight sessions at once, without a delay: each
+prompt as it is, then sampled with several seeds. Each different text is listed with the `gap` between the log probabilities of the
+two tokens: up to 1e-5 the two are tied. It is null for a sampled text.
 """
 
 from __future__ import annotations
@@ -19,14 +25,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +48,16 @@ sys.path.append(str(Path(__file__).parents[2]))  # trained models belong to the 
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.sampling import Grammar, GrammarKind
-from swarmnode.localswarm import LocalSwarm
+from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.serving.client.generation import Generation
 from swarmnode.serving.drafting.lookup import LookupDrafter
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.trained import SMOLLM2, trained
 
 HOPS = 3
+KILLED_AFTER = 24  # tokens
+AT_ONCE, PROMPTS = 8, 64  # sessions and prompts of the rows that compare texts
+LIKELIEST = 5  # tokens whose probabilities are asked for at a difference
 TEXTS = "SWARMNODE_BENCH_TEXTS"  # environment variable with the file of the oracle's texts
 Prompt = str | list[int]
 
@@ -119,8 +129,7 @@ class Row:
             self.accepted += other.accepted_drafts
             self.wasted += other.wasted_drafts
             self.turns += len(other.ids) - other.accepted_drafts
-            if one.ids != other.ids:
-                place = next((at for at, (a, b) in enumerate(zip(one.ids, other.ids, strict=False)) if a != b), -1)
+            if (place := first_difference(one.ids, other.ids)) is not None:
                 self.different.append({"at": place, "tokens": len(other.ids)})
 
     def report(self) -> dict[str, Any]:
@@ -143,6 +152,14 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     found = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
     low, middle, high = (round(one, 3) for one in found)
     return low, middle, high
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the first place at which two texts differ; None if they are equal."""
+    if list(one) == list(other):
+        return None
+    shorter = min(len(one), len(other))
+    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
 def edits(count: int) -> list[Work]:
@@ -177,17 +194,31 @@ def questions(count: int) -> list[Work]:
     return [Work(chat(one), {"max_new_tokens": 64, "temperature": 0.8, "seed": 7}) for one in QUESTIONS[:count]]
 
 
-class Ring:
-    """Three nodes in a ring and a client, in processes of their own but for the client."""
+def rounds(works: Sequence[Work]) -> Iterator[Work]:
+    """Yield the works, then the same ones sampled with seeds 1, 2, ..., without end."""
+    yield from works
+    for seed in itertools.count(1):
+        for work in works:
+            yield replace(work, options={**work.options, "temperature": 0.8, "seed": seed})
 
-    def __init__(self, client: SwarmClient, texts: Path) -> None:
-        self.client = client
+
+class Ring:
+    """Nodes of a ring of three hops and a client, in processes of their own but for the client."""
+
+    def __init__(self, swarm: LocalSwarm, relay: DelayingRelay, texts: Path, holders: int) -> None:
         self.texts = texts  # file that the oracle reads
+        self._swarm = swarm
+        self._relay = relay
+        self._nodes: dict[str, int] = {}  # number of a node, by peer id
+        self._holders = holders  # of each hop
+        units = load_swarm(swarm.file).manifest.model.units  # type: ignore[union-attr]
+        self._cuts = [round(number * units / HOPS) for number in range(HOPS + 1)]
+        self.client: SwarmClient
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def over(cls, model: Path, delay_s: float) -> AsyncIterator[Ring]:
-        """Start the ring over relays of `delay_s` seconds each way."""
+    async def over(cls, model: Path, delay_s: float, holders: int = 1) -> AsyncIterator[Ring]:
+        """Start a ring with `holders` nodes for each hop, over relays of `delay_s` seconds each way."""
         with tempfile.TemporaryDirectory(prefix="swarmnode-drafts-") as name, contextlib.ExitStack() as stack:
             relay = stack.enter_context(DelayingRelay(delay_s))
             swarm = stack.enter_context(LocalSwarm(Path(name)))
@@ -195,30 +226,61 @@ class Ring:
             swarm.environment[TEXTS] = str(texts)
             await asyncio.to_thread(swarm.create, model)
             await asyncio.to_thread(swarm.bootstrap)
-            units = load_swarm(swarm.file).manifest.model.units  # type: ignore[union-attr]
-            cuts = [round(number * units / HOPS) for number in range(HOPS + 1)]
-            nodes = []
-            for number in range(HOPS):
-                port = free_port()
-                place = (
-                    "--host-maddr",
-                    f"/ip4/127.0.0.1/tcp/{port}",
-                    "--announce-maddr",
-                    f"/ip4/127.0.0.1/tcp/{relay.to(port)}",
-                )
-                span = "--span", f"{cuts[number]}:{cuts[number + 1]}"
-                wrapper = (sys.executable, str(Path(__file__).with_name("oracle_node.py"))) if number == 0 else ()
-                options = (*span, *place, "--no-direct", "--dtype", "float32")
-                nodes.append(swarm.node(f"n{number}", *options, inside=wrapper))
-            for node in nodes:
-                await asyncio.to_thread(node.wait_for, "ready")
-            client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
+            ring = cls(swarm, relay, texts, holders)
+            nodes = [ring._start(number) for number in range(holders * HOPS)]
+            await asyncio.gather(
+                *(asyncio.to_thread(ring._await_ready, number, node) for number, node in enumerate(nodes))
+            )
+            ring.client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
             try:
-                while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < HOPS:
-                    await client.changed()
-                yield cls(client, texts)
+                await ring._complete()
+                yield ring
             finally:
-                await client.close()
+                await ring.client.close()
+
+    def _start(self, number: int) -> NodeProcess:
+        """Start a node of hop `number` % HOPS; the first node also has the oracle."""
+        port, hop = free_port(), number % HOPS
+        at = (
+            "--host-maddr",
+            f"/ip4/127.0.0.1/tcp/{port}",
+            "--announce-maddr",
+            f"/ip4/127.0.0.1/tcp/{self._relay.to(port)}",
+        )
+        span = "--span", f"{self._cuts[hop]}:{self._cuts[hop + 1]}"
+        wrapper = (sys.executable, str(Path(__file__).with_name("oracle_node.py"))) if number == 0 else ()
+        return self._swarm.node(f"n{number}", *span, *at, "--no-direct", "--dtype", "float32", inside=wrapper)
+
+    def _await_ready(self, number: int, node: NodeProcess) -> None:
+        node.wait_for("ready")
+        self._nodes[node.peer] = number
+
+    async def _complete(self) -> None:
+        """Wait until the client knows all nodes as ready."""
+        while (
+            sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in self.client.status()["peers"])
+            < HOPS * self._holders
+        ):
+            await self.client.changed()
+
+    async def run_with_loss(self, work: Work, drafts: str, place: int) -> Generation:
+        """Generate a text whose hop at `place` is killed after KILLED_AFTER tokens. Returns the result after the node has started
+        again."""
+        stream = await self.client.stream(work.prompt, drafts=drafts, compress="none", **work.options)
+        killed: int | None = None
+        async for _ in stream:
+            if killed is None and len(stream.result.ids) >= KILLED_AFTER:
+                killed = self._nodes[stream.result.route[place].peer]
+                self._process(killed).kill()
+        if killed is not None:
+            again = self._start(killed)
+            await asyncio.to_thread(self._await_ready, killed, again)
+            await self._complete()
+        return stream.result
+
+    def _process(self, number: int) -> NodeProcess:
+        """Return the process that a node was started as last."""
+        return [member for member in self._swarm.members if member.name == f"n{number}"][-1]
 
     async def run(self, works: Sequence[Work], drafts: str) -> tuple[list[Generation], float]:
         """Generate all `works` at once. Returns their results, and the seconds behind the first tokens if there is one work, else
@@ -229,6 +291,18 @@ class Ring:
         whole_s = time.perf_counter() - began_s
         alone = results[0]
         return list(results), whole_s if len(works) > 1 else alone.seconds - alone.first_token_s
+
+    async def gap(self, work: Work, place: int, one: Sequence[int], other: Sequence[int]) -> float | None:
+        """Return by how much the log probabilities of two greedy texts' tokens at `place` differ. None for a sampled text, at the
+        end of a text, or if one of the two is not among the LIKELIEST."""
+        if work.options.get("temperature") or place >= min(len(one), len(other)):
+            return None
+        again = await self.client.generate(
+            work.prompt, drafts="off", compress="none", logprobs=LIKELIEST, **work.options
+        )
+        known = {told.id: told.logprob for told in again.logprobs[place]}
+        found = known.get(one[place]), known.get(other[place])
+        return None if None in found else abs(found[0] - found[1])  # type: ignore[operator]
 
     async def ids(self, work: Work) -> list[int]:
         """Return the token ids of a prompt."""
@@ -264,13 +338,74 @@ class Ring:
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of row: its prompts, how many run at once, the relays' delay (None: as `--delay-ms` says) and the drafts."""
+    """Kind of row: its prompts, how many run at once, the relays' delay (None: as `--delay-ms` says), the drafts, the number of
+    holders of each hop, and how it is measured."""
 
     works: Callable[[int], list[Work]]
     copies: bool = False  # whether the copying model answers, else SmolLM2
     at_once: int = 1
     delay_s: float | None = None
     drafts: str = "lookup"
+    holders: int = 1
+    measure: Callable[[Ring, Kind, argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]] = field(
+        default_factory=lambda: speeds
+    )
+
+
+async def speeds(ring: Ring, kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the speed-up by drafts; unless `--no-oracle`, with an oracle's beside it."""
+    found = kind.works(options.pairs if kind.at_once == 1 else kind.at_once)
+    works = (
+        [[work] for work in found] if kind.at_once == 1 else [(found * kind.at_once)[: kind.at_once]] * options.pairs
+    )
+    await ring.run(works[0], "off")  # connections are made, and speeds known
+    row = (await ring.pairs(works, kind.drafts)).report()
+    if options.oracle and kind.drafts != "off":
+        oracle = (await ring.with_oracle(works)).report()
+        row["of_oracle"] = round(row["speed_up"] / oracle["speed_up"], 3)
+        row["oracle"] = {name: oracle[name] for name in ("speed_up", "quartiles", "tokens_per_turn", "different")}
+    return row
+
+
+async def losses(ring: Ring, kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare texts that lose a hop in their middle, without and with guesses."""
+    works = kind.works(options.pairs)
+    await ring.run(works[:1], "off")
+    waits_s: dict[str, list[float]] = {"plain": [], "drafted": []}
+    different, reroutes, tokens, accepted = [], 0, 0, 0
+    for number, work in enumerate(works):
+        plain = await ring.run_with_loss(work, "off", number % HOPS)
+        drafted = await ring.run_with_loss(work, kind.drafts, number % HOPS)
+        for name, one in (("plain", plain), ("drafted", drafted)):
+            waits_s[name].append(round(one.longest_stall_s, 3))
+            reroutes += one.reroutes
+        tokens += len(drafted.ids)
+        accepted += drafted.accepted_drafts
+        if (place := first_difference(plain.ids, drafted.ids)) is not None:
+            different.append({"at": place, "tokens": len(drafted.ids)})
+    counts = {"tokens": tokens, "accepted": accepted, "reroutes": reroutes, "different": different}
+    return {
+        "longest_wait_s": waits_s,
+        "median_s": {name: statistics.median(one) for name, one in waits_s.items()},
+        **counts,
+    }
+
+
+async def same_texts(ring: Ring, kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare the texts of `--tokens` tokens without and with guesses."""
+    works = rounds(kind.works(PROMPTS))
+    tokens = texts = accepted = wasted = 0
+    different = []
+    while tokens < options.tokens:
+        together = list(itertools.islice(works, AT_ONCE))
+        (plain, _), (drafted, _) = await ring.run(together, "off"), await ring.run(together, kind.drafts)
+        for work, one, other in zip(together, plain, drafted, strict=True):
+            texts, tokens = texts + 1, tokens + len(other.ids)
+            accepted, wasted = accepted + other.accepted_drafts, wasted + other.wasted_drafts
+            if (place := first_difference(one.ids, other.ids)) is not None:
+                gap = await ring.gap(work, place, one.ids, other.ids)
+                different.append({"at": place, "tokens": len(other.ids), "gap": gap})
+    return {"tokens": tokens, "texts": texts, "accepted": accepted, "wasted": wasted, "different": different}
 
 
 KINDS = {
@@ -282,22 +417,19 @@ KINDS = {
     "edits_0ms": Kind(edits, copies=True, delay_s=0.0),
     "edits_8_sessions": Kind(edits, copies=True, at_once=8),
     "free_16_sessions_0ms": Kind(questions, at_once=16, delay_s=0.0),
+    "killed": Kind(edits, copies=True, holders=2, measure=losses),
+    "same_edits": Kind(edits, copies=True, delay_s=0.0, measure=same_texts),
+    "same_tools": Kind(tools, delay_s=0.0, measure=same_texts),
+    "same_json": Kind(free_values, delay_s=0.0, measure=same_texts),
+    "same_free": Kind(questions, delay_s=0.0, measure=same_texts),
 }
 
 
-async def measured(kind: Kind, pairs: int, delay_s: float, model: Path, *, oracle_too: bool) -> dict[str, Any]:
-    """Measure a row, if `oracle_too` with an oracle's beside it."""
-    delay_s = delay_s if kind.delay_s is None else kind.delay_s
-    found = kind.works(pairs if kind.at_once == 1 else kind.at_once)
-    works = [[work] for work in found] if kind.at_once == 1 else [(found * kind.at_once)[: kind.at_once]] * pairs
-    async with Ring.over(model, delay_s) as ring:
-        await ring.run(works[0], "off")  # connections are made, and speeds known
-        row = (await ring.pairs(works, kind.drafts)).report()
-        if oracle_too and kind.drafts != "off":
-            oracle = (await ring.with_oracle(works)).report()
-            row["of_oracle"] = round(row["speed_up"] / oracle["speed_up"], 3)
-            row["oracle"] = {name: oracle[name] for name in ("speed_up", "quartiles", "tokens_per_turn", "different")}
-    return row
+async def measured(kind: Kind, model: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure a row over a ring of its own."""
+    delay_s = options.delay_ms / 1e3 if kind.delay_s is None else kind.delay_s
+    async with Ring.over(model, delay_s, kind.holders) as ring:
+        return await kind.measure(ring, kind, options)
 
 
 def turns_alone(ids: Sequence[int], prompt: Sequence[int], count: int) -> int:
@@ -333,6 +465,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--delay-ms", type=float, default=25.0)
+    parser.add_argument("--tokens", type=int, default=25_000, help="of each row that compares texts")
     parser.add_argument("--copying", type=Path, help="folder of the copying model; by default trained and cached")
     parser.add_argument(
         "--no-oracle", dest="oracle", action="store_false", help="leave out the proposer that knows the text"
@@ -346,9 +479,7 @@ def main() -> None:
     for name in options.rows:
         kind = KINDS[name]
         model = (options.copying or trained_model()) if kind.copies else trained(SMOLLM2)
-        report[name] = uvloop.run(
-            measured(kind, options.pairs, options.delay_ms / 1e3, model, oracle_too=options.oracle)
-        )
+        report[name] = uvloop.run(measured(kind, model, options))
         print(name, json.dumps(report[name]), file=sys.stderr)
     print(json.dumps({"pairs": options.pairs, "delay_ms": options.delay_ms, "rows": report}, indent=1))
 

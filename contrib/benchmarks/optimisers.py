@@ -1,22 +1,24 @@
 """Optimisers beside those that they should beat, by the learners that swarms train with. Prints JSON with ratios.
 
     python contrib/benchmarks/optimisers.py packages                          # differences to schedulefree and lion-pytorch
-    python contrib/benchmarks/optimisers.py eva [--steps 200] [--seeds 3]     # needs scikit-learn
+    python contrib/benchmarks/optimisers.py eva [--steps 120] [--norm batch|group] [--seeds 3]     # needs scikit-learn
     python contrib/benchmarks/optimisers.py muon [--tokens 1000000] [--hidden 320] [--layers 8] [--seeds 3]
     python contrib/benchmarks/optimisers.py muloco [--steps 400] [--every 50] [--seeds 3]
 
-`eva` trains a small ResNet on scikit-learn's digits, with SGD with momentum and with Eva, each over one grid of learning rates. It
-prints the steps and CPU seconds after which Eva has reached SGD's last loss, relative to SGD's. `muon` trains a byte-level Llama on
-the standard library's sources, and prints the tokens that Muon needs for AdamW's last held-out loss. `muloco` trains four replicas
-that average every 50 steps, with AdamW in float32 and with Muon in two bits, and prints the held-out loss of their mean and the
-bytes that a replica sends.
+`eva` trains a small ResNet on scikit-learn's digits, and compares the loss of all images with that of SGD with momentum. `muon`
+trains a byte-level Llama on the standard library's sources, and compares the loss of held-out windows with AdamW's. Both optimisers
+train over one grid of learning rates; the goal is the lowest last loss of SGD or AdamW. Then the other one trains with shorter and
+shorter schedules, at the rates that still reach the goal. `steps_ratio` is the shortest share of the steps that reached it; it is
+null if all steps were not enough. `time_ratio` is that share times the ratio of the CPU seconds of a step.
+`muloco` trains four replicas that average every 50 steps: with AdamW in float32, and with Muon in two bits. It prints the held-out
+loss of their mean and the bytes that a replica sends.
 All numbers are of this machine and these sizes, which are printed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import functools
 import json
 import math
 import statistics
@@ -24,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +48,23 @@ from swarmnode.swarm.records.run import Averaging, Run
 from tests.compute.training.averaging.together import agree
 
 CLASSES, VOCABULARY = 10, 256
-LAST = 10  # steps whose mean is a run's last loss
-RATES = {"sgd": (0.03, 0.1, 0.3, 1.0), "eva": (0.03, 0.1, 0.3, 1.0)}
-MUON = {"optimizer": "muon", "momentum": 0.95}
-SEQUENCE, SAMPLES = 64, 8
+IMAGES = 128  # of a batch
+EVA: dict[str, Any] = {"optimizer": "eva", "clip": 1e-3, "epsilon": 0.03, "betas": (0.9, 0.05)}
+SGD: dict[str, Any] = {"optimizer": "sgd", "clip": 0.0}
+MUON: dict[str, Any] = {"optimizer": "muon", "momentum": 0.95}
+EVA_RATES, RATES = (0.01, 0.03, 0.1, 0.3), (1e-3, 3e-3, 1e-2)
+SEQUENCE, SAMPLES, WINDOWS = 64, 8, 256
 REPLICAS = 4
+Normalize = Callable[[int], nn.Module]
+NORMS: dict[str, Normalize] = {"batch": nn.BatchNorm2d, "group": functools.partial(nn.GroupNorm, 4)}
 
 
 class Residual(nn.Module):
-    """Residual block of two convolutions with batch norms."""
+    """Residual block of two convolutions, each with a norm."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, normalize: Normalize) -> None:
         super().__init__()
-        layers = [[nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)] for _ in range(2)]
+        layers = [[nn.Conv2d(width, width, 3, padding=1), normalize(width)] for _ in range(2)]
         self.path = nn.Sequential(*layers[0], nn.ReLU(), *layers[1])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,11 +77,12 @@ class Digits(Segment):
 
     start, end, units = 0, 1, 1
 
-    def __init__(self, seed: int, width: int = 16) -> None:
+    def __init__(self, seed: int, normalize: Normalize, width: int = 16) -> None:
         torch.manual_seed(seed)
         self.device = torch.device("cpu")
-        stem = [nn.Conv2d(1, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
-        blocks = [Residual(width), nn.AvgPool2d(2), Residual(width), Residual(width)]
+        stem = [nn.Conv2d(1, width, 3, padding=1), normalize(width), nn.ReLU()]
+        first, *others = (Residual(width, normalize) for _ in range(3))
+        blocks = [first, nn.AvgPool2d(2), *others]
         self.net = nn.Sequential(
             *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, CLASSES)
         ).train()
@@ -95,8 +103,8 @@ class Digits(Segment):
 
 
 def run_of(steps: int, **settings: Any) -> Run:
-    """Return a run of one microbatch a step, with a constant rate after a warm-up."""
-    usual = {"data": bytes(32), "steps": steps, "batch": 1, "microbatch": 1, "schedule": "cosine"}
+    """Return a run of one microbatch a step. After a warm-up, its rate follows a cosine down to 0."""
+    usual = {"data": bytes(32), "steps": steps, "batch": 1, "microbatch": 1, "schedule": "cosine", "final_share": 0.0}
     return Run(**{**usual, "warmup_steps": max(1, steps // 20), **settings})
 
 
@@ -113,55 +121,78 @@ def interval(numbers: Sequence[float]) -> list[float]:
     return [round(one, 4) for one in (statistics.fmean(numbers), min(numbers), max(numbers))]
 
 
-# -- Eva
+# -- steps to a loss
 
 
-def digits_losses(name: str, rate: float, steps: int, seed: int) -> tuple[list[float], float]:
-    """Return the smoothed losses of a training on digits, and its CPU seconds for a step."""
-    from sklearn.datasets import load_digits
+@dataclass(frozen=True)
+class Outcome:
+    """Last loss of a training, and the CPU seconds of a step."""
 
-    data: Any = load_digits()
-    images_NCHW, labels_N = torch.tensor(data.images[:, None] / 16).float(), torch.tensor(data.target)
-    settings: dict[str, Any] = {"clip": 1e-3, "epsilon": 0.03} if name == "eva" else {"clip": 0.0}
-    run = run_of(steps, optimizer=name, learning_rate=rate, momentum=0.9, weight_decay=5e-4, **settings)
-    learner = Learner(Digits(seed), run)
-    generator = torch.Generator().manual_seed(seed)
-    losses: list[float] = []
+    loss: float
+    step_s: float
+
+
+Train = Callable[[str, float, int], Outcome]
+"""Function that trains with an optimiser, a highest learning rate and a number of steps"""
+
+
+def train_all(learner: Learner, feed: Iterator[tuple[Values, Values]]) -> float:
+    """Train all steps of a learner's run on `feed`, and return the CPU seconds of a step."""
     began_s = time.process_time()
-    for _ in range(steps):
-        chosen_B = torch.randint(len(labels_N), (64,), generator=generator)
-        losses.append(one_step(learner, (images_NCHW[chosen_B],), (labels_N[chosen_B],)))
-    step_s = (time.process_time() - began_s) / steps
-    return [statistics.fmean(losses[max(0, end - LAST) : end]) for end in range(1, steps + 1)], step_s
+    for _ in range(learner.run.steps):
+        one_step(learner, *next(feed))
+    return (time.process_time() - began_s) / learner.run.steps
+
+
+def contest(
+    train: Train, usual: str, other: str, rates: Sequence[float], steps: int, shares: Sequence[float]
+) -> dict[str, Any]:
+    """Return the steps and the time that `other` needs for the lowest loss of `usual`, and the last losses of both."""
+    found = {name: {rate: train(name, rate, steps) for rate in rates} for name in (usual, other)}
+    goal, reached = (min(one.loss for one in found[name].values()) for name in (usual, other))
+    usual_s, other_s = (statistics.fmean(one.step_s for one in found[name].values()) for name in (usual, other))
+    reaching = [rate for rate, one in found[other].items() if one.loss <= goal]
+    share = 1.0 if reaching else None
+    for shorter in sorted(shares, reverse=True):
+        reaching = [rate for rate in reaching if train(other, rate, round(shorter * steps)).loss <= goal]
+        share = shorter if reaching else share
+    return {
+        **{name: {str(rate): round(one.loss, 5) for rate, one in outcomes.items()} for name, outcomes in found.items()},
+        "loss_ratio": round(reached / goal, 4),
+        "step_s": [round(usual_s, 5), round(other_s, 5)],
+        "steps_ratio": share,
+        "time_ratio": share and round(share * other_s / usual_s, 3),
+    }
+
+
+# -- Eva
 
 
 def eva(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compare Eva with SGD."""
+    from sklearn.datasets import load_digits
+
+    data: Any = load_digits()
+    images_NCHW, labels_N = torch.tensor(data.images[:, None] / 16).float(), torch.tensor(data.target)
+
+    def feed(seed: int) -> Iterator[tuple[Values, Values]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            chosen_B = torch.randint(len(labels_N), (IMAGES,), generator=generator)
+            yield (images_NCHW[chosen_B],), (labels_N[chosen_B],)
+
+    def train(seed: int, name: str, rate: float, steps: int) -> Outcome:
+        settings = {"momentum": 0.9, "weight_decay": 5e-4, **(EVA if name == "eva" else SGD)}
+        segment = Digits(seed, NORMS[arguments.norm])
+        step_s = train_all(Learner(segment, run_of(steps, learning_rate=rate, **settings)), feed(seed))
+        with torch.no_grad():
+            return Outcome(float(functional.cross_entropy(segment.net(images_NCHW), labels_N)), step_s)
+
+    rates = arguments.rates or EVA_RATES
     for seed in range(arguments.seeds):
-        runs = {
-            name: {rate: digits_losses(name, rate, arguments.steps, seed) for rate in rates}
-            for name, rates in RATES.items()
-        }
-        best = {name: min(rates, key=lambda rate, rates=rates: rates[rate][0][-1]) for name, rates in runs.items()}  # type: ignore[misc]
-        goal, sgd_s = runs["sgd"][best["sgd"]][0][-1], runs["sgd"][best["sgd"]][1]
-        reached = {rate: first_below(losses, goal) for rate, (losses, _) in runs["eva"].items()}
-        found = {rate: steps for rate, steps in reached.items() if steps is not None}
-        quickest = min(found, key=lambda rate: found[rate]) if found else None
-        yield {
-            "seed": seed,
-            "steps": arguments.steps,
-            "sgd": {str(rate): round(losses[-1], 5) for rate, (losses, _) in runs["sgd"].items()},
-            "eva": {str(rate): round(losses[-1], 5) for rate, (losses, _) in runs["eva"].items()},
-            "steps_ratio": None if quickest is None else round(found[quickest] / arguments.steps, 3),
-            "time_ratio": None
-            if quickest is None
-            else round(found[quickest] * runs["eva"][quickest][1] / (arguments.steps * sgd_s), 3),
-        }
-
-
-def first_below(losses: Sequence[float], goal: float) -> int | None:
-    """Return the number of steps after which a loss is at most `goal`; None if none is."""
-    return next((number for number, loss in enumerate(losses, 1) if loss <= goal and number >= LAST), None)
+        train_one = functools.partial(train, seed)
+        found = contest(train_one, "sgd", "eva", rates, arguments.steps, arguments.shares)
+        yield {"seed": seed, "steps": arguments.steps, "norm": arguments.norm, **found}
 
 
 # -- language models
@@ -201,43 +232,28 @@ def held_out(learner: Learner, ids_NT: Tensor) -> float:
 def data_of(seed: int, batch: int) -> tuple[Iterator[Tensor], Tensor]:
     """Return batches ids_BT to learn, and held-out windows ids_NT."""
     corpus_N = read_corpus()
-    cut = len(corpus_N) - 64 * SEQUENCE
+    cut = len(corpus_N) - WINDOWS * SEQUENCE
     return batches(corpus_N[:cut], batch, SEQUENCE, seed), corpus_N[cut:].view(-1, SEQUENCE)
 
 
 def muon(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Compare Muon with AdamW, both over one grid of rates."""
-    tokens = SAMPLES * SEQUENCE
-    steps = arguments.tokens // tokens
-    every = max(1, steps // 25)
+    """Compare Muon with AdamW."""
+    steps = arguments.tokens // (SAMPLES * SEQUENCE)
+
+    def train(path: Path, seed: int, name: str, rate: float, steps: int) -> Outcome:
+        settings = MUON if name == "muon" else {}
+        learner = learner_of(path, run_of(steps, learning_rate=rate, sequence=SEQUENCE, **settings))
+        feed, ids_NT = data_of(seed, SAMPLES)
+        step_s = train_all(learner, (((ids_BT,), (ids_BT,)) for ids_BT in feed))
+        return Outcome(held_out(learner, ids_NT), step_s)
+
     for seed in range(arguments.seeds):
-        curves: dict[str, dict[float, list[float]]] = {"adamw": {}, "muon": {}}
         with tempfile.TemporaryDirectory() as folder:
             path = llama(Path(folder), arguments.hidden, arguments.layers, seed)
-            for (name, found), rate in itertools.product(curves.items(), arguments.rates):
-                settings = MUON if name == "muon" else {}
-                learner = learner_of(path, run_of(steps, learning_rate=rate, sequence=SEQUENCE, **settings))
-                feed, ids_NT = data_of(seed, SAMPLES)
-                found[rate] = []
-                for step in range(steps):
-                    ids_BT = next(feed)
-                    one_step(learner, (ids_BT,), (ids_BT,))
-                    if step % every == every - 1 or step == steps - 1:
-                        found[rate].append(held_out(learner, ids_NT))
-        goal = min(losses[-1] for losses in curves["adamw"].values())
-        reached = [
-            next((place * every for place, loss in enumerate(losses, 1) if loss <= goal), None)
-            for losses in curves["muon"].values()
-        ]
-        quickest = min((one for one in reached if one is not None), default=None)
-        yield {
-            "seed": seed,
-            "tokens": steps * tokens,
-            "hidden": arguments.hidden,
-            "layers": arguments.layers,
-            **{name: {str(rate): round(one[-1], 4) for rate, one in found.items()} for name, found in curves.items()},
-            "tokens_ratio": None if quickest is None else round(min(quickest, steps) / steps, 3),
-        }
+            train_one = functools.partial(train, path, seed)
+            found = contest(train_one, "adamw", "muon", arguments.rates or RATES, steps, arguments.shares)
+        sizes = {"hidden": arguments.hidden, "layers": arguments.layers}
+        yield {"seed": seed, "tokens": steps * SAMPLES * SEQUENCE, **sizes, **found}
 
 
 # -- MuLoCo
@@ -287,7 +303,7 @@ def muloco(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         run_of(arguments.steps, learning_rate=rate, averaging=averaging, sequence=SEQUENCE, **settings),
                         seed,
                     )
-                    for rate in arguments.rates
+                    for rate in arguments.rates or RATES
                 ]
                 losses[name], sent[name] = min(found)
         yield {
@@ -339,13 +355,15 @@ def main() -> None:
     """Run the benchmark that is named, print a line for each seed, and a last one with means and ranges of the ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["packages", "eva", "muon", "muloco"])
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--hidden", type=int, default=320)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--rates", type=float, nargs="+")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.8, 0.6, 0.5])
+    parser.add_argument("--norm", choices=NORMS, default="batch")
     arguments = parser.parse_args()
     rows = []
     for row in {"packages": packages, "eva": eva, "muon": muon, "muloco": muloco}[arguments.what](arguments):

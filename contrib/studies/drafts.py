@@ -214,9 +214,10 @@ def measure(way: str, sessions: int, options: argparse.Namespace) -> dict[str, f
 
             def cost(route: list[Stage] = route) -> RowCost:
                 if way == "selfish":
-                    return RowCost(pass_s, position_s)
-                others = max(stage.sessions for stage in route) - 1
-                return RowCost(pass_s, position_s, others, route[0].load.share(network.now_s))
+                    return RowCost(pass_s, position_s, hops=STAGES)
+                most, first = max(stage.sessions for stage in route), route[0]
+                load = min(1.0, first.load.share(network.now_s) * most / first.sessions)
+                return RowCost(pass_s, position_s, most - 1, load, hops=STAGES)
 
             budget = MeasuredBudget(cost, max_window=MAX_DRAFTS)
         kind = list(KINDS)[number % len(KINDS)]

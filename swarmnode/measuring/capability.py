@@ -219,7 +219,10 @@ class Capability:
 
     def _announce(self, field: str, units_per_s: float) -> None:
         log.info("work here shows %s of %.1f instead of %.1f", field, units_per_s, getattr(self.speeds, field))
-        self.speeds = replace(self.speeds, **{field: units_per_s})
+        changed = {field: units_per_s}
+        if field == "decode_units_per_s" and self.speeds.decode_units_per_s:  # what slows single steps slows pairs
+            changed["pair_units_per_s"] = self.speeds.pair_units_per_s * units_per_s / self.speeds.decode_units_per_s
+        self.speeds = replace(self.speeds, **changed)
         self._cache.put(self._conditions, self.speeds)
 
     def section(self) -> WorkSpeeds:
@@ -285,4 +288,5 @@ def speeds_section(speeds: Speeds) -> WorkSpeeds:
         decode_units_per_s=speeds.decode_units_per_s or UNSET,
         prefill_units_per_s=speeds.prefill_units_per_s or UNSET,
         training_units_per_s=speeds.training_units_per_s or UNSET,
+        pair_units_per_s=speeds.pair_units_per_s or UNSET,
     )

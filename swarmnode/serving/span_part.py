@@ -145,6 +145,8 @@ class SpanPart:
                 self._loop.call_soon_threadsafe(self._company.set)
         elif phase == DECODE:
             self.capability.note("decode_units_per_s", seconds / units)
+        elif positions == 2:
+            self.capability.note("pair_units_per_s", seconds / (units * positions))
         elif positions >= PREFILL_POSITIONS:
             self.capability.note("prefill_units_per_s", seconds / (units * positions))
 

@@ -126,6 +126,14 @@ def test_real_work_that_departs_for_long_is_announced_and_kept(tmp_path, watch):
     assert cache.find(CONDITIONS) == capability.speeds
 
 
+def test_steps_of_two_positions_slow_down_with_single_ones(tmp_path, watch):
+    speeds = replace(SPEEDS, pair_units_per_s=160.0)
+    capability = Capability(speeds, CONDITIONS, SpeedCache(tmp_path / "speeds.json"), clock=watch)
+    passes(capability, watch, 0.02, DEPARTED_PASSES + 100, every_s=1.0)
+    single = capability.speeds.decode_units_per_s
+    assert single < 60 and capability.speeds.pair_units_per_s == pytest.approx(1.6 * single)
+
+
 @pytest.mark.parametrize(
     ("tried", "announced"), [(4 * SPEEDS.decode_units_per_s, True), (1.2 * SPEEDS.decode_units_per_s, False)]
 )

@@ -15,7 +15,7 @@ PUBLISHED: dict[str, dict[str, float]] = {
     "muon": {"momentum": 0.95},
     "lion": {"beta2": 0.99},
     "schedule-free": {"beta2": 0.999},
-    "eva": {"clip": 1e-3, "momentum": 0.9, "epsilon": 0.03},
+    "eva": {"clip": 1e-3, "momentum": 0.9, "beta2": 0.05, "epsilon": 0.03},
 }
 """Settings that optimisers' authors recommend in place of the usual ones"""
 
@@ -55,7 +55,7 @@ class ScheduleOptions:
     beta2: float | None = option(
         None,
         "AdamW's share of the mean squared gradient that is kept, with eva of its means; default: 0.95, with schedule-free 0.999, "
-        "with lion 0.99.",
+        "with lion 0.99, with eva 0.05.",
         text=-1.0,
     )
     epsilon: float | None = option(

@@ -21,15 +21,18 @@ TRAINING_POSITIONS = 32
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds in positions through one layer per second: singly, inside a prompt, and forward and backward. 0: not measured."""
+    """Speeds in positions through one layer per second: singly, inside a prompt, forward and backward, and in steps of two
+    positions, as guesses make them. 0: not measured."""
 
     decode_units_per_s: float = 0.0
     prefill_units_per_s: float = 0.0
     training_units_per_s: float = 0.0
+    pair_units_per_s: float = 0.0
 
 
 def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = time.perf_counter) -> Speeds:
-    """Measure decode steps and prompt chunks in a session of its own, closed at the end. No other session may run meanwhile.
+    """Measure decode steps, steps of two positions and prompt chunks in a session of its own, closed at the end. No other session
+    may run meanwhile.
 
     `few` measures only some layers in the middle and assumes that all take as long, for a result that will not hold for long.
     """
@@ -46,12 +49,14 @@ def measure_serving(runner: StageRunner, *, few: bool = False, clock: Clock = ti
 
     runner.open(PROBE_SESSION, rows=1, max_length=positions, start=start, end=end)
     try:
-        step, chunk = _inputs(runner.span, start, 1), _inputs(runner.span, start, positions)
+        step, pair, chunk = (_inputs(runner.span, start, count) for count in (1, 2, positions))
         step_s = best_s(lambda: run(step, WANT_LAST), runner.span.device, clock)
+        pair_s = best_s(lambda: run(pair, WANT_LAST), runner.span.device, clock) if positions > 1 else 0.0
         chunk_s = best_s(lambda: run(chunk, WANT_NOTHING), runner.span.device, clock)
     finally:
         runner.close(PROBE_SESSION)
-    return Speeds(units / step_s, units * positions / chunk_s)
+    pair_units_per_s = 2 * units / pair_s if pair_s else 0.0
+    return Speeds(units / step_s, units * positions / chunk_s, pair_units_per_s=pair_units_per_s)
 
 
 def measure_training(segment: SpanSegment, *, clock: Clock = time.perf_counter) -> Speeds:

@@ -91,10 +91,11 @@ class Block:
         self.shapes = [tensor.shape for tensor in (*self.parameters.values(), *self.statistics.values())]
         self.shapes += [shape for name in self.watched for shape in eva.shapes_of(self.parameters[name])]
         self.optimizer = Optimizer({} if follows else self.parameters, run)
-        sizes = [shape.numel() for shape in self.shapes]
-        self.sums_N = torch.zeros(sum(sizes), device=device)
-        self._gradient = slice(0, sum(sizes[: len(self.parameters)]))
-        views = [part.view(shape) for part, shape in zip(torch.split(self.sums_N, sizes), self.shapes, strict=True)]
+        self._sizes = [shape.numel() for shape in self.shapes]
+        self.sums_N = torch.zeros(sum(self._sizes), device=device)
+        self._gradient = slice(0, sum(self._sizes[: len(self.parameters)]))
+        parts = torch.split(self.sums_N, self._sizes)
+        views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
         for parameter, view in zip(self.parameters.values(), views, strict=False):
             parameter.grad = view  # autograd adds to it in place
         summed = (*self.statistics, *(key for name in self.watched for key in eva.keys_of(name)))
@@ -160,7 +161,7 @@ class Block:
 
     def _parts(self, sums_N: Tensor) -> tuple[dict[str, Tensor], dict[str, eva.LayerMeans]]:
         """Return views of the gradients in `sums_N` by parameter, and the step's means of the watched layers by weight."""
-        parts = torch.split(sums_N, [shape.numel() for shape in self.shapes])
+        parts = torch.split(sums_N, self._sizes)
         views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
         gradients = dict(zip(self.parameters, views, strict=False))
         means = iter(views[len(self.parameters) + len(self.statistics) :])
@@ -213,7 +214,7 @@ class Block:
         """Set the block's values to those that the outer optimiser computes from the replicas' mean pseudo-gradient
         `mean_way_N`."""
         assert self.outer is not None
-        parts = torch.split(self.outer.update(mean_way_N), [shape.numel() for shape in self.shapes])
+        parts = torch.split(self.outer.update(mean_way_N), self._sizes)
         for tensor, part in zip((*self.parameters.values(), *self.statistics.values()), parts, strict=True):
             value = part.view(tensor.shape)
             tensor.data.copy_(value if tensor.is_floating_point() else value.round())
@@ -222,7 +223,7 @@ class Block:
     def _write_values(self, out_N: Tensor) -> Tensor:
         """Write parameters and statistics, strung together, into `out_N`, which is as long as `sums_N`. Returns it."""
         tensors = (*self.parameters.values(), *self.statistics.values())
-        parts = torch.split(out_N, [shape.numel() for shape in self.shapes])
+        parts = torch.split(out_N, self._sizes)
         for tensor, part in zip(tensors, parts, strict=False):
             part.copy_(tensor.reshape(-1))
         return out_N

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from swarmnode.plan.serving.draft_budget import MeasuredBudget
-from swarmnode.serving.drafting.drafter import Drafter, LiveDrafter
+from swarmnode.serving.drafting.drafter import Drafter, LiveDrafter, WeighingDrafter
 
 
 class DrafterChoice:
@@ -59,9 +59,17 @@ class DrafterChoice:
             if allowed <= 0:
                 continue
             began_s = self._clock()
-            if proposed := drafter.propose(guessed, allowed):
+            if proposed := self._ask(drafter, guessed, allowed):
                 if drafter not in self._live:  # which know by themselves how long they compute
                     self._budget.proposer(drafter.name).took(len(proposed), self._clock() - began_s)
                 self.name = drafter.name
                 return proposed
         return []
+
+    def _ask(self, drafter: Drafter, guessed: Sequence[int], count: int) -> list[int]:
+        """Return at most `count` guesses of one drafter, of those with known probabilities only as many as are worth their rows."""
+        if not isinstance(drafter, WeighingDrafter):
+            return drafter.propose(guessed, count)
+        weighed = drafter.weigh(guessed, count)
+        worthwhile = self._budget.worthwhile([guess.likely for guess in weighed])
+        return [guess.id for guess in weighed[:worthwhile]]

@@ -7,7 +7,7 @@ would have drawn it alone, and a guess only lets the hops compute the next posit
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from swarmnode.codec.messages import Open
 
@@ -34,6 +34,22 @@ class Drafter(Protocol):
 
         Returns an empty list if nothing is likely enough to follow.
         """
+        ...
+
+
+class Weighed(NamedTuple):
+    """Guess with the probability that it and all guesses before it in its proposal are right."""
+
+    id: int
+    likely: float
+
+
+@runtime_checkable
+class WeighingDrafter(Drafter, Protocol):
+    """Drafter that knows how likely each of its guesses is."""
+
+    def weigh(self, guessed: Sequence[int], count: int) -> list[Weighed]:
+        """Return what `propose` would return, each guess with its probability."""
         ...
 
 

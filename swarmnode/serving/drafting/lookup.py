@@ -18,9 +18,13 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
+from swarmnode.serving.drafting.drafter import Weighed
+
 GRAM = 2  # tokens that name a place
 MAX_TRIED = 16  # places compared for a match, the latest first
 MAX_MATCH = 32  # tokens compared at a place
+COPIED = 8  # tokens of a match that count as a copy, which may be followed again
+RETURNED = 3  # tokens of a match that shows that a copy is followed again
 NEAR = 48  # tokens after the place of an edit: the source goes on there
 MAX_TOKENS = 1 << 16  # remembered; the older half is forgotten when there are more
 TOKEN_BYTES = 176  # of memory for each remembered token, measured: the text, its chain and an entry of the table
@@ -34,6 +38,7 @@ MAX_EDIT, MAX_EDITS = 16, 256  # tokens of a remembered edit, and edits
 class MatchKind(Enum):
     """Kind of predictions, whose shares of right ones are counted together. The value is the share that is expected at first."""
 
+    FIRST = 0.5  # one token matches at its first place in the prompt, and nothing has matched yet
     REPLACED = 0.3  # the source goes on as if one token had been replaced
     NEAR_ONE = 0.4  # one token matches near the place of an edit
     NEAR_TWO = 0.6
@@ -48,19 +53,24 @@ class Match(NamedTuple):
     """Place in the text whose tokens may come next.
 
     `pending` tokens of a remembered edit come first, then the one at `source`. `length` tokens before it are alike. `near` means
-    that these are few, and that the place counts because it is close to an edit.
+    that these are few, and that the place counts because it is close to an edit; `first`, that it counts as the first place of the
+    last token in the prompt. `followed` of the tokens were predicted.
     """
 
     source: int
     length: int
     near: bool = False
     pending: tuple[int, ...] = ()
+    followed: int = 0
+    first: bool = False
 
     @property
     def kind(self) -> MatchKind:
         """Kind of this match's prediction."""
         if self.pending:
             return MatchKind.EDIT
+        if self.first:
+            return MatchKind.FIRST
         if self.near:
             return (MatchKind.REPLACED, MatchKind.NEAR_ONE, MatchKind.NEAR_TWO)[min(self.length, 2)]
         return (MatchKind.SHORT, MatchKind.SHORT, MatchKind.SHORT, MatchKind.MEDIUM, MatchKind.LONG, MatchKind.LONGEST)[
@@ -72,7 +82,7 @@ class Match(NamedTuple):
         if self.pending:
             return self._replace(pending=self.pending[1:], length=self.length + 1)
         length = self.length + 1
-        return Match(self.source + 1, length, self.near and length < GRAM)
+        return Match(self.source + 1, length, self.near and length < GRAM, followed=self.followed + 1)
 
 
 class LookupDrafter:
@@ -134,6 +144,11 @@ class LookupDrafter:
 
     def propose(self, guessed: Sequence[int], count: int) -> list[int]:
         """Return at most `count` tokens that may follow the accepted tokens and then `guessed`; none if no match is likely."""
+        return [guess.id for guess in self.weigh(guessed, count)]
+
+    def weigh(self, guessed: Sequence[int], count: int) -> list[Weighed]:
+        """Return what `propose` would return, each guess with the probability that it and all before it are right, also those in
+        flight."""
         match, likely, ahead = self._match, 1.0, list[int]()
         for token in guessed:
             predicted = None if match is None else self._predicted(match, ahead)
@@ -143,15 +158,17 @@ class LookupDrafter:
                 match = predicted.moved()
             else:
                 match, likely = self._find(ahead), 1.0
-        while match is not None and len(ahead) < len(guessed) + count:
+        weighed: list[Weighed] = []
+        while match is not None and len(weighed) < count:
             match = self._predicted(match, ahead)
             token = self._token(match, ahead)
             likely *= self._held(match)
             if likely < LEAST_LIKELY or token < 0:
                 break
             ahead.append(token)
+            weighed.append(Weighed(token, likely))
             match = match.moved()
-        return ahead[len(guessed) :]
+        return weighed
 
     # -- the text and its places
 
@@ -223,14 +240,18 @@ class LookupDrafter:
                 return
             if match.pending:
                 self._edits = {first: edit for first, edit in self._edits.items() if edit[1] != match.pending}
-            if not match.near:
+            if not match.near and (self._left is None or match.length >= COPIED):
                 self._left = (match.source, before)
+        if self._left is not None and before - self._left[1] > NEAR:
+            self._left = None
         self._match = self._find(())
         self._note_return(self._match)
 
     def _note_return(self, match: Match | None) -> None:
         """Remember the edit that has ended, if `match` shows that the text follows its source again."""
         if match is None or match.near or match.pending or self._left is None:
+            return
+        if max(match.length, match.followed + 1) < RETURNED or not self._is_near(match.source):
             return
         (left, since), self._left = self._left, None
         end = len(self._text)
@@ -264,7 +285,9 @@ class LookupDrafter:
                 if length >= GRAM and (best is None or self._is_better(Match(place, length), best)):
                     best = Match(place, length)
                 place = self._before[place - 1]
-        return best or self._find_near(tail) or self._find_first(tail)
+        near = None if best is not None and best.length >= 4 else self._find_near(tail)
+        found = [match for match in (best, near) if match is not None]
+        return max(found, key=self._held, default=None) or self._find_first(tail)
 
     def _is_better(self, match: Match, other: Match) -> bool:
         """Return whether `match` is longer, or as long and next to the place of the last edit while the other is not."""
@@ -293,7 +316,7 @@ class LookupDrafter:
         if self._matched or not tail or tail[-1] < 0:
             return None
         try:
-            return Match(self._text.index(tail[-1], self._begin, len(self._text) - 1) + 1, 1, near=True)
+            return Match(self._text.index(tail[-1], self._begin, len(self._text) - 1) + 1, 1, near=True, first=True)
         except ValueError:
             return None
 

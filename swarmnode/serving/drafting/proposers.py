@@ -68,12 +68,22 @@ class Proposers:
         return DrafterChoice(drafters, budget), budget
 
     def _cost(self, route: tuple[HopSpec, ...]) -> RowCost:
-        """Return the cost of rows at the busiest hop of a route, as far as its hops announce their speeds."""
+        """Return the cost of rows at the busiest hop of a route, as far as its hops announce their speeds.
+
+        Its load is estimated from that of this node: all sessions count as equally busy.
+        """
         known, node = self._announced(), self._node()
         costs = []
         for place, hop in enumerate(route):
             peer = known.get(hop.peer)
             sessions = node.load if place == 0 else 0 if peer is None else peer.sessions
-            speeds = (0.0, 0.0) if peer is None else (peer.decode_units_per_s, peer.prefill_units_per_s)
+            speeds = (0.0, 0.0, 0.0) if peer is None else _speeds(peer)
             costs.append(RowCost.of_speeds(hop.end - hop.start, *speeds, sharing=max(0, sessions - 1)))
-        return busiest(costs)._replace(load=node.row_load)
+        worst = busiest(costs)
+        here_s, there_s = costs[0].rows_s, worst.rows_s
+        return worst._replace(load=min(1.0, node.row_load * there_s / here_s) if here_s else node.row_load)
+
+
+def _speeds(peer: Announcement) -> tuple[float, float, float]:
+    """Return the speeds of a peer for single positions, inside prompts, and for steps of two positions."""
+    return peer.decode_units_per_s, peer.prefill_units_per_s, peer.pair_units_per_s

@@ -74,6 +74,7 @@ class WorkSpeeds(Section, frozen=True, kw_only=True):
     prefill_units_per_s: float | UnsetType = UNSET
     training_units_per_s: float | UnsetType = UNSET
     parallel_speedup: float | UnsetType = UNSET
+    pair_units_per_s: float | UnsetType = UNSET
 
 
 class ServingLoad(Section, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.optimizer import Optimizer, memory_bytes
+from swarmnode.compute.training.optimizers.eva import LayerWatch
 from swarmnode.compute.training.optimizers.muon import COEFFICIENTS, ITERATIONS, orthogonalize
 from swarmnode.compute.training.optimizers.schedule_free import newest_share
 from swarmnode.swarm.records.recipe import RECIPE, ParameterGroup, Recipe
@@ -37,7 +38,14 @@ RULES = {
     "lion": {"betas": (0.9, 0.99)},
     "schedule-free": {"betas": (0.9, 0.999), "schedule": "constant"},
 }
-EVA: dict[str, Any] = {"optimizer": "eva", "epsilon": 0.03, "clip": 1e-3, "momentum": 0.9, "learning_rate": 0.05}
+EVA: dict[str, Any] = {
+    "optimizer": "eva",
+    "betas": (0.9, 0.05),
+    "epsilon": 0.03,
+    "clip": 1e-3,
+    "momentum": 0.9,
+    "learning_rate": 0.05,
+}
 STEPS = 6
 
 
@@ -212,7 +220,7 @@ def eva_by_hand(net: nn.Sequential, run: Run, batches: list[tuple[Tensor, Tensor
             a = torch.cat([a, torch.ones(1, dtype=a.dtype)])
             if step:
                 old_a, old_g = means[place]
-                a, g = 0.95 * old_a + 0.05 * a, 0.95 * old_g + 0.05 * g
+                a, g = 0.05 * old_a + 0.95 * a, 0.05 * old_g + 0.95 * g
                 means[place] = (a, g)
             else:
                 means.append((a, g))
@@ -283,6 +291,21 @@ def test_eva_is_the_papers() -> None:
     losses = eva_losses(eva_chain(run, 0, 3), STEPS)
     assert losses == pytest.approx(expected, rel=1e-5)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "geometry", [{}, {"stride": (2, 1), "padding": (0, 2)}, {"stride": 3, "padding": 1, "dilation": (1, 2)}]
+)
+def test_evas_mean_input_of_a_convolution_is_that_of_its_patches(geometry: dict[str, Any]) -> None:
+    image_NCHW, weight = torch.rand(3, 2, 9, 8, generator=torch.Generator().manual_seed(0)), torch.ones(4, 2, 3, 2)
+    changes: dict[str, Tensor] = {}
+    with LayerWatch({id(weight): (changes, "weight")}):
+        nn.functional.conv2d(image_NCHW, weight, **geometry)
+        expected = nn.functional.unfold(image_NCHW, (3, 2), **geometry).mean((0, 2))
+        assert changes["weight/input"].allclose(expected, atol=1e-6)
+        changes.clear()
+        nn.functional.conv2d(image_NCHW[0], weight, **geometry)
+    assert not changes, "an image without a batch is not counted as rows of one"
 
 
 def test_eva_counts_each_microbatch_once_over_stages_recomputations_and_heirs() -> None:

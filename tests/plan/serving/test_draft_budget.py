@@ -19,6 +19,7 @@ from swarmnode.plan.serving.draft_budget import (
     RowCost,
     RowLoad,
     batch,
+    busiest,
     token_s,
 )
 
@@ -27,6 +28,7 @@ def budget(cost: RowCost, *, turn_s: float, acceptance: float, name: str = "look
     one = MeasuredBudget(lambda: cost)
     one.turn(turn_s)
     one.proposer(name).acceptance = acceptance
+    one.proposer(name).best = None
     one.proposer(name).allowed = MAX_WINDOW
     return one
 
@@ -60,7 +62,7 @@ def simulated_token_s(window: int, acceptance: float, turn_s: float, cost: RowCo
 def test_the_forecast_is_about_what_a_ring_takes(acceptance: float, turn_s: float) -> None:
     cost = RowCost(0.001, 0.0003)
     for window in (1, 4, 16):
-        expected_s = token_s(window, Proposer(acceptance), turn_s, cost)
+        expected_s = token_s(window, Proposer(acceptance), turn_s, cost, cost.in_turn(turn_s))
         assert expected_s == pytest.approx(simulated_token_s(window, acceptance, turn_s, cost), rel=0.35)
 
 
@@ -81,7 +83,7 @@ def test_dear_rows_and_short_turns_mean_fewer_guesses() -> None:
 
 
 def test_a_new_proposer_begins_with_few_guesses_in_a_crowded_ring() -> None:
-    one = MeasuredBudget(lambda: RowCost(0.002, 0.001, 9, 0.15))
+    one = MeasuredBudget(lambda: RowCost(0.002, 0.001, 9, 0.15, hops=3.0))
     one.turn(0.15)
     assert one.window() == PROBE
     one.verdict("lookup", 3, 0)
@@ -93,8 +95,8 @@ def test_a_new_proposer_begins_with_few_guesses_in_a_crowded_ring() -> None:
 
 def test_under_load_guesses_go_last() -> None:
     windows = [
-        budget(RowCost(0.004, 0.001, 3, load), turn_s=0.05, acceptance=0.7)._best(Proposer(0.7)).window
-        for load in (0.0, 0.2, 0.4, 1.0)
+        budget(RowCost(0.004, 0.001, 3, load, hops=3.0), turn_s=0.05, acceptance=0.7)._best(Proposer(0.7)).window
+        for load in (0.0, 0.4, 0.6, 1.0)
     ]
     assert windows == sorted(windows, reverse=True)
     assert windows[0] > windows[1] > windows[-1] == 0
@@ -106,9 +108,60 @@ def test_under_load_guesses_go_last() -> None:
 
 def test_many_sessions_are_a_load_even_where_none_is_measured() -> None:
     few, many = (RowCost(0.004, 0.001, sharing) for sharing in (0, 99))
-    assert few.crowding(0.1) == 0.0
-    assert RowCost(0.004, 0.001, 0, 1.0).crowding(0.1) == 0.0, "a session alone takes nothing from others"
-    assert many.crowding(0.1) == 0.99
+    assert few.in_turn(0.1).tokens_per_s == 0.0
+    assert RowCost(0.004, 0.001, 0, 1.0).in_turn(0.1).tokens_per_s == 0.0, "a session alone takes nothing from others"
+    assert many.in_turn(0.1).tokens_per_s == pytest.approx(990.0)
+
+
+def test_a_pass_is_filled_up_unless_another_one_costs_less() -> None:
+    few, many = (RowCost(0.004, 0.001, sharing, load=1.0, joined_s=0.002) for sharing in (2, 9))
+    assert few.longer_s(1, few.in_turn(0.1)) == pytest.approx(0.002 + 3 * 0.001)
+    assert many.longer_s(1, many.in_turn(0.1)) == pytest.approx(0.002 + 0.004 + 0.001)
+    assert few._replace(load=0.0).longer_s(2, few._replace(load=0.0).in_turn(1e6)) == pytest.approx(0.004)
+
+
+def test_announced_speeds_give_the_cost_of_a_second_position() -> None:
+    cost = RowCost.of_speeds(10, 1000.0, 5000.0, 1250.0, sharing=3)
+    assert cost == pytest.approx((0.008, 0.002, 3, 0.0, 1.0, 0.004))
+    assert RowCost.of_speeds(10, 1000.0, 5000.0).joined_s == 0.0, "older versions announce no pairs"
+    assert RowCost.of_speeds(10, 1000.0, 5000.0, 1e17).joined_s == 0.0
+    assert busiest([cost, RowCost(0.001, 0.004)]).hops == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("pair_units_per_s", [5e-324, 1e-9, 1e18])
+def test_false_costs_of_a_hop_break_nothing(pair_units_per_s: float) -> None:
+    cost = RowCost.of_speeds(10, 1000.0, 5000.0, pair_units_per_s, sharing=3)
+    one = budget(busiest([cost, RowCost(0.001, 0.004)]), turn_s=0.1, acceptance=0.9)
+    assert (one.window() > PROBE, one.worthwhile([1.0]) == 1) == (pair_units_per_s > 1, pair_units_per_s > 1)
+
+
+def test_only_guesses_that_are_worth_their_rows_are_sent() -> None:
+    one = MeasuredBudget(lambda: RowCost(0.004, 0.001, hops=3.0, joined_s=0.005))
+    assert one.worthwhile([0.1, 0.01]) == 2, "no turn is measured"
+    one.turn(0.09)
+    assert one.worthwhile([]) == 0
+    assert one.worthwhile([0.15]) == 0, "18 of 90 ms for a sixth of a turn"
+    assert one.worthwhile([0.3]) == 1
+    assert one.worthwhile([0.15, 0.14]) == 2, "together they are worth a pass"
+    assert one.worthwhile([0.9, 0.5, 0.02, 0.01]) == 2
+    busy = MeasuredBudget(lambda: RowCost(0.004, 0.001, 9, 0.5, hops=3.0, joined_s=0.005))
+    busy.turn(0.09)
+    assert busy.worthwhile([0.9]) == 0, "others lose more"
+
+
+def test_the_cost_of_rows_is_asked_for_now_and_then() -> None:
+    asked = []
+
+    def cost() -> RowCost:
+        asked.append(1)
+        return RowCost(0.004, 0.001)
+
+    one = MeasuredBudget(cost)
+    for _ in range(100):
+        one.turn(0.05)
+        one.count(0)
+        one.verdict("lookup", 1, 0)
+    assert 10 <= len(asked) <= 14, "each half second"
 
 
 def test_the_load_of_a_device() -> None:

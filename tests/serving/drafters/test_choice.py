@@ -8,6 +8,7 @@ import pytest
 
 from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost
 from swarmnode.serving.drafting.choice import DrafterChoice
+from swarmnode.serving.drafting.drafter import Weighed
 
 
 class Listed:
@@ -82,3 +83,17 @@ def test_all_of_them_follow_the_text() -> None:
 def test_a_choice_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="drafters"):
         DrafterChoice([], MeasuredBudget())
+
+
+class Doubtful(Listed):
+    """A drafter that knows how likely its guesses are."""
+
+    def weigh(self, guessed: Sequence[int], count: int) -> list[Weighed]:
+        return [Weighed(token, 0.4 / 4**place) for place, token in enumerate(self.propose(guessed, count))]
+
+
+def test_only_guesses_that_are_worth_their_rows_are_chosen() -> None:
+    choice, budget = chosen(Doubtful("lookup", [1] * 40))
+    chances = [0.4 / 4**place for place in range(8)]
+    assert choice.propose((), 8) == [1] * budget.worthwhile(chances)
+    assert 0 < budget.worthwhile(chances) < 8

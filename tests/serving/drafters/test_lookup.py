@@ -164,3 +164,30 @@ def test_a_copy_is_found_by_its_first_token() -> None:
     drafter.push(prompt[41:44])
     drafter.push([prompt[100]])
     assert drafter.propose((), 3) != prompt[101:104], "later one token is too little, except near an edit"
+
+
+def test_an_edit_in_single_bytes_is_learnt_once() -> None:
+    """Short accidental matches inside the new word do not lead away from the copied text."""
+    chance = random.Random(4)
+    names = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=9)) for _ in range(60)]
+    names[5::12] = ["return"] * 5
+    source = " ".join(names)
+    copy = source.replace("return", "yield")
+    drafter = LookupDrafter()
+    drafter.push(list(source.encode()))
+    learnt = copy.index("yield") + 9
+    first = turns_of(drafter, list(copy[:learnt].encode()), 15)
+    rest = turns_of(drafter, list(copy[learnt:].encode()), 15)
+    assert first <= learnt / 16 + 11, "each byte of the new word, and the beginning"
+    assert rest <= (len(copy) - learnt) / 16 + 3
+
+
+def test_guesses_are_weighed() -> None:
+    drafter, prompt = LookupDrafter(), words(200, 6)
+    drafter.push(prompt)
+    drafter.push(prompt[:20])
+    weighed = drafter.weigh((), 12)
+    assert [guess.id for guess in weighed] == drafter.propose((), 12) == prompt[20:32]
+    likely = [guess.likely for guess in weighed]
+    assert likely == sorted(likely, reverse=True) and 0.5 < likely[-1] < likely[0] <= 1.0
+    assert drafter.weigh(prompt[20:24], 1)[0].likely == likely[4], "those in flight count"

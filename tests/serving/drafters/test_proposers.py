@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from swarmnode.codec.body import HopSpec
 from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost
 from swarmnode.serving.drafting.choice import DrafterChoice
@@ -19,7 +21,10 @@ def opened() -> Any:
 
 def announced(**speeds: tuple[float, float, int]) -> Any:
     names = ("decode_units_per_s", "prefill_units_per_s", "sessions")
-    return {peer: SimpleNamespace(**dict(zip(names, values, strict=True))) for peer, values in speeds.items()}
+    return {
+        peer: SimpleNamespace(pair_units_per_s=0.0, **dict(zip(names, values, strict=True)))
+        for peer, values in speeds.items()
+    }
 
 
 def node(sessions: int, row_load: float = 0.0) -> Any:
@@ -36,10 +41,9 @@ def test_a_session_looks_up() -> None:
 def test_the_budget_knows_the_busiest_hop() -> None:
     peers = announced(a=(1000.0, 8000.0, 9), b=(100.0, 400.0, 3))
     cost = Proposers(lambda: peers, node(2, 0.3))._cost(ROUTE)
-    assert cost == RowCost(0.04 - 0.01, 0.01, 2, 0.3)
-    assert Proposers(lambda: peers, node(500))._cost(ROUTE) == RowCost(0.004 - 0.0005, 0.0005, 499), (
-        "its own load is live"
-    )
+    assert cost == pytest.approx((0.03, 0.01, 2, 1.0, 1.1, 0.0)), "0.3 here are more there, with slower rows"
+    cost = Proposers(lambda: peers, node(500, 0.3))._cost(ROUTE)
+    assert cost == pytest.approx((0.0035, 0.0005, 499, 0.3, 11.0, 0.0)), "its own load is live"
 
 
 def test_hops_without_speeds_cost_nothing() -> None:

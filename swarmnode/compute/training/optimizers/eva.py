@@ -9,13 +9,12 @@ layer or convolution uses as its weights keep their own gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.grad import conv2d_weight
 from torch.overrides import TorchFunctionMode
 
 from swarmnode.compute.training.optimizers.muon import is_matrix
@@ -63,15 +62,18 @@ def curvature(gradient: Tensor, bias_O: Tensor | None, means: LayerMeans, dampin
     """Return the factor of ga' that an update of damping 1 takes from the gradient, and the sum of update * G."""
     gradient_OI = gradient.reshape(len(gradient), -1)
     projected_O = gradient_OI @ means.input_I
-    square = float(gradient_OI.square().sum())
-    input_square = float(means.input_I.square().sum())
+    square, input_square = _square(gradient_OI.view(-1)), _square(means.input_I)
     if bias_O is not None:
         projected_O = projected_O + bias_O
-        square += float(bias_O.square().sum())
+        square += _square(bias_O)
         input_square += 1.0
     along = float(means.output_O @ projected_O)
-    factor = along / (damping + input_square * float(means.output_O.square().sum()))
+    factor = along / (damping + input_square * _square(means.output_O))
     return factor, max(0.0, square - along * factor) / damping
+
+
+def _square(vector_N: Tensor) -> float:
+    return float(vector_N @ vector_N)
 
 
 def precondition(gradient: Tensor, bias_O: Tensor | None, means: LayerMeans, *, damping: float, clipped: float) -> None:
@@ -100,7 +102,7 @@ class LayerWatch(TorchFunctionMode):
         output = func(*args, **(kwargs or {}))
         if func in LINEAR or func in CONVOLUTION:
             inputs, weight, *more = args
-            if id(weight) in self._watched and (func in LINEAR or _is_plain(more, kwargs or {})):
+            if id(weight) in self._watched and (func in LINEAR or _is_plain(inputs, more, kwargs or {})):
                 self._watch(func in LINEAR, output, inputs.detach(), weight, more, kwargs or {})
         return output
 
@@ -131,14 +133,25 @@ def _geometry(more: list[Any], named: Mapping[str, Any]) -> tuple[Any, Any, Any,
     return given.get("stride", 1), given.get("padding", 0), given.get("dilation", 1), given.get("groups", 1)
 
 
-def _is_plain(more: list[Any], named: Mapping[str, Any]) -> bool:
-    """Return whether a convolution has one group, and its padding in numbers."""
+def _is_plain(inputs: Tensor, more: list[Any], named: Mapping[str, Any]) -> bool:
+    """Return whether a convolution has a batch of images, one group, and its padding in numbers."""
     _, padding, _, groups = _geometry(more, named)
-    return groups == 1 and not isinstance(padding, str)
+    return inputs.dim() == 4 and groups == 1 and not isinstance(padding, str)
 
 
 def _mean_patch(inputs_NCHW: Tensor, weight: Tensor, output: Tensor, geometry: tuple[Any, Any, Any, int]) -> Tensor:
-    """Return the mean_I of all patches that a convolution multiplies, without making them: the gradient of a kernel, for ones."""
-    ones = torch.ones_like(output[:, :1], dtype=inputs_NCHW.dtype)
-    sums: Tensor = conv2d_weight(inputs_NCHW, (1, *weight.shape[1:]), ones, *geometry)
-    return sums.flatten() / ones.numel()
+    """Return the mean_I of all patches that a convolution multiplies, without making them: a view of the batch's mean image."""
+    (row, column), (rows, columns), (down, right) = (_pair(one) for one in geometry[:3])
+    image_CHW = functional.pad(inputs_NCHW.mean(0), (columns, columns, rows, rows)).contiguous()
+    channel_step, row_step, column_step = image_CHW.stride()
+    patches = image_CHW.as_strided(
+        (*weight.shape[1:], *output.shape[2:]),
+        (channel_step, down * row_step, right * column_step, row * row_step, column * column_step),
+    )
+    return patches.mean((-2, -1)).flatten()
+
+
+def _pair(given: int | Sequence[int]) -> tuple[int, int]:
+    """Return the number of rows and of columns, which are equal if only one is given."""
+    sizes = (given,) if isinstance(given, int) else tuple(given)
+    return sizes[0], sizes[-1]
