@@ -114,11 +114,8 @@ class Announcement(Signable, frozen=True):
     """Rate at which large frames of this peer arrived at a few peers, by digest, in kbit/s."""
     step_load: tuple[Measured, Measured, Measured] = (0, 0, 0)  # of the run being trained: a `StepLoad`
     drafts: Annotated[int, Meta(ge=0, le=MAX_ANNOUNCED_DRAFTS)] = 0  # most guesses in flight that it takes of a session
-<<<<<<< HEAD
-    tune_percent: Annotated[int, Meta(ge=0, le=100)] = 0  # of its time for tuning adapters of others; 0: it takes none
-=======
     pair_units_per_s: Figure = 0.0  # one position of a step of two, which a guess makes of a decode step
->>>>>>> main
+    tune_percent: Annotated[int, Meta(ge=0, le=100)] = 0  # of its time for tuning adapters of others; 0: it takes none
 
     def rules(self) -> dict[str, bool]:
         texts = (self.peer, self.name, self.device, self.number_format, *self.addresses)
