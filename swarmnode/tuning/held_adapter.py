@@ -144,8 +144,9 @@ class HeldAdapter:
             self._before.close()
         if self._next is not None and self._next.done() and not self._next.cancelled() and not self._next.exception():
             self._next.result().close()
-        for waited in (*self._labels.values(), *self._answers.values()):
-            waited.cancel()  # else the microbatches in flight would wait for ever
+        waits: list[asyncio.Future[Any]] = [*self._labels.values(), *self._answers.values()]
+        for wait in waits:
+            wait.cancel()  # else the microbatches in flight would wait for ever
         self._parts.close()
         self._host.ended(self)
 
