@@ -10,9 +10,20 @@ from swarmnode.errors import UsageError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "nf4")
 PRODUCTS = AUTO, EXACT, FAST, PLAIN = ("auto", "exact", "fast", "plain")
+ADAPTERS = NO_ADAPTERS, OF_MANIFEST, MEMBERS_TOO = ("none", "manifest", "members")
 KV_FORMS = PLAIN, INT8_KV = ("plain", "int8")
 CAPTURES = ("auto", "off")
+OWN = "own"  # the draft model that is a layer of the served model itself
 COMPRESSIONS = ("auto", "none", "bf16", "int8", "int4", "topk", "adatopk", "slowest")
+SCHEDULES_BY_NAME = (
+    "constant",
+    "linear",
+    "cosine",
+    "hf-constant",
+    "hf-linear",
+    "hf-cosine",
+    "hf-wsd",
+)  # of a learning rate
 DEVICES = re.compile(r"auto|all|cpu|mps|cuda|(cuda|cpu):\d{1,3}(,\1:\d{1,3})*")
 
 LEAST_SHARE = 0.01
@@ -33,6 +44,10 @@ class ServerConfig:
     max_compiling: int = 16  # grammars waiting to be compiled
     compile_s: float = 20.0  # how long a session waits for its grammar, and the first session for the tokenizer
     adapter_s: float = 1.5  # how long a session waits for its adapter: shorter than its client waits for READY
+    adapters: int = 256  # of members, on the disk at a time
+    adapter_bytes: int = 4 << 30  # of all of them together
+    owner_adapters: int = 16  # of one owner
+    owner_adapter_bytes: int = 1 << 30
     max_drafts: int = 16  # guessed positions of one session in flight; 0: none
     longest_chunk_tokens: int = (
         1024  # prompt tokens in one pass, on devices where further positions cost next to nothing
@@ -72,10 +87,11 @@ class StageConfig:
     min_holders: int = 2  # back up the states of units that fewer nodes train on other peers' disks; below 2: none
     share: float = 1.0  # largest share of the time that serving may keep the device busy
     audit_share: float = 0.03  # share of the training compute spent on recomputing replicas' microbatches
-    tune_share: float | None = (
-        None  # of the device's time for tuning while sessions are served; 0: no tuning; None: by the swarm
+    # Of the device's time for tuning while sessions are served; 0: no tuning; None: by the swarm
+    tune_share: float | None = None
+    draft_model: str = (
+        ""  # small model whose texts are guesses: folder, GGUF file or hub id; OWN: its MTP layer; empty: none
     )
-    draft_model: str = ""  # folder, GGUF file or hub id of a small model whose texts are guesses; empty: none
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def meeting(self, least: str) -> StageConfig:

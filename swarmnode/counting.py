@@ -1,6 +1,8 @@
-"""Format numbers for people."""
+"""Format numbers for people, and count tokens."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def counted(number: int, noun: str) -> str:
@@ -22,3 +24,9 @@ def format_bytes(count: float) -> str:
     while count >= 1000 and index < len(units) - 1:
         count, index = count / 1000, index + 1
     return f"{count:.0f} {units[index]}" if index < 2 else f"{count:.1f} {units[index]}"
+
+
+def common_beginning(left: Sequence[int], right: Sequence[int]) -> int:
+    """Return the number of tokens at the beginning that two texts have in common."""
+    pairs = zip(left, right, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))

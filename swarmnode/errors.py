@@ -32,6 +32,10 @@ class ErrorCode(IntEnum):
     WRONG_RUN = 15  # the swarm is trained with other settings or other data
     ELSEWHERE = 16  # another peer does that at the moment
     INVALID_REQUEST = 17  # the request cannot be computed: the model has no such token ids or positions
+    ADAPTER_REFUSED = 18  # the peer serves no adapters of members, or its owner has blocked this one
+    ADAPTER_QUOTA = 19  # the adapter is over what the peer keeps for one owner, or for all of them
+    ADAPTER_EXPIRED = 20  # the adapter's time is over
+    ADAPTER_PRIVATE = 21  # the adapter is private to another member
 
 
 ERROR_TEXT = {
@@ -51,7 +55,11 @@ ERROR_TEXT = {
     ErrorCode.NOT_FOUND: "it does not have the content asked for",
     ErrorCode.WRONG_RUN: "the swarm is being trained with other settings or other data",
     ErrorCode.ELSEWHERE: "another peer does that at the moment",
-    ErrorCode.INVALID_REQUEST: "the swarm has no such token ids, positions or codec, or cannot follow the grammar",
+    ErrorCode.INVALID_REQUEST: "the swarm has no such token ids, positions, codec or adapter, or cannot follow the grammar",
+    ErrorCode.ADAPTER_REFUSED: "it serves no adapters that members bring, or its owner has blocked this one",
+    ErrorCode.ADAPTER_QUOTA: "the adapter is over the space that it has for adapters of members",
+    ErrorCode.ADAPTER_EXPIRED: "the adapter has expired",
+    ErrorCode.ADAPTER_PRIVATE: "the adapter is private to another member",
 }
 """Text shown for a code from a peer: never words that the peer chose."""
 
@@ -74,6 +82,10 @@ REMEDY = {
     ErrorCode.WRONG_RUN: "Use the settings and the data that the training began with, or another `--seed` for a new run.",
     ErrorCode.ELSEWHERE: "Try again: swarmnode asks the peer that does it.",
     ErrorCode.INVALID_REQUEST: "Shorten the prompt, ask for fewer tokens, or use the tokenizer that belongs to the model.",
+    ErrorCode.ADAPTER_REFUSED: "Use peers whose owners take adapters (`run --adapters members`), or leave the adapter out.",
+    ErrorCode.ADAPTER_QUOTA: "Bring a smaller adapter (a lower rank, no replaced layers), or remove one of yours.",
+    ErrorCode.ADAPTER_PRIVATE: "Ask its owner to share it (`swarmnode adapter add --share members`).",
+    ErrorCode.ADAPTER_EXPIRED: "Ask its owner to add it again (`swarmnode adapter add`).",
 }
 """Advice to the user for a code from a peer."""
 

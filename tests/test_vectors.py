@@ -30,6 +30,7 @@ from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
 from swarmnode.net.direct.direct_connections import OFFER, REQUEST
 from swarmnode.net.direct.records import DirectionKey, KeyPair, Occasion
 from swarmnode.net.identity import Identity, SigningKey, verify
+from swarmnode.swarm.records.adapter_record import open_adapter, sign_adapter
 from swarmnode.swarm.records.announcement import open_announcement, sign_announcement
 from swarmnode.swarm.records.certificate import Certificate, open_certificate, open_grant
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite
@@ -190,6 +191,7 @@ class SignedKind(NamedTuple):
 
 
 SIGNED = {
+    "adapters": SignedKind("adapter_record", open_adapter, sign_adapter),
     "announcements": SignedKind("announcement", open_announcement, sign_announcement),
     "commitments": SignedKind("step_commitment", open_commitment, sign_commitment),
     "receipts": SignedKind("work_receipt", open_receipt, sign_receipt),

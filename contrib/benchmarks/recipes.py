@@ -1,13 +1,16 @@
 """Recipes beside their references: transformers' Trainer, trl's SFTTrainer, and the cost of evaluation. Prints JSON with ratios.
 
-    python contrib/benchmarks/recipes.py trainer [--steps 200] [--seeds 3]
+    python contrib/benchmarks/recipes.py trainer [--steps 200] [--seeds 3] [--families llama qwen3 gpt2 qwen3_moe]
     python contrib/benchmarks/recipes.py chat --model DIR      # a folder with a tokenizer and a chat template, such as SmolLM2's
     python contrib/benchmarks/recipes.py evaluation [--steps 100] [--seeds 3]
 
-`trainer` and `chat` need the packages trl, accelerate and datasets. `trainer` trains small random models of three families on
-the same batches, with one recipe (AdamW, cosine with warm-up, weight decay, clipping), and prints the largest relative difference
-of a step's loss. `chat` compares ids and labels of a chat file, one sample at a time. `evaluation` compares the CPU seconds of a
-training that evaluates 1 % of the data every 100 steps with one that does not, in pairs that alternate.
+`trainer` and `chat` need the packages trl, accelerate and datasets. `trainer` trains small random models of four families on
+the same batches, with one recipe (AdamW, cosine with warm-up, weight decay, clipping; the balance loss for the mixture of experts),
+and prints the largest relative difference of a step's loss. Of the mixture that is until the step before a token takes another
+expert in one of the two trainings: rounding decides between experts that are nearly equal, and both go on from there.
+`chat` compares ids and labels of a chat file, one sample at a time. `evaluation` compares a training that evaluates 1 % of the
+data every 100 steps, and its final weights, with one that does not: by the passes through layers that it computes (a pass back
+counts twice), and by CPU seconds in pairs that alternate, which are noisy on a busy machine.
 """
 
 from __future__ import annotations
@@ -20,7 +23,9 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,7 @@ from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.datasets.batches import Batches, TokenBatches
 from swarmnode.compute.training.datasets.held_out import WithHeldOut
-from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.lm import SpanSegment, load_segment
 from swarmnode.compute.training.local import train_locally
 from swarmnode.data.samples import TokenSample, read_samples
 from swarmnode.swarm.records.recipe import RECIPE, Recipe
@@ -56,7 +61,10 @@ SIZES = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
-FAMILIES = ("llama", "qwen3", "gpt2")
+FAMILIES = ("llama", "qwen3", "gpt2", "qwen3_moe")
+MIXTURE = "qwen3_moe"
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+BALANCE = 0.01
 NO_LABEL = -100
 
 
@@ -65,7 +73,8 @@ def save_model(folder: Path, family: str, seed: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES)).save_pretrained(folder)
+    sizes = {**SIZES, **EXPERTS} if family == MIXTURE else SIZES
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).save_pretrained(folder)
 
 
 def recipe_run(batches: Batches, steps: int, seed: int, **recipe: Any) -> Run:
@@ -85,8 +94,22 @@ def recipe_run(batches: Batches, steps: int, seed: int, **recipe: Any) -> Run:
     )
 
 
-def trainers_losses(folder: Path, rows_NT: Tensor, run: Run, out: Path) -> list[float]:
-    """Return the loss of each step of transformers' Trainer on these rows in their order."""
+def watch_routes(model: Any, routes: list[Tensor]) -> None:
+    """Append the experts that each token takes to `routes`, at each pass through a router of the model, sorted."""
+
+    def note(_module: Any, _inputs: Any, output: Any) -> None:
+        routes.append(output[2].detach().sort(-1).values)
+
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(note)
+
+
+def trainers_losses(folder: Path, rows_NT: Tensor, run: Run, out: Path, routes: list[Tensor]) -> list[float]:
+    """Return the loss of each step of transformers' Trainer on these rows in their order.
+
+    The Trainer adds the balance loss of each microbatch to the step's mean cross-entropy, so its factor is a microbatch's share.
+    """
     from torch.utils.data import SequentialSampler
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -122,7 +145,12 @@ def trainers_losses(folder: Path, rows_NT: Tensor, run: Run, out: Path) -> list[
     )
     # The first label of a row has no prediction. Of some families (GPT-2) the Trainer counts it nevertheless, unless it is -100.
     dataset = [{"input_ids": row, "labels": torch.cat([torch.tensor([NO_LABEL]), row[1:]])} for row in rows_NT]
-    Watched(AutoModelForCausalLM.from_pretrained(folder), arguments, train_dataset=dataset).train()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if run.known_recipe.watches_routers:
+        model.config.output_router_logits = True
+        model.router_aux_loss_coef = run.known_recipe.router_balance / run.microbatches
+    watch_routes(model, routes)
+    Watched(model, arguments, train_dataset=dataset).train()
     size = run.microbatches
     return [sum(losses[begin : begin + size]) for begin in range(0, len(losses), size)]
 
@@ -134,23 +162,37 @@ def in_order(batches: Batches, run: Run) -> Tensor:
     return torch.cat(list(parts))
 
 
-def beside_trainer(steps: int, seed: int) -> Iterator[Mapping[str, Any]]:
+def first_flip(own: list[Tensor], theirs: list[Tensor], steps: int) -> int:
+    """Return the first step in which a token takes other experts; `steps` if there is none."""
+    passes = len(own) // steps
+    differ = (number for number, pair in enumerate(zip(own, theirs, strict=True)) if not torch.equal(*pair))
+    return next(differ, steps * passes) // passes if passes else steps
+
+
+def beside_trainer(steps: int, seed: int, families: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     """Yield for each family the largest relative difference of a step's loss."""
     batches = TokenBatches(read_corpus()[: 50 * steps * SEQUENCE].numpy().astype(np.uint32), VOCABULARY)
-    for family in FAMILIES:
+    for family in families:
         with tempfile.TemporaryDirectory() as folder:
-            path, run = Path(folder) / "model", recipe_run(batches, steps, seed)
+            balance = {"router_balance": BALANCE} if family == MIXTURE else {}
+            path, run = Path(folder) / "model", recipe_run(batches, steps, seed, **balance)
             save_model(path, family, seed)
             checkpoint = Checkpoint(path)
-            own = [one.loss for one in train_locally(load_segment(checkpoint, 0, checkpoint.units), run, batches)]
-            theirs = trainers_losses(path, in_order(batches, run), run, Path(folder) / "out")
+            segment = load_segment(checkpoint, 0, checkpoint.units)
+            routes: tuple[list[Tensor], list[Tensor]] = ([], [])
+            watch_routes(segment.span.model, routes[0])
+            own = [one.loss for one in train_locally(segment, run, batches)]
+            theirs = trainers_losses(path, in_order(batches, run), run, Path(folder) / "out", routes[1])
         off = [abs(one - other) / other for one, other in zip(own, theirs, strict=True)]
+        flip = first_flip(*routes, steps)
         yield {
             "family": family,
             "seed": seed,
             "steps": steps,
-            "largest_relative_difference": max(off),
+            "largest_relative_difference": max(off[:flip], default=0.0),
             "after_100_steps": max(off[:100]),
+            "first_flipped_route": flip if routes[0] else None,
+            "with_flipped_routes": max(off),
             "first_loss": own[0],
             "last_loss": own[-1],
         }
@@ -236,8 +278,22 @@ def beside_sft(folder: Path) -> Iterator[Mapping[str, Any]]:
         }
 
 
+def count_passes(segment: SpanSegment) -> Counter[str]:
+    """Return a counter of the passes through a segment's first layer, forward and backward, as they come."""
+    counted: Counter[str] = Counter()
+
+    def forward(_module: Any, _inputs: Any, output: Any) -> None:
+        counted["forward"] += 1
+        hidden_BTH = output[0] if isinstance(output, tuple) else output
+        if hidden_BTH.requires_grad:
+            hidden_BTH.register_hook(lambda _gradient: counted.update(("backward",)))
+
+    segment.span.stack.get_submodule("0").register_forward_hook(forward)
+    return counted
+
+
 def cost_of_evaluation(steps: int, seed: int) -> Iterator[Mapping[str, Any]]:
-    """Yield the CPU seconds of a training with evaluation over those without, in pairs that alternate."""
+    """Yield the passes and the CPU seconds of a training with evaluation over those without, the latter in pairs that alternate."""
     rows = steps * BATCH
     corpus_N = read_corpus()[: (rows + rows // 100) * SEQUENCE].numpy().astype(np.uint32)
     trained, held_out = (TokenBatches(part, VOCABULARY) for part in np.split(corpus_N, [rows * SEQUENCE]))
@@ -250,24 +306,25 @@ def cost_of_evaluation(steps: int, seed: int) -> Iterator[Mapping[str, Any]]:
         both = WithHeldOut(trained, held_out)
         evaluates = recipe_run(both, steps, seed, evaluate_every=100, evaluation=count)
         taken: dict[str, list[float]] = {"plain": [], "evaluates": []}
+        passes: dict[str, int] = {}
         for name in ("plain", "evaluates", "evaluates", "plain"):
             run, batches = (plain, trained) if name == "plain" else (evaluates, both)
             segment = load_segment(checkpoint, 0, checkpoint.units)
+            counted = count_passes(segment)
             began_s = time.process_time()
             for _ in train_locally(segment, run, batches):
                 pass
             taken[name].append(time.process_time() - began_s)
+            passes[name] = counted["forward"] + 2 * counted["backward"]
     plain_s, evaluates_s = (statistics.mean(taken[name]) for name in ("plain", "evaluates"))
-    passes = 3 * steps * plain.microbatches
-    forward = sum(evaluates.evaluations_at(step) for step in range(steps))
     yield {
         "seed": seed,
         "steps": steps,
         "held_out_microbatches": count,
-        "evaluations": sum(bool(evaluates.evaluations_at(step)) for step in range(steps)),
+        "evaluations": sum(bool(evaluates.evaluations_at(step)) for step in range(steps + 1)),
         "plain_cpu_s": plain_s,
         "ratio_of_cpu": evaluates_s / plain_s,
-        "share_of_passes": forward / passes,
+        "share_of_passes": passes["evaluates"] / passes["plain"] - 1,
     }
 
 
@@ -278,6 +335,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=FAMILIES)
     given = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
     logging.disable(logging.WARNING)
@@ -287,13 +345,13 @@ def main() -> None:
         for row in beside_sft(given.model):
             print(json.dumps(row), flush=True)
         return
-    make, steps = (beside_trainer, 200) if given.part == "trainer" else (cost_of_evaluation, 200)
+    make = partial(beside_trainer, families=given.families) if given.part == "trainer" else cost_of_evaluation
     rows = []
     for seed in range(given.seeds):
-        for row in make(given.steps or steps, seed):
+        for row in make(given.steps or 200, seed):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    name = "largest_relative_difference" if given.part == "trainer" else "ratio_of_cpu"
+    name = "largest_relative_difference" if given.part == "trainer" else "share_of_passes"
     values = [row[name] for row in rows]
     print(json.dumps({"of": name, "lowest": min(values), "mean": statistics.mean(values), "highest": max(values)}))
 

@@ -30,7 +30,7 @@ from swarmnode.peer.paths import ObservedLatency
 from swarmnode.plan.audits.judgement import Calibration
 from swarmnode.plan.audits.selection import second_route
 from swarmnode.plan.routes.lattice import SessionSize
-from swarmnode.serving.client.client_session import ClientSession
+from swarmnode.serving.client.client_session import ClientSession, WithAdapter, as_it_is
 from swarmnode.serving.client.router import Route, Router
 from swarmnode.serving.client.session_spec import Received, ServedWork, SessionSpec, ids_entry
 
@@ -77,6 +77,7 @@ class Replays:
         self._sessions = sessions
         self._config = replace(config, patience_s=0.0)
         self._on_over = on_over
+        self.with_adapter: WithAdapter = as_it_is
 
     def __repr__(self) -> str:
         return f"<Replays {self.calibration!r}>"
@@ -86,7 +87,15 @@ class Replays:
         """Open a session along `route` that is closed at the end of the context."""
         router = FixedRoute(route, self._host.observed_latency)
         clock = self._host.clock.monotonic
-        session = ClientSession(self._sessions, router, spec, self._config, clock=clock, on_over=self._on_over)
+        session = ClientSession(
+            self._sessions,
+            router,
+            spec,
+            self._config,
+            clock=clock,
+            on_over=self._on_over,
+            with_adapter=self.with_adapter,
+        )
         try:
             yield session
         finally:

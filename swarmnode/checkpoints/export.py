@@ -111,6 +111,7 @@ async def export(
     *,
     force: bool = False,
     patience_s: float = PATIENCE_S,
+    average: bool = True,
     on_unconfirmed: Callable[[Sequence[str]], None] = lambda _parts: None,
 ) -> int:
     """Write the trained model into the folder `out`, which appears once it is complete.
@@ -123,6 +124,7 @@ async def export(
         progress: is called with the fetched and the total bytes.
         force: replaces a folder that holds nothing but a checkpoint.
         patience_s: how long to wait for peers that have all units together.
+        average: writes the average of the weights (`ema`) in their place, if the run keeps one.
         on_unconfirmed: is called with the names of the parts whose state only one holder had, or another holder has
             differently.
 
@@ -156,7 +158,7 @@ async def export(
             files = [
                 store.path(step, block, verify=False) for block in found.blocks
             ]  # each chunk was checked on its way
-            await _write(host, files, out, force, unconfirmed)
+            await _write(host, gather(files, average=average), out, force, unconfirmed)
             on_unconfirmed(unconfirmed)
             shutil.rmtree(store.folder, ignore_errors=True)
         finally:
@@ -201,15 +203,13 @@ def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing], electorate: 
     return text if differ is None else f"{text}: {differ}"
 
 
-async def _write(host: Host, files: Sequence[Path], out: Path, force: bool, unconfirmed: Sequence[str]) -> None:
+async def _write(host: Host, tensors: Mapping[str, Tensor], out: Path, force: bool, unconfirmed: Sequence[str]) -> None:
     assert host.swarm.manifest is not None
     language = host.swarm.manifest.kind == CAUSAL_LM
     weights = Weights(host)
     try:
         founded = await (weights.small_files() if language else weights.everything())
-        await asyncio.to_thread(
-            write_checkpoint, language, gather(files), founded, out, force=force, unconfirmed=unconfirmed
-        )
+        await asyncio.to_thread(write_checkpoint, language, tensors, founded, out, force=force, unconfirmed=unconfirmed)
     finally:
         await weights.close()
 

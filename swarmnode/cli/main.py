@@ -25,6 +25,7 @@ GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
         "join": CommandPlace("use.join"),
         "leave": CommandPlace("use.join"),
         **places("use", "models generate chat infer serve launch mcp status trace"),
+        "adapter": CommandPlace("use.adapter", "app"),
     },
     "Lend this machine": {
         "run": CommandPlace("lend.run", settings={"cls": ConfiguredCommand}),

@@ -274,7 +274,7 @@ class ModelFiles:
             manifest, folder = self._manifest, await self.folder()
             trained = self._most_positions or context_limit(folder)
             positions = min((size for size in (manifest.model.positions, trained) if size), default=None)
-            self._limits = ModelLimits(vocabulary_size(folder), positions, manifest.codecs, manifest.adapter_names)
+            self._limits = ModelLimits(vocabulary_size(folder), positions, manifest.codecs)
         return self._limits
 
     @property

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnode.audits.auditor import Auditor
 from swarmnode.audits.reports import Reports
+from swarmnode.client.adapters import ClientAdapters
 from swarmnode.client.model_files import ModelFiles
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.remote_encoder import RemoteEncoder, has_segments, labels_of
@@ -86,9 +87,11 @@ class SwarmClient(SwarmObserver):
         self.running: dict[str, Generation] = {}  # running generations, by trace
         self._meter = ClientMeter()
         self._beginnings = Beginnings()
+        self.adapters = ClientAdapters(host, self._files)
         self._receipts = ReceiptIssuer(host)
         self._claims = Claims(host)
         self.auditor = Auditor(host, self._switchboard, config, self._receipts.served)
+        self.auditor.replays.with_adapter = self.adapters.with_adapter
         self.reports = Reports(self.auditor, self._router(Span(0, self.units), ring=True))
         if config.audit_share > 0:
             self.auditor.on_found = self.reports.tell
@@ -145,6 +148,7 @@ class SwarmClient(SwarmObserver):
             await cancel_and_wait(self._module)
             if not self._module.cancelled() and self._module.exception() is None:
                 await self._module.result().close()
+        await self.adapters.close()
         await self._files.close()
         await self._host.close()
 
@@ -225,6 +229,7 @@ class SwarmClient(SwarmObserver):
         limits.check_generation(len(prompt), options.max_new_tokens)  # before each id is looked at
         prompt = limits.ids(prompt)
         await limits.check_options(options)
+        options = dataclasses.replace(options, adapter=await self.adapters.resolve(options.adapter))
         if not options.stop_ids and not ignore_ends:
             options = dataclasses.replace(options, stop_ids=await self.stop_ids())
         router = self._router(Span(0, self.units), ring=True)
@@ -305,13 +310,12 @@ class SwarmClient(SwarmObserver):
         limits, score_prompt = await self.limits(), await asyncio.to_thread(_import_scores)
         limits.check_generation(len(prompt), 1)
         ids = limits.ids(prompt)
-        limits.check_adapter(adapter)
         spec = SessionSpec(
             Mode.DRIVEN,
             max_length=len(ids),
             allowed=frozenset(limits.codecs),
             width=limits.vocabulary or MAX_WIDTH,
-            adapter=adapter,
+            adapter=await self.adapters.resolve(adapter),
         )
         session = self._new_session(self._router(Span(0, self.units), ring=False), spec, self.config)
         try:
@@ -330,7 +334,16 @@ class SwarmClient(SwarmObserver):
 
     def _new_session(self, router: DirectoryRouter, spec: SessionSpec, config: ClientConfig) -> ClientSession:
         meter, clock, on_over = self._meter, self._clock, self._receipts.served
-        return ClientSession(self._switchboard, router, spec, config, meter=meter, clock=clock, on_over=on_over)
+        return ClientSession(
+            self._switchboard,
+            router,
+            spec,
+            config,
+            meter=meter,
+            clock=clock,
+            on_over=on_over,
+            with_adapter=self.adapters.with_adapter,
+        )
 
     def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
         announced = self._host.directory.peers().values()
@@ -464,7 +477,12 @@ class SwarmClient(SwarmObserver):
         self._host.supervisor.check()
         self.check_language_model()
         check_compression(compress, self.manifest.codecs)
-        (await self.limits()).check_adapter(adapter, hold_ends=hold_ends)
+        if adapter and hold_ends:
+            raise UsageError(
+                "hold_ends does not work with an adapter: its changes to "
+                "embedding and head are not here; leave out one of the two"
+            )
+        adapter = await self.adapters.resolve(adapter)
         loop = asyncio.get_running_loop()
 
         def run(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -63,6 +63,7 @@ class FrameKind(IntEnum):
     GET_CHUNKS = 34
     CHUNK = 35
     DRAFTS = 36
+    OFFER_ADAPTER = 37
     PROBE = 40
     FORWARD = 48
     BACKWARD = 49

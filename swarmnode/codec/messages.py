@@ -20,10 +20,12 @@ from swarmnode.codec.audit_messages import AUDIT_BODIES
 from swarmnode.codec.body import (
     DECODE_ERRORS,
     MAX_ADAPTER_CHARS,
+    MAX_ADAPTER_RECORD_BYTES,
     MAX_CHUNKS,
     MAX_CODE,
     MAX_DRAFTS,
     MAX_LINK_CODECS,
+    MAX_PEER_CHARS,
     MAX_POSITIONS,
     MAX_PROOF_BYTES,
     MAX_PROPOSER_CHARS,
@@ -31,6 +33,7 @@ from swarmnode.codec.body import (
     MAX_REVOCATIONS_BYTES,
     MAX_ROUTE_HOPS,
     MAX_ROWS,
+    MAX_SIGNATURE_BYTES,
     MAX_SOFTWARE_CHARS,
     SWARM_ID_BYTES,
     Body,
@@ -150,6 +153,16 @@ class LinkCodec(Body, frozen=True):
             raise ProtocolError(f"a LINK_CODEC needs a codec of this version, not {self.codec}")
 
 
+class AdapterTicket(Body, frozen=True):
+    """Right of a session to an adapter that a member brought: the adapter's signed record, and for a private one the signature of
+    its owner over this OPEN of the peer `client`, made `at` (unix time in seconds)."""
+
+    record: Annotated[bytes, Meta(min_length=1, max_length=MAX_ADAPTER_RECORD_BYTES)]
+    at: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0
+    client: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
+    signature: Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)] = b""
+
+
 class Open(Body, frozen=True):
     """Command that opens a session at a hop, or moves it to a newer epoch. From now on the frame's channel carries its INPUT
     frames.
@@ -175,10 +188,13 @@ class Open(Body, frozen=True):
     truncate: Truncate | None = None  # applied first: another text begins as the session's does
     codecs: Annotated[tuple[LinkCodec, ...], Meta(max_length=MAX_LINK_CODECS)] = ()
     adapts: bool = False
-    adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = ""  # name of an adapter of the swarm, or empty
+    adapter: Annotated[str, Meta(max_length=MAX_ADAPTER_CHARS)] = (
+        ""  # name in the manifest, or the id of one that a member brought
+    )
     branch: Branch | None = None  # another session with the same beginning, for hops that do not know this one
     drafts: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0  # most guesses in flight; 0: the first hop guesses none
     proposer: Annotated[str, Meta(max_length=MAX_PROPOSER_CHARS)] = ""  # source of the guesses: lookup or auto
+    ticket: AdapterTicket | None = None  # for an `adapter` that the manifest does not list
 
     def check(self) -> None:
         check_route("OPEN", self.route, self.index)
@@ -194,6 +210,7 @@ class Open(Body, frozen=True):
             "a branch in RING mode, shorter than the session": self.branch is None
             or (self.mode == Mode.RING and self.branch.length < self.max_length),
             "guesses in RING mode": self.drafts == 0 or self.mode == Mode.RING,
+            "an adapter with a ticket": self.ticket is None or bool(self.adapter),
         }
         check_rules("OPEN", rules)
         if self.sampling is not None:
@@ -292,6 +309,7 @@ class Output(Body, frozen=True):
     guessed: bool = False
     wasted: Position = 0
     forced: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # tokens that must follow, by the grammar
+    guesses: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # that may follow, by a prediction layer
 
     def check(self) -> None:
         if bool(self.ids) == (self.tensor is not None):
@@ -327,6 +345,13 @@ class GetChunks(Body, frozen=True):
     count: Annotated[int, Meta(ge=0, le=MAX_CHUNKS)]
 
 
+class OfferAdapter(Body, frozen=True):
+    """Offer of the files of an adapter, by its signed record, to a hop of a session to come. While the conversation lasts, the
+    receiver asks for chunks on it with GET_CHUNKS, one question at a time."""
+
+    record: Annotated[bytes, Meta(min_length=1, max_length=MAX_ADAPTER_RECORD_BYTES)]
+
+
 class Chunk(Body, frozen=True):
     """Chunk number `seq` of a file; if `hashes`, the file's whole list of chunk hashes, 32 bytes each."""
 
@@ -354,6 +379,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     FrameKind.GET_CHUNKS: GetChunks,
     FrameKind.CHUNK: Chunk,
     FrameKind.DRAFTS: Drafts,
+    FrameKind.OFFER_ADAPTER: OfferAdapter,
     **MEASURING_BODIES,
     **TRACE_BODIES,
     **AUDIT_BODIES,

@@ -42,6 +42,7 @@ Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
 Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds
 Index = Annotated[int, Meta(ge=0, lt=8 * MAX_MASK_BYTES)]
 LeaseNumber = Annotated[int, Meta(ge=0, le=MAX_LEASE)]
+Load = Annotated[float, Meta(ge=0, le=1 << 14)]  # of the busiest expert over the mean load; 0: unknown
 Norm = Annotated[float, Meta(ge=0, le=MAX_NORM)]
 Peer = Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
 Term = Annotated[int, Meta(ge=0, le=MAX_TERM)]

@@ -42,6 +42,7 @@ from swarmnode.codec.training_fields import (
     Index,
     Key,
     LeaseNumber,
+    Load,
     Norm,
     Number,
     Peer,
@@ -118,12 +119,14 @@ class Labels(Body, frozen=True):
 
 
 class Backward(Body, frozen=True):
-    """Gradients of a FORWARD's values, in order; `present` says which values have one. Ends the conversation."""
+    """Gradients of a FORWARD's values, in order; `present` says which values have one. Ends the conversation. `expert_load` is of
+    the microbatch, if the run has losses of routers."""
 
     loss: Number
     present: Annotated[tuple[bool, ...], Meta(max_length=MAX_VALUES)]
     values: Values
     run: RunId
+    expert_load: Load = 0.0
 
     def check(self) -> None:
         check_rules("BACKWARD", {"a gradient for each value that it names": sum(self.present) == len(self.values)})
@@ -270,6 +273,7 @@ class Done(Body, frozen=True):
     lease: LeaseNumber
     loss: Number
     run: RunId
+    expert_load: Load = 0.0  # of the BACKWARD
 
 
 class Failed(Body, frozen=True):
@@ -284,8 +288,9 @@ class Failed(Body, frozen=True):
 
 class StepReport(Body, frozen=True):
     """Report of a committed step, with its `loss`, duration `step_s` and gradient `norm`. `expected_s` is the coordinator's
-    estimate at its beginning; 0: none. `held_out_loss` is the mean loss of held-out data, by the parameters before the update;
-    below 0: none."""
+    estimate at its beginning; 0: none. `held_out_loss` is the mean loss of held-out data, by the parameters before the update, of
+    the last step by the final ones; below 0: none. `expert_load` is that of the busiest expert over the mean of all, a mean over
+    the microbatches; 0: unknown."""
 
     step: Step
     run: RunId
@@ -295,14 +300,15 @@ class StepReport(Body, frozen=True):
     peers: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     expected_s: Duration = 0.0
     held_out_loss: Number = NOT_EVALUATED
+    expert_load: Load = 0.0
 
 
 class Wait(Body, frozen=True):
     """Peer that the step waits for, and since when.
 
     `what` is the kind of the unanswered command; LEASE: a microbatch is under way through the peer; 0: it failed and is left alone,
-    and `since_s` are the seconds until it is asked again. WORK, without a peer: the peers are still coming to their places before
-    the first step of a run.
+    and `since_s` are the seconds until it is asked again. FAILED: it cannot take up the run. WORK, without a peer: the peers are
+    still coming to their places before the first step of a run.
     """
 
     peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)]

@@ -179,11 +179,11 @@ def describe_values(values: Sequence[Tensor]) -> tuple[TensorInfo, ...]:
 
 
 def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, keep: float = 1.0) -> Encoded:
-    """Return descriptors and payloads of the values. Only floats are compressed: integers are token ids or labels. `keep` is the
-    share of elements that top-k keeps."""
+    """Return descriptors and payloads of the values. Only floats of two or more dimensions are compressed: integers are token
+    ids or labels, and vectors are small sums. `keep` is the share of elements that top-k keeps."""
     encoded = [
         encode(value, codec, param=round(keep * value.numel()) if codec == Codec.TOPK else 0)
-        if value.is_floating_point()
+        if value.is_floating_point() and value.dim() > 1
         else encode(value, Codec.NONE)
         for value in values
     ]

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from swarmnode.counting import common_beginning
 from swarmnode.data.records import DataRecord, holds_records, read_records
 from swarmnode.errors import CheckpointError, UsageError
 
@@ -163,22 +164,18 @@ def _told_pair(
     """Return the sample of messages whose last ones are to be learnt."""
     whole = tokenizer.chat([*prompt, *completion], tools, begins_answer=False)
     told = tokenizer.chat(prompt, tools, begins_answer=True) if prompt else []
-    return TokenSample(whole, _after(_common(told, whole), whole, loss))
+    return TokenSample(whole, _after(common_beginning(told, whole), whole, loss))
 
 
 def _pair(prompt: str, completion: str, tokenizer: SampleTokenizer, loss: LearntTokens) -> TokenSample:
     whole = _ended(tokenizer.encode(prompt + completion), tokenizer)
-    return TokenSample(whole, _after(_common(tokenizer.encode(prompt), whole), whole, loss))
+    return TokenSample(whole, _after(common_beginning(tokenizer.encode(prompt), whole), whole, loss))
 
 
 def _after(begin: int, tokens: Sequence[int], loss: LearntTokens) -> list[bool]:
+    """Return which tokens are learnt. A tokenizer may join the last letters of a prompt with the next ones: so `begin` is where the
+    whole text first differs from the prompt."""
     return [loss is LearntTokens.ALL or place >= begin for place in range(len(tokens))]
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common beginning: a tokenizer may join the last letters of a prompt with the next ones."""
-    pairs = zip(left, right, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
 
 
 def _ended(tokens: list[int], tokenizer: SampleTokenizer) -> list[int]:

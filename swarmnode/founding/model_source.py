@@ -12,10 +12,10 @@ from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
 from swarmnode.compute.model.packing.tensor_entry import read_json
 from swarmnode.counting import format_bytes
-from swarmnode.errors import CheckpointError, LocalError, UsageError
+from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, GRAPH, INFER, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
 from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, Progress, checkpoint_files, has_tokenizer
-from swarmnode.swarm.storage.small_files import check_free, new_folder
+from swarmnode.swarm.storage.small_files import check_free, check_space, new_folder
 
 if TYPE_CHECKING:
     from swarmnode.compute.graph.exporting.reader import Exported
@@ -79,7 +79,7 @@ def open_model(
     if packs and isinstance(source, GgufCheckpoint):
         write = source.pack
     else:
-        _check_space(out, source.plain_bytes)
+        check_space(out, source.plain_bytes)
     with new_folder(out, force=force) as partial:
         write(partial, progress)
     return Checkpoint(out)
@@ -96,16 +96,6 @@ def local_gguf(model: str) -> Path | None:
         return find_gguf(path)
     named = find_on_hub(model)
     return None if named is None else named.fetch()
-
-
-def _check_space(out: Path, needed_bytes: int) -> None:
-    """Raise LocalError if the disk has no room for the plain weights."""
-    free_bytes = shutil.disk_usage(out.parent).free
-    if needed_bytes > free_bytes:
-        raise LocalError(
-            f"dequantised the weights take {needed_bytes / 1e9:.1f} GB, and {out.parent} has {free_bytes / 1e9:.1f} GB left: "
-            "found the swarm on a larger disk"
-        )
 
 
 @dataclass(frozen=True)

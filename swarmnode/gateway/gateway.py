@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 
 from fastapi import Request
@@ -17,7 +17,9 @@ from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.openai.kept_responses import KeptResponses
 from swarmnode.gateway.served_model import ServedModel, TokenizerLoader
 from swarmnode.net.tasks import Tasks
+from swarmnode.swarm.records.manifest import GENERATE
 
+ADAPTERS_S = 20.0  # between looks for the adapters that members bring
 SWEEP_S = 600.0  # between removals of expired responses
 
 
@@ -51,10 +53,29 @@ class Gateway:
         """Serve one more swarm under `name`. Its tokenizer is loaded while `loading` lasts."""
         own, *adapters = _models(name, client, self.queue, self.config, self._tasks)
         self.swarms[name] = self.models[name] = own
-        # A swarm wins if an adapter's model has its name.
-        self.models |= {model.name: model for model in adapters if model.name not in self.swarms}
+        self._take(adapters)
         if self._is_loading:
             self._tasks.spawn(own.loader.load(), f"loading of {name}")
+
+    def _take(self, adapters: Iterable[ServedModel]) -> None:
+        """Serve these models of adapters. A swarm wins if an adapter's model has its name."""
+        self.models |= {model.name: model for model in adapters if model.name not in self.swarms}
+
+    async def follow_adapters(self) -> None:
+        """Serve the adapters that members have brought meanwhile, and those that are gone no longer."""
+        for name, own in list(self.swarms.items()):
+            if own.client.manifest.task != GENERATE:
+                continue
+            offered = {f"{name}:{adapter}": adapter for adapter in await own.client.adapters.offered()}
+            gone = [model.name for model in self.models.values() if model.parent == name and model.name not in offered]
+            for model in gone:
+                del self.models[model]
+            self._take(own.with_adapter(adapter) for model, adapter in offered.items() if model not in self.models)
+
+    async def _follow_adapters(self) -> None:
+        while True:
+            await self.follow_adapters()
+            await asyncio.sleep(ADAPTERS_S)
 
     @contextlib.asynccontextmanager
     async def loading(self) -> AsyncIterator[None]:
@@ -63,6 +84,7 @@ class Gateway:
         self._is_loading = True
         for name, model in self.swarms.items():
             self._tasks.spawn(model.loader.load(), f"loading of {name}")
+        self._tasks.spawn(self._follow_adapters(), "follow adapters")
         if self.responses is not None:
             self._tasks.spawn(_sweep(self.responses), "sweep of kept responses")
         try:
@@ -92,12 +114,8 @@ async def _sweep(responses: KeptResponses) -> None:
 
 def _models(name: str, client: SwarmClient, queue: FairQueue, config: GatewayConfig, tasks: Tasks) -> list[ServedModel]:
     """Return the model of one swarm, and one model for each of its adapters."""
-    loader = TokenizerLoader(client, tasks)
-    adapters = [
-        ServedModel(f"{name}:{adapter}", client, loader, queue, config, adapter=adapter, parent=name)
-        for adapter in client.manifest.adapter_names
-    ]
-    return [ServedModel(name, client, loader, queue, config), *adapters]
+    own = ServedModel(name, client, TokenizerLoader(client, tasks), queue, config)
+    return [own, *map(own.with_adapter, client.manifest.adapter_names)]
 
 
 def gateway_of(request: Request) -> Gateway:

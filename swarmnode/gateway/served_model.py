@@ -130,6 +130,11 @@ class ServedModel:
     def __repr__(self) -> str:
         return f"<ServedModel {self.name} of {self.client!r}>"
 
+    def with_adapter(self, adapter: str) -> ServedModel:
+        """Return the model that the adapter of this name makes of a swarm's own one."""
+        name = f"{self.name}:{adapter}"
+        return ServedModel(name, self.client, self.loader, self._queue, self._config, adapter=adapter, parent=self.name)
+
     @property
     def missing(self) -> list[int]:
         """Units without a holder now."""

@@ -31,11 +31,13 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.mtp.layer import mtp_bytes
 from swarmnode.compute.model.packing.card_matrix import TRITON, kernels
 from swarmnode.compute.model.packing.ggml import PACKAGE, library
 from swarmnode.compute.serving.loading import prepare_span
+from swarmnode.compute.serving.mtp_guesses import CACHE_POSITIONS
 from swarmnode.compute.throttle import Throttle
-from swarmnode.config import AUTO, EXACT, FAST, INT8_KV, PLAIN, StageConfig
+from swarmnode.config import AUTO, EXACT, FAST, INT8_KV, OWN, PLAIN, StageConfig
 from swarmnode.counting import format_bytes, layers
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import MemoryLedger
@@ -83,6 +85,7 @@ class Hardware:
     products: str = PLAIN  # of packed weights
     width: int = 0  # float32 values per position, or per sample of a module, that pass between two units
     draft: DraftPart | None = None  # on the first device, if this node holds the first layers
+    mtp: bool = False  # whether this node loads the model's own prediction layer beside the last layers
 
     def __repr__(self) -> str:
         return f"<Hardware {self.device_name}, {self.capacity_units} units in {self.dtype}>"
@@ -137,7 +140,11 @@ class Hardware:
         lent = _lend(devices, config, host or MemoryLedger(), clock)
         part = None if draft is None else _draft_part(devices[:1], draft, config)
         if part is not None:
-            lent = _set_aside(lent, part)
+            lent = (_set_aside(lent[0], part.need_bytes), *lent[1:])
+        has_mtp = config.draft_model == OWN
+        if has_mtp:  # the last layer may come to lie on any device
+            need_bytes = _mtp_bytes(checkpoint, dtype) + CACHE_POSITIONS * max(sizes.cache_bytes_per_token)
+            lent = tuple(_set_aside(one, need_bytes) for one in lent)
         hardware = cls(
             lent,
             dtype,
@@ -149,6 +156,7 @@ class Hardware:
             products=products,
             width=_width(checkpoint),
             draft=part,
+            mtp=has_mtp,
         )
         if hardware.capacity_units == 0:
             raise LocalError(
@@ -383,15 +391,25 @@ def _draft_part(devices: Sequence[Device], draft: Checkpoint, config: StageConfi
     return DraftPart(draft, dtype, products, weight_bytes, cache_bytes)
 
 
-def _set_aside(lent: tuple[LentDevice, ...], part: DraftPart) -> tuple[LentDevice, ...]:
-    """Return the lent devices with the memory of `part` taken from the first one. Raises LocalError if that has less."""
-    left_bytes = lent[0].memory_bytes - part.need_bytes
+def _mtp_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """Return the bytes of the model's own prediction layer. Raises UsageError if it has none."""
+    size = 0 if isinstance(checkpoint, GraphCheckpoint) else mtp_bytes(checkpoint, dtype)
+    if not size:
+        raise UsageError(
+            "--draft-model own: this model has no prediction layer (MTP) that this version can use: leave it out, or name a model"
+        )
+    return size
+
+
+def _set_aside(lent: LentDevice, need_bytes: int) -> LentDevice:
+    """Return a lent device without `need_bytes` of its memory, for guesses. Raises LocalError if it has less."""
+    left_bytes = lent.memory_bytes - need_bytes
     if left_bytes <= 0:
-        need, have = format_bytes(part.need_bytes), format_bytes(lent[0].memory_bytes)
+        need, have = format_bytes(need_bytes), format_bytes(lent.memory_bytes)
         raise LocalError(
             f"--draft-model needs {need}, and {have} are lent: lend more with --memory, or choose a smaller model"
         )
-    return (replace(lent[0], memory_bytes=left_bytes), *lent[1:])
+    return replace(lent, memory_bytes=left_bytes)
 
 
 def _width(checkpoint: Checkpoint) -> int:

@@ -115,6 +115,10 @@ NOT_FINITE = _counter("not_finite", "Microbatches in which this stage met NaN or
 TRAINER_STEP = _gauge("trainer_step", "Last step that is done.")
 TRAINER_LOSS = _gauge("trainer_loss", "Mean loss of the last step.")
 TRAINER_PEERS = _gauge("trainer_peers", "Peers that took part in the last step.")
+TRAINER_EXPERT_LOAD = _gauge(
+    "trainer_expert_load",
+    "Load of the busiest expert of the last step over the mean load; 0 without losses of routers.",
+)
 TRAINER_WAITING = _gauge("trainer_waiting", "1 while training waits because layers have no holder.")
 TRAINER_STEP_SECONDS = _histogram("trainer_step_seconds", "Time of a step.")
 TRAINER_EXPECTED_SECONDS = _gauge(

@@ -23,6 +23,7 @@ import msgspec
 
 from swarmnode.codec.body import VERSION
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.config import OWN
 from swarmnode.counting import layers
 from swarmnode.credit.receipts import ReceiptKeeper
 from swarmnode.errors import LocalError, SwarmnodeError, UsageError
@@ -56,7 +57,7 @@ from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.stage import Stage
 from swarmnode.swarm.records.announcement import State
-from swarmnode.swarm.records.manifest import TRAIN
+from swarmnode.swarm.records.manifest import GENERATE, TRAIN
 from swarmnode.swarm.records.sections import Place
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from swarmnode.weights.seeder import Seeder
@@ -312,15 +313,22 @@ class Node:
         await heavy
         from swarmnode.measuring.hardware import Hardware, Workplace
         from swarmnode.weights.adapter_files import AdapterFiles
+        from swarmnode.weights.brought_adapters import BroughtAdapters
         from swarmnode.weights.weights import Weights
 
         weights = Weights(host)
-        adapters = AdapterFiles(host.swarm, weights, seeder) if host.swarm.manifest.adapters else None
+        adapters = None
+        if host.swarm.manifest.task == GENERATE and host.swarm.manifest.mode != TRAIN:
+            brought = BroughtAdapters(host, weights, seeder, self.config.stage.server)
+            services.push_async_callback(brought.close)
+            adapters = AdapterFiles(host.swarm, weights, seeder, brought)
         energy = EnergyMeter.start(host.config.home, Cards, on_crash=host.supervisor.ends_peer)
         receipts = self._receipts = await asyncio.to_thread(ReceiptKeeper, host)
         for service in (weights, seeder, prober, energy, receipts):
             services.push_async_callback(service.close)
         await receipts.start()
+        if adapters is not None:
+            await adapters.brought.start()
         await prober.start(host.directory.peers)
         trains = host.swarm.manifest.mode == TRAIN
         if trains:
@@ -346,12 +354,17 @@ class Node:
         loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place
 
-    def _open_draft(self, served: Checkpoint, trains: bool) -> Checkpoint:
-        """Open the draft model. Raises UsageError if it does not go with the `served` one, CheckpointError."""
+    def _open_draft(self, served: Checkpoint, trains: bool) -> Checkpoint | None:
+        """Open the draft model; None if that is a layer of the `served` model.
+
+        Raises UsageError if it does not go with the `served` one, CheckpointError.
+        """
         from swarmnode.measuring.draft_part import open_draft
 
         if trains:
             raise UsageError("--draft-model: a swarm that trains writes no texts: leave the option out")
+        if self.config.stage.draft_model == OWN:
+            return None
         return open_draft(self.config.stage.draft_model, self.config.host.home / DRAFT_FOLDER, served)
 
     async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from swarmnode.net.tasks import cancel_and_wait
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from swarmnode.serving.serving_stage import ServingStage
     from swarmnode.serving.span_part import KeptSpan
     from swarmnode.weights.weights import Weights
+
+
+MTP_PATIENCE_S = 60.0  # for a peer that has the prediction layer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,19 @@ class StageLoader:
 
         if isinstance(checkpoint, GraphCheckpoint):
             return await InferenceStage.load(self.place, checkpoint, span)
-        return await self._with_tuning(await ServingStage.load(self.place, checkpoint, span))
+        place = self.place
+        if place.hardware.mtp and span.end == checkpoint.units and not await self._fetch_mtp(checkpoint, span):
+            place = replace(place, hardware=replace(place.hardware, mtp=False))
+        return await self._with_tuning(await ServingStage.load(place, checkpoint, span))
+
+    async def _fetch_mtp(self, checkpoint: Checkpoint, span: Span) -> bool:
+        """Fetch the model's own prediction layer. Returns False, after a warning, if no peer has it."""
+        from swarmnode.compute.model.mtp.layer import mtp_tensors
+
+        found = await self.weights.tensors(mtp_tensors(checkpoint).values(), span, MTP_PATIENCE_S)
+        if not found:
+            log.warning("no peer has the prediction layer (MTP): this node guesses nothing with it")
+        return found
 
     async def _with_tuning(self, serving: ServingStage) -> Stage:
         """Return the stage with a tuning server beside it, if the owner of this node lends a share for tuning."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.config import MEMBERS_TOO
 from swarmnode.files import default_home
 from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relayed, peer_of
 from swarmnode.net.clock import Clock
@@ -48,6 +49,7 @@ class HostConfig:
     max_cache_bytes: int | None = None
     # Files and folders on this machine to copy the swarm's weights from before peers are asked; None: none.
     weights: tuple[Path, ...] | None = None
+    adapters: str = MEMBERS_TOO  # those that sessions may ask for at this node
 
 
 def network_config(

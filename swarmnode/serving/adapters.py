@@ -1,7 +1,8 @@
 """Adapters of a stage: loaded for the first session that asks, and kept in memory until the memory is needed.
 
-An adapter in use stays. Of the others the least recently used goes first, as soon as another adapter or the caches of a
-session find no room. A new adapter also displaces sessions kept for another text, as a new session does. All replicas
+An adapter in use stays. Of the others the least recently used leaves the device first, as soon as another adapter or the
+caches of a session find no room. Beside a card it goes into the host's memory, if there is room, and from there it is dropped;
+its files stay on the disk. A new adapter also displaces sessions kept for another text, as a new session does. All replicas
 of the stage have the same adapters, so a session may be opened at any of them.
 """
 
@@ -9,19 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from swarmnode.codec.messages import Open
+from swarmnode.compute.model.adapters.changes import Change, moved_to
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, CheckpointError, ErrorCode, LocalError, PeerError, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.view import Span
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.adapters.adapter_file import AdapterFile
+    from swarmnode.compute.model.span import ModelSpan
     from swarmnode.serving.worker import Worker
     from swarmnode.weights.adapter_files import AdapterFiles
 
@@ -39,19 +44,34 @@ class _Held:
     users: set[int] = field(default_factory=set)
 
 
+@dataclass
+class _Parked:
+    """An adapter in the host's memory: its matrices, one mapping per part of the stage, their bytes on the devices, and the
+    reservation."""
+
+    pages: Sequence[Awaitable[Mapping[str, Change]]]
+    sizes: Sequence[int]
+    memory: Reservation
+
+
 @dataclass(eq=False)
 class StageAdapters:
-    """Adapters of one stage, from `bring` to `close`. Used on the event loop. `files` is None in a swarm without
-    adapters."""
+    """Adapters of one stage, from `bring` to `close`. Used on the event loop. `files` is None if the model takes none. `host` is
+    the ledger of the host's memory, where unused adapters wait before they are dropped."""
 
     files: AdapterFiles | None
     places: Sequence[Place]
     config: ServerConfig
     _: KW_ONLY
     on_crash: OnCrash
+    host: MemoryLedger | None = None
 
     def __post_init__(self) -> None:
+        if self.files is not None:
+            self.files.tell(is_used=self.is_used, on_gone=self.expel)
+        self.end_sessions: Callable[[str, ErrorCode], None] = lambda _name, _code: None  # of an adapter that must go
         self._held: dict[str, _Held] = {}  # the least recently used first
+        self._parked: dict[str, _Parked] = {}  # the one that was parked first comes first
         self.free_cache: Callable[[], bool] = lambda: False  # frees a session kept for another text, if any
         self._tasks = Tasks("adapters", on_crash=self.on_crash)
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -62,6 +82,28 @@ class StageAdapters:
     def __contains__(self, name: str) -> bool:
         """Return whether the adapter is loaded."""
         return name in self._held
+
+    def admit(self, opened: Open, sender: PeerId) -> None:
+        """Check that a session from `sender` may use its adapter, if it names one.
+
+        Raises ProtocolError or Busy if not; see `AdapterFiles.admit`.
+        """
+        if opened.adapter:
+            if self.files is None:
+                raise ProtocolError("the model takes no adapters", code=ErrorCode.INVALID_REQUEST)
+            self.files.admit(opened, sender)
+
+    def is_used(self, name: str) -> bool:
+        """Return whether a session uses the adapter, or waits for it."""
+        return name in self._loading or (name in self._held and bool(self._held[name].users))
+
+    def expel(self, name: str, code: ErrorCode) -> None:
+        """End the sessions of an adapter with `code`, and free its memory."""
+        self.end_sessions(name, code)
+        if name in self._held:
+            self._let_go(name, self._held.pop(name).memory)
+        if name in self._parked:
+            self._parked.pop(name).memory.release()
 
     async def bring(self, name: str) -> None:
         """Load an adapter, if it is not here yet.
@@ -90,19 +132,60 @@ class StageAdapters:
             raise ProtocolError(f"the adapter could not be fetched: {error}", code=ErrorCode.NOT_FOUND) from error
 
     async def _load(self, files: AdapterFiles, name: str) -> None:
+        """Load an adapter from the host's memory, else from its files."""
+        parked = self._parked.pop(name, None)
+        if parked is None:
+            await self._load_file(await files.bring(name, self._units), name)
+        else:
+            await self._load_parked(parked, name)
+        if name not in files:  # it has expired, or was blocked, meanwhile
+            self._let_go(name, self._held.pop(name).memory)
+            raise ProtocolError("the adapter is over", code=ErrorCode.ADAPTER_EXPIRED)
+
+    async def _load_file(self, file: AdapterFile, name: str) -> None:
+        def load(span: ModelSpan) -> Mapping[str, Change]:
+            units = (span.start, span.end)
+            return file.load(span.family, span.model, *units, device=span.device, dtype=span.dtype)
+
+        async def changes(_place: int, span: ModelSpan) -> Mapping[str, Change]:
+            return await asyncio.to_thread(load, span)
+
         spans = [worker.runner.span for worker, _ in self.places]
-        file = await files.bring(name, Span(min(span.start for span in spans), max(span.end for span in spans)))
-        memory = await self._reserve(file)
+        sizes = [file.bytes_of(span.family, span.start, span.end, span.dtype) for span in spans]
+        await self._put(name, await self._reserve(sizes), changes)
+
+    async def _load_parked(self, parked: _Parked, name: str) -> None:
+        async def changes(place: int, span: ModelSpan) -> Mapping[str, Change]:
+            kept = await parked.pages[place]
+            return await asyncio.to_thread(moved_to, kept, span.device)
+
         try:
-            for worker, _ in self.places:
+            await self._put(name, await self._reserve(parked.sizes), changes)
+        finally:
+            parked.memory.release()
+
+    async def _put(
+        self,
+        name: str,
+        memory: Sequence[Reservation],
+        changes: Callable[[int, ModelSpan], Awaitable[Mapping[str, Change]]],
+    ) -> None:
+        """Add an adapter to all parts of the stage. `changes` returns its matrices for the part with this number."""
+        try:
+            for place, (worker, _) in enumerate(self.places):
                 span = worker.runner.span
-                where, kind, units = span.device, span.dtype, (span.start, span.end)
-                loras = await asyncio.to_thread(file.load, span.family, span.model, *units, device=where, dtype=kind)
+                loras = await changes(place, span)
                 await worker.call("load an adapter", partial(span.adapters.add, name, loras))
         except BaseException:
             self._let_go(name, memory)
             raise
         self._held[name] = _Held(memory)
+
+    @property
+    def _units(self) -> Span:
+        """Layers of all parts of the stage."""
+        spans = [worker.runner.span for worker, _ in self.places]
+        return Span(min(span.start for span in spans), max(span.end for span in spans))
 
     def _loaded(self, name: str, task: asyncio.Task[None]) -> None:
         """Forget a finished load. A failure is kept for FAILED_S, so that requests in that time get the same error."""
@@ -111,13 +194,11 @@ class StageAdapters:
         else:
             asyncio.get_running_loop().call_later(FAILED_S, self._loading.pop, name, None)
 
-    async def _reserve(self, file: AdapterFile) -> list[Reservation]:
-        """Reserve memory on each device. Raises Full if there is none even without unused adapters and unused caches."""
+    async def _reserve(self, sizes: Sequence[int]) -> list[Reservation]:
+        """Reserve these bytes, one number per part. Raises Full if there is no room even without unused adapters and caches."""
         with contextlib.ExitStack() as undo:
             memory: list[Reservation] = []
-            for worker, ledger in self.places:
-                span = worker.runner.span
-                size_bytes = file.bytes_of(span.family, span.start, span.end, span.dtype)
+            for (worker, ledger), size_bytes in zip(self.places, sizes, strict=True):
                 memory.append(undo.enter_context(await self._room(worker, ledger, size_bytes)))
             undo.pop_all()
         return memory
@@ -146,12 +227,34 @@ class StageAdapters:
             held.users.discard(key)
 
     def make_room(self) -> bool:
-        """Drop the unused adapter that was used least recently. Returns False if all are in use."""
+        """Take the unused adapter that was used least recently off the device. Returns False if all are in use."""
         name = next((name for name, held in self._held.items() if not held.users), None)
         if name is None:
             return False
-        self._let_go(name, self._held.pop(name).memory)
+        held = self._held.pop(name)
+        self._park(name, held)
+        self._let_go(name, held.memory)
         return True
+
+    def _park(self, name: str, held: _Held) -> None:
+        """Copy an adapter into the host's memory, if the device has memory of its own. Adapters that were parked earlier make room;
+        without room the adapter stays on the disk alone."""
+        if self.host is None or all(ledger is self.host for _, ledger in self.places):
+            return
+        sizes = [reservation.size_bytes for reservation in held.memory]
+        while (memory := self._host_room(sum(sizes))) is None:
+            if not self._parked:
+                return
+            self._parked.pop(next(iter(self._parked))).memory.release()
+        spans = [(worker, worker.runner.span) for worker, _ in self.places]
+        pages = [worker.call("park an adapter", partial(span.adapters.copied, name)) for worker, span in spans]
+        self._parked[name] = _Parked(pages, sizes, memory)
+
+    def _host_room(self, size_bytes: int) -> Reservation | None:
+        assert self.host is not None
+        with contextlib.suppress(Full):
+            return self.host.reserve(Account.ADAPTERS, size_bytes)
+        return None
 
     def _let_go(self, name: str, memory: Sequence[Reservation]) -> None:
         """Remove an adapter from the spans, before any later job is computed, and free its memory."""
@@ -166,4 +269,7 @@ class StageAdapters:
         for held in self._held.values():
             for reservation in held.memory:
                 reservation.release()
+        for parked in self._parked.values():
+            parked.memory.release()
         self._held.clear()
+        self._parked.clear()

@@ -29,10 +29,12 @@ class ForwardHidden:
 
 @dataclass(frozen=True)
 class Sample:
-    """Use of a job's output at the last hop in RING mode: tokens drawn for the positions from `first` on."""
+    """Use of a job's output at the last hop in RING mode: tokens drawn for the positions from `first` on. `ahead` says that the
+    model's own prediction layer may guess what follows them."""
 
     sampler: Sampler
     first: int
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,11 @@ class Job(msgspec.Struct, frozen=True):
         if isinstance(self.then, Sample):
             return max(0, min(self.count, self.end + 1 - self.then.first))
         return {Want.NOTHING: 0, Want.LAST: 1, Want.ALL: self.count}[self.want]
+
+    @property
+    def guesses_ahead(self) -> bool:
+        """Whether the prediction layer may guess behind the tokens that are drawn."""
+        return isinstance(self.then, Sample) and self.then.ahead and self.wanted > 0
 
     @property
     def draws_by_grammar(self) -> bool:

@@ -66,6 +66,7 @@ class StageServer:
         self.draining = False
         self._tasks = Tasks("stage server", on_crash=None)
         self._sessions: dict[bytes, StageSession] = {}
+        self.adapters.end_sessions = self._end_adapter
         self._replicas = Replicas(self.pipelines, self._sessions, self.config, self.adapters)
         self.meter = self._replicas.meter
         self._early = EarlyAttaches(self.config)
@@ -161,6 +162,11 @@ class StageServer:
         if not self._sessions:
             self._idle.set()
 
+    def _end_adapter(self, name: str, code: ErrorCode) -> None:
+        """End the sessions of an adapter with `code`."""
+        for session in [session for session in self._sessions.values() if session.opened.adapter == name]:
+            session.give_up(code)
+
     def _watch(self) -> None:
         """Check the sessions from time to time, while there are any."""
         if self._watching is None and self._sessions:
@@ -206,6 +212,7 @@ class StageServer:
                 assert body.sampling is not None and body.sampling.grammar is not None
                 grammar = await self.grammars.compile(body.sampling.grammar)
             if body.adapter:
+                self.adapters.admit(body, channel.peer)
                 await self.adapters.bring(body.adapter)
             if channel.open:  # the sender may be gone
                 self._open(channel, body, text, grammar)
@@ -260,6 +267,7 @@ class StageServer:
         wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
         if wrong is not None:
             raise ProtocolError("it does not fit the model, or the swarm's codecs", code=wrong)
+        self.adapters.admit(body, sender)
         if not self._has_adapter(body):
             raise Busy("the adapter has gone again", retry_s=self.config.retry_s)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.mtp.layer import load_mtp
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.loading import load_span
@@ -121,7 +122,13 @@ class ServingStage(Stage):
                 [_pipeline(replica, host.link_config.ledger) for replica in replicas],
                 config,
                 grammars=Grammars(compiler, host.link_config.ledger, config),
-                adapters=StageAdapters(place.adapters, places, config, on_crash=host.supervisor.ends_conversation),
+                adapters=StageAdapters(
+                    place.adapters,
+                    places,
+                    config,
+                    on_crash=host.supervisor.ends_conversation,
+                    host=host.link_config.ledger,
+                ),
                 codec_rules=codec_rules_of(host, span.dtype),
                 drafting=Proposers(host.directory.peers, lambda: server, draft),
             )
@@ -218,6 +225,8 @@ async def _load_part(
         products=hardware.products,
     )
     undo.callback(span.close)
+    if hardware.mtp and span.has_head:
+        span.reader = await asyncio.to_thread(load_mtp, checkpoint, span)
     weights.count(span.weight_bytes)  # tied weights count once
     return LoadedSpan(part.device, span, weights)
 

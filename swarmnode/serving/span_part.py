@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds, measure_serving
+from swarmnode.compute.model.mtp.layer import MtpLayer
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.mtp_guesses import MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.serving.window import LONGEST_SHARED
 from swarmnode.errors import PrecisionError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.measuring.capability import Capability
@@ -98,9 +101,16 @@ class SpanPart:
         capture, kv = hardware.config.capture != "off", hardware.config.kv
         bounds = RunnerConfig(cache_bytes=cache_bytes, capture=capture, kv=kv)
         runner = StageRunner(span, bounds, lent.throttle, lent.ledger)
-        worker = Worker(runner, executor, longest_chunk_tokens=hardware.config.server.longest_chunk_tokens)
+        mtp = None
+        if isinstance(span.reader, MtpLayer):
+            mtp = MtpGuesses(span.reader, lent.throttle, lent.ledger, capture=capture, kv=kv)
+        longest = hardware.config.server.longest_chunk_tokens
+        worker = Worker(runner, executor, longest_chunk_tokens=longest, mtp=mtp)
         async with contextlib.AsyncExitStack() as undo:  # a pause may cancel this in the middle
-            passes = lent.ledger.count(Account.ACTIVATIONS, span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH))
+            pass_bytes = span.pass_bytes(RunnerConfig.prefill_positions, MAX_BATCH)
+            if mtp is not None:
+                pass_bytes += mtp.layer.block.pass_bytes(MAX_BATCH * LONGEST_SHARED, 0)
+            passes = lent.ledger.count(Account.ACTIVATIONS, pass_bytes)
             undo.callback(passes.release)
             undo.push_async_callback(worker.close)
             await worker.start()
@@ -158,6 +168,8 @@ class SpanPart:
         """Stop computing and free all memory of the part. The weights stay if `keep_span` is true."""
         self.stop_packing()
         await self.worker.close()
+        if self.worker.mtp is not None:
+            self.worker.mtp.close_all()
         self.runner.close_all(keep_span=keep_span)
         for reservation in self._memory:
             reservation.release()

@@ -16,13 +16,14 @@ import asyncio
 import logging
 import operator
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from swarmnode.codec.tensors import PLAIN_CODECS, Codec, TensorInfo, payload_bytes
@@ -31,8 +32,10 @@ from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds
 from swarmnode.compute.device_fault import is_device_fault
 from swarmnode.compute.executor import Executor, Urgency, WorkItem
 from swarmnode.compute.serving.device_transfers import Check, DeviceInputs, DeviceOutputs
+from swarmnode.compute.serving.mtp_guesses import DrawnStates, MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput
 from swarmnode.compute.serving.runner import StepOutput as Output
+from swarmnode.compute.serving.sampling import Drawn
 from swarmnode.compute.serving.window import LONGEST_SHARED
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.config import ServerConfig
@@ -166,6 +169,7 @@ class Worker:
     runner: StageRunner
     executor: Executor
     _: KW_ONLY
+    mtp: MtpGuesses | None = None  # guesses of the model's own prediction layer, at the last hop
     longest_chunk_tokens: int = ServerConfig.longest_chunk_tokens
 
     def __post_init__(self) -> None:
@@ -253,6 +257,8 @@ class Worker:
             self._waiting.pop(session, None)
             self.scheduler.drop(session)
             self.runner.close(session)
+            if self.mtp is not None:
+                self.mtp.close(session)
 
         self.call("forget", drop, owner=f"session {session}")
 
@@ -323,9 +329,9 @@ class Worker:
         _deliver(jobs, [JobResult(error=ErrorCode.INTERNAL)] * len(jobs), Pass(now_s, now_s, len(jobs)))
 
     def _run(self, batch: Sequence[Job]) -> None:
-        finishes = self._compute(batch)
+        finishes, left = self._compute(batch)
         at_once = [job for job in batch if not job.draws_by_grammar]
-        results = [finishes[id(job)]() for job in at_once]
+        results = self._guess_ahead(at_once, [finishes[id(job)]() for job in at_once], left)
         run = Pass(self.executor.began_s, self.clock(), len(batch))
         self.executor.post(_deliver, at_once, results, run)  # first of all, as the next hop waits for it
         for job in batch:
@@ -339,8 +345,24 @@ class Worker:
             if id(job) not in unsound:
                 self.meter.note_hop(job.phase, run.ended_s - job.submitted_s)
 
-    def _compute(self, batch: Sequence[Job]) -> dict[int, Callable[[], JobResult]]:
-        """Run a batch, and return the function that finishes each job, on any thread, by the job's id.
+    def _guess_ahead(
+        self, jobs: Sequence[Job], results: Sequence[JobResult], left: Mapping[int, Tensor]
+    ) -> list[JobResult]:
+        """Return the results of jobs with the prediction layer's guesses behind the tokens that were drawn. `left` has the states
+        (1, K, H) that left the last layer, by the job's id."""
+        if self.mtp is None:
+            return list(results)
+        drawn = [
+            _drawn(job, result.tokens, left[id(job)])
+            for job, result in zip(jobs, results, strict=True)
+            if id(job) in left and result.tokens and not result.tokens[-1].final
+        ]
+        guesses = self.mtp.guess(drawn)
+        return [_with_guesses(result, guesses.get(job.session, ())) for job, result in zip(jobs, results, strict=True)]
+
+    def _compute(self, batch: Sequence[Job]) -> tuple[dict[int, Callable[[], JobResult]], dict[int, Tensor]]:
+        """Run a batch, and return the function that finishes each job, on any thread, by the job's id; and the states that left
+        the last layer, for the jobs behind which the prediction layer may guess.
 
         All work on the device is launched first, and waited for only once.
         """
@@ -366,7 +388,12 @@ class Worker:
             finishes[id(job)] = self._leave(job, flag, outcome, outputs)
         self.positions += sum(job.count for job in ready)
         fetched = outputs.fetch()
-        return {id(job): partial(_finished, job, finishes[id(job)], fetched) for job in batch}
+        left = {
+            id(job): outcome.left_BKH
+            for job, outcome in zip(ready, outcomes, strict=True)
+            if job.guesses_ahead and isinstance(outcome, Output) and outcome.left_BKH is not None
+        }
+        return {id(job): partial(_finished, job, finishes[id(job)], fetched) for job in batch}, left
 
     def _pass(self, jobs: Sequence[Job], works: Sequence[StepInput]) -> list[Output | Exception]:
         phase = DECODE if min(work.count for work in works) == 1 else PREFILL
@@ -445,6 +472,22 @@ class Worker:
         first = job.end - job.wanted + 1  # logits at p draw the token at p + 1
         draw = then.sampler.launch(logits_BKV, first, outputs, dict(job.guesses))
         return lambda fetched: JobResult(tokens=draw(fetched))
+
+
+def _drawn(job: Job, tokens: Sequence[Drawn], left_BKH: Tensor) -> DrawnStates:
+    """Return a job's positions whose tokens were drawn, one after another, with the states that left the last layer there."""
+    start = tokens[0].position - 1
+    first = start - (job.end - left_BKH.shape[1])
+    ids = tuple(token.ids[0] for token in tokens)
+    return DrawnStates(job.session, start, left_BKH[0, first : first + len(ids)], ids, guessed=job.guessed > 0)
+
+
+def _with_guesses(result: JobResult, guesses: tuple[int, ...]) -> JobResult:
+    """Return a result with guesses behind its last token."""
+    if not guesses:
+        return result
+    *earlier, last = result.tokens
+    return replace(result, tokens=(*earlier, last._replace(guesses=guesses)))
 
 
 def _divisible(start: int, end: int, codec: Codec) -> Iterator[tuple[int, int, Codec]]:

@@ -265,9 +265,12 @@ def _view(
 
 
 def step_json(report: StepSummary) -> dict[str, Any]:
-    """Return a step as a JSON object for scripts; with the loss and the perplexity of held-out data if it evaluated."""
+    """Return a step as a JSON object for scripts; with the loss and the perplexity of held-out data if it evaluated, and
+    with the load of the busiest expert if the run has losses of routers."""
     held_out = report.held_out_loss
     told = {} if held_out is None else {"held_out_loss": held_out, "perplexity": perplexity(held_out)}
+    if report.expert_load:
+        told["expert_load"] = round(report.expert_load, 4)
     return {
         "step": report.step,
         "loss": report.loss,

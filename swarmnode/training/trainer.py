@@ -277,7 +277,7 @@ class _FeedingSession:
         """Send one microbatch, wait for its result, and report the result to the coordinator."""
         try:
             done = await asyncio.wait_for(self._send(lease), CLEANUP * lease.within_s or None)
-            self._tell(Done(lease.lease, done.loss, self._run.id))
+            self._tell(Done(lease.lease, done.loss, self._run.id, done.expert_load))
             self._trainer.on_done(lease)
         except asyncio.TimeoutError:
             self._tell(Failed(lease.lease, lease.route[0].peer, ErrorCode.PEER_LOST, run=self._run.id))

@@ -1,4 +1,4 @@
-"""Adapter files of a swarm: read from the founder's folder if this machine has it, else fetched from peers.
+"""Adapter files of a swarm: read from the founder's folder if this machine has it, else fetched from peers or their owner.
 
 Only the chunks for this machine's layers are fetched. They are verified by their hashes and offered to other peers.
 """
@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.codec.messages import Open
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.tasks import until_first
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.manifest import AdapterInfo
 from swarmnode.swarm.storage.content import FileContent, matching_hashes
 from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.weights.brought_adapters import BroughtAdapters
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.seeder import Seeder
 from swarmnode.weights.sources import Source
@@ -29,11 +35,14 @@ PATIENCE_S = 10.0  # longest wait while no peer has a missing chunk
 
 
 class AdapterFiles:
-    """The adapters of a swarm. `weights` finds their sources and holds the cache; the founder's machine has a folder with
-    all of them."""
+    """Adapters that sessions may ask for: those of the manifest by their names, and those that members bring by their ids.
 
-    def __init__(self, swarm: Swarm, weights: Weights, seeder: Seeder) -> None:
+    `weights` finds the sources of the manifest's adapters and holds the cache; the founder's machine has a folder with all of them.
+    """
+
+    def __init__(self, swarm: Swarm, weights: Weights, seeder: Seeder, brought: BroughtAdapters) -> None:
         assert swarm.manifest is not None
+        self.brought = brought
         self._known = {adapter.name: adapter for adapter in swarm.manifest.adapters or ()}
         self._units = swarm.manifest.model.units
         self._own = swarm.adapters
@@ -42,11 +51,24 @@ class AdapterFiles:
         self._fetcher: Fetcher | None = None
 
     def __repr__(self) -> str:
-        return f"<AdapterFiles of {len(self._known)} adapters>"
+        return f"<AdapterFiles of {len(self._known)} adapters, {self.brought!r}>"
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the swarm has an adapter called `name`."""
-        return name in self._known
+        """Return whether the swarm has an adapter called `name`, or a member has brought one with this id."""
+        return name in self._known or name in self.brought
+
+    def tell(self, *, is_used: Callable[[str], bool], on_gone: Callable[[str, ErrorCode], None]) -> None:
+        """Set the stage's functions: `is_used` returns whether a session uses an adapter, `on_gone` is called for one that must
+        go."""
+        self.brought.is_used, self.brought.on_gone = is_used, on_gone
+
+    def admit(self, opened: Open, sender: PeerId) -> None:
+        """Check that a session from `sender` may use the adapter that it names. Raises ProtocolError or Busy if not; see
+        `BroughtAdapters.admit`."""
+        if opened.adapter not in self._known:
+            self.brought.admit(opened, sender)
+        elif not self.brought.takes_any:
+            raise ProtocolError("this node serves no adapters", code=ErrorCode.ADAPTER_REFUSED)
 
     async def bring(self, name: str, span: Span) -> AdapterFile:
         """Return the adapter `name` after its matrices for the layers in `span` are on this machine and verified.
@@ -54,22 +76,46 @@ class AdapterFiles:
         Raises PeerRefused (NOT_FOUND) if no peer has them in time, CheckpointError if a file is damaged, LocalError if the
         disk is full.
         """
+        if name not in self._known:
+            return await self._bring_of_member(name, span)
         adapter = self._known[name]
         if self._own is not None and await asyncio.to_thread(_is_whole, adapter, self._own):
             return await asyncio.to_thread(_open, self._own, adapter)
-        cache, family = self._weights.open_cache(), (await self._weights.outline()).family
-        first = {adapter.config: range(adapter.config.chunks()), adapter.weights: range(1)}
-        await self._fetch(first)
-        await self._fetch({adapter.weights: header_chunks(cache.path(adapter.weights), adapter.weights)})
-        file = await asyncio.to_thread(_open, cache.folder, adapter)
-        await self._fetch({adapter.weights: chunks_of(file.tensors_of(family, span.start, span.end))})
-        self._seeder.add_files(adapter.files, cache)
-        return file
-
-    async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]]) -> None:
         if self._fetcher is None:
             self._fetcher = Fetcher(self._weights.open_cache(), self._sources, self._weights.drop)
-        await self._fetcher.fetch(wanted, news=self._weights.news, patience_s=PATIENCE_S)
+        file = await self._fetch(adapter, span, self._fetcher, self._weights.news)
+        self._seeder.add_files(adapter.files, self._weights.open_cache())
+        return file
+
+    async def _bring_of_member(self, name: str, span: Span) -> AdapterFile:
+        brought, weights = self.brought, self._weights
+        if (own := brought.own(name)) is not None:
+            return await asyncio.to_thread(_open_files, *own.paths.values())
+        fetcher = Fetcher(weights.open_cache(), partial(brought.sources, name), weights.drop)
+
+        async def news() -> None:
+            await until_first(weights.news(), brought.offers.changed())
+
+        await brought.begin(name)
+        try:
+            return await self._fetch(brought.info(name), span, fetcher, news)
+        finally:
+            await brought.settle(name)
+
+    async def _fetch(
+        self, adapter: AdapterInfo, span: Span, fetcher: Fetcher, news: Callable[[], Awaitable[None]]
+    ) -> AdapterFile:
+        """Fetch the config, the header, and then the chunks with the matrices of `span`."""
+        cache, family = self._weights.open_cache(), (await self._weights.outline()).family
+
+        async def fetch(wanted: Mapping[FileContent, Iterable[int]]) -> None:
+            await fetcher.fetch(wanted, news=news, patience_s=PATIENCE_S)
+
+        await fetch({adapter.config: range(adapter.config.chunks()), adapter.weights: range(1)})
+        await fetch({adapter.weights: header_chunks(cache.path(adapter.weights), adapter.weights)})
+        file = await asyncio.to_thread(_open, cache.folder, adapter)
+        await fetch({adapter.weights: chunks_of(file.tensors_of(family, span.start, span.end))})
+        return file
 
     def _sources(self) -> list[Source]:
         """Return the peers with the most of the checkpoint first: the founder, or the node that took its place, has all of it."""
@@ -77,9 +123,13 @@ class AdapterFiles:
 
 
 def _open(folder: Path, adapter: AdapterInfo) -> AdapterFile:
+    return _open_files(folder / adapter.config.name, folder / adapter.weights.name)
+
+
+def _open_files(config: Path, weights: Path) -> AdapterFile:
     from swarmnode.compute.model.adapters.adapter_file import AdapterFile
 
-    return AdapterFile(folder / adapter.config.name, folder / adapter.weights.name)
+    return AdapterFile(config, weights)
 
 
 def _is_whole(adapter: AdapterInfo, folder: Path) -> bool:

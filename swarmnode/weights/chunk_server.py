@@ -47,7 +47,7 @@ class Offer:
 
 
 @dataclass
-class _Asker:
+class Asker:
     """A peer with open requests: their number, and the lock that serialises them."""
 
     open: int = 0
@@ -71,7 +71,7 @@ class ChunkServer:
         self.on_withdraw: Callable[[], None] = lambda: None
         """Function that is called after a file was withdrawn"""
         self._hashing: dict[bytes, asyncio.Task[bytes | None]] = {}
-        self._askers: dict[PeerId, _Asker] = {}
+        self._askers: dict[PeerId, Asker] = {}
         self._tasks = Tasks(type(self).__name__, on_crash=peer.link_config.supervisor.ends_conversation)
         bare = replace(peer.link_config, max_payload_bytes=0)  # questions carry no payload
         self._boards = [
@@ -98,17 +98,20 @@ class ChunkServer:
             if len(self._askers) >= PEERS_AT_ONCE:
                 channel.close(Error(ErrorCode.BUSY, BUSY_RETRY_S))
                 return
-            asker = self._askers[channel.peer] = _Asker()
+            asker = self._askers[channel.peer] = Asker()
+        self._take(channel, body, asker)
+
+    def _take(self, channel: Channel, body: Body, asker: Asker) -> None:
+        """Answer a question after the earlier ones of its peer. Raises ProtocolError if too many of them wait."""
         if asker.open >= REQUESTS_PER_PEER:
             raise ProtocolError("it has more requests open than the protocol allows", code=ErrorCode.TOO_LARGE)
         asker.open += 1
         self._tasks.spawn(self._answer(channel, body, asker), f"answer {channel.peer}")
 
-    async def _answer(self, channel: Channel, body: Body, asker: _Asker) -> None:
+    async def _answer(self, channel: Channel, body: Body, asker: Asker) -> None:
         try:
             async with asker.turn:
-                refused = await self._send(channel, body)
-                channel.close(None if refused is None else Error(refused))
+                self._finish(channel, await self._send(channel, body))
                 await channel.drain()
         except PeerError as error:
             log.debug("%s", error)
@@ -116,6 +119,10 @@ class ChunkServer:
             asker.open -= 1
             if not asker.open:
                 self._askers.pop(channel.peer, None)
+
+    def _finish(self, channel: Channel, refused: ErrorCode | None) -> None:
+        """End the conversation of an answered question; `refused` is None if the answer was sent."""
+        channel.close(None if refused is None else Error(refused))
 
     async def _send(self, channel: Channel, body: Body) -> ErrorCode | None:
         """Send the requested chunks, or the hash list if their count is 0. Returns None, or the code of the refusal if they

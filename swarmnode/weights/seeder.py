@@ -78,6 +78,20 @@ class Seeder(ChunkServer):
         for file in files:
             self._offers.setdefault(file.root, Offer(file, cache.path(file), cache))
 
+    def add_paths(self, files: Mapping[FileContent, Path]) -> None:
+        """Offer whole files, each at its path."""
+        for file, path in files.items():
+            if file.root not in self._offers or self._offers[file.root].cache is not None:
+                self._offers[file.root] = Offer(file, path)
+
+    def withdraw(self, files: Iterable[FileContent]) -> None:
+        """Offer these files no longer. A file of another name with the same content stays on offer."""
+        for file in files:
+            offer = self._offers.get(file.root)
+            if offer is not None and offer.file == file:
+                del self._offers[file.root]
+                self._hashes.pop(file.root, None)
+
     def _offer_whole(self, files: Iterable[FileContent], folder: Path) -> None:
         for file in files:
             fault = fault_of_size(file, folder)

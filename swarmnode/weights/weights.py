@@ -100,6 +100,11 @@ class Weights:
         return f"<Weights of {self._manifest.name} from {self._hint or self._fetcher or 'peers'}>"
 
     @property
+    def units(self) -> int:
+        """Number of layers of the whole model."""
+        return self._manifest.model.units
+
+    @property
     def cache(self) -> WeightCache | None:
         """The cache of fetched chunks; None while the founder's own folder serves or before the first fetch."""
         return None if self._hint is not None else self._cache
@@ -147,6 +152,15 @@ class Weights:
         """Return the checkpoint with the tensors of `units` on the disk and verified."""
         return await self._with_units([units], progress)
 
+    async def tensors(self, names: Iterable[str], units: Span, patience_s: float) -> bool:
+        """Bring the named tensors onto the disk, from the holders of `units` first. Returns False if no source has had them for
+        `patience_s` seconds."""
+        try:
+            await self._with_tensors(names, [units], None, patience_s)
+        except PeerRefused:
+            return False
+        return True
+
     async def ends(self) -> Checkpoint:
         """Return the checkpoint with the tensors of the embedding and the head on the disk and verified."""
         units = self._manifest.model.units
@@ -161,17 +175,25 @@ class Weights:
     async def _with_units(self, spans: Sequence[Span], progress: Progress | None) -> Checkpoint:
         checkpoint = await self.outline()
         names = {name for span in spans for name in checkpoint.tensors_of(span.start, span.end)}
+        folder = await self._with_tensors(names, spans, progress)
+        return checkpoint if folder == checkpoint.path else await self._with_units(spans, progress)
+
+    async def _with_tensors(
+        self, names: Iterable[str], spans: Sequence[Span], progress: Progress | None, patience_s: float | None = None
+    ) -> Path:
+        """Return the folder with the named tensors, asking holders of `spans` first. Raises PeerRefused if no source has had them
+        for `patience_s` seconds."""
+        checkpoint = await self.outline()
         by_file: dict[str, list[TensorEntry]] = {}
-        for entry in map(checkpoint.entries.__getitem__, sorted(names)):
+        for entry in map(checkpoint.entries.__getitem__, sorted(set(names))):
             by_file.setdefault(entry.file.name, []).append(entry)
         files = {file: by_file[file.name] for file in self._manifest.files if file.name in by_file}
         wanted = {file: chunks_of(entries) for file, entries in files.items()}
         self._units = spans
         try:
-            folder = await self._bring(wanted, progress)
+            return await self._bring(wanted, progress, patience_s=patience_s)
         finally:
             self._units = ()
-        return checkpoint if folder == checkpoint.path else await self._with_units(spans, progress)
 
     def _open(self, folder: Path) -> Checkpoint:
         """Open the checkpoint. This imports torch, which a client that needs only config and tokenizer never loads."""
@@ -189,7 +211,12 @@ class Weights:
     # -- bringing chunks
 
     async def _bring(
-        self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None = None, *, verify: bool = True
+        self,
+        wanted: Mapping[FileContent, Iterable[int]],
+        progress: Progress | None = None,
+        *,
+        verify: bool = True,
+        patience_s: float | None = None,
     ) -> Path:
         """Return the folder that holds the `wanted` chunks: the founder's if it is sound, else the cache, after copying those
         that are elsewhere on this machine and fetching the others.
@@ -201,7 +228,7 @@ class Weights:
             if fault is not None:
                 self._give_up_hint(fault)
         if self._hint is None:
-            await self._fetch(wanted, progress)
+            await self._fetch(wanted, progress, patience_s)
         return self._folder()
 
     async def _fault_of_hint(self, wanted: Iterable[FileContent], verify: bool) -> str | None:
@@ -226,15 +253,20 @@ class Weights:
         log.warning("%s (changed or damaged); your node asks the peers instead", fault)
         self._hint, self._damaged, self._outline = None, fault, None
 
-    async def _fetch(self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None) -> None:
+    async def _fetch(
+        self, wanted: Mapping[FileContent, Iterable[int]], progress: Progress | None, patience_s: float | None
+    ) -> None:
         if self._fetcher is None:
             self._fetcher = Fetcher(self.open_cache(), self._sources, self.drop)
         if self._local is not None:
             await self._local.copy(wanted, self.open_cache(), self._fetcher.hashes, progress)
-        patience_s = DAMAGED_PATIENCE_S if self._damaged else None  # a node that has only an invite waits
+        if self._damaged:  # else a node that has only an invite waits
+            patience_s = DAMAGED_PATIENCE_S
         try:
             await self._fetcher.fetch(wanted, news=self.news, progress=progress, patience_s=patience_s)
         except PeerRefused as error:
+            if not self._damaged:
+                raise
             raise CheckpointError(
                 "the model was moved, changed or damaged since the swarm was founded, and no peer has the weights: "
                 f"{self._damaged}; restore it"

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from swarmnode.compute.model.adapters.changes import Lora
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS, CapturedDecode, StaticColumns
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.compute.stopwatch import Stopwatch, Tell
 from swarmnode.config import INT8_KV, PLAIN
@@ -104,6 +105,22 @@ def decode(runner: StageRunner, steps: int, spoil: int = -1, adapter: str = "") 
     return outputs
 
 
+def decode_with_guesses(runner: StageRunner, steps: int) -> list[Tensor]:
+    """Two sessions whose steps have two to four positions, some of which are cut off again before the next step."""
+    inputs, random = random_inputs(runner), Random(5)
+    for name, length in (("a", 5), ("b", 9)):
+        runner.open(name, rows=1, max_length=200)
+        runner.run([StepInput(name, inputs(length), WANT_NOTHING)])
+    outputs = []
+    for _ in range(steps):
+        works = []
+        for name in "ab":
+            back_to = runner.length(name) - random.choice((0, 0, 1, 2))
+            works.append(StepInput(name, inputs(random.choice((3, 3, 4, 2))), WANT_ALL, truncate_to=back_to))
+        outputs += [result.output.cpu() for result in runner.run(works)]
+    return outputs
+
+
 def same(captured: StageRunner, ordinary: StageRunner, **options: Any) -> None:
     for got, wanted in zip(decode(captured, 30, **options), decode(ordinary, 30, **options), strict=True):
         torch.testing.assert_close(got, wanted, **CLOSE)
@@ -166,6 +183,19 @@ def test_a_captured_step_goes_through_its_adapter(checkpoint_of: CheckpointOf, c
         ordinary.close("a")
         ordinary.close("b")
     assert not any(torch.allclose(one, other, atol=0.01) for one, other in itertools.combinations(texts, 2))
+
+
+@pytest.mark.parametrize(("model_type", "start"), [("llama", 0), ("gemma3_text", 2)])
+def test_steps_with_guesses_are_captured_by_a_few_numbers_of_columns(
+    model_type: str, start: int, checkpoint_of: CheckpointOf, card: torch.device
+) -> None:
+    checkpoint = checkpoint_of(model_type)
+    captured, ordinary = (open_runner(checkpoint, card, capture=capture, start=start) for capture in (True, False))
+    outputs = zip(decode_with_guesses(captured, 36), decode_with_guesses(ordinary, 36), strict=True)
+    for got, wanted in outputs:
+        torch.testing.assert_close(got, wanted, **CLOSE)
+    shapes = {shape.columns for steps in decoder(captured)._captured.values() for shape in steps}
+    assert decoder(captured).replays > 0 and shapes <= {4}
 
 
 def test_who_needs_the_host_is_served_as_before(checkpoint_of: CheckpointOf, card: torch.device) -> None:

@@ -98,6 +98,12 @@ def test_what_fits_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
     assert by_precision["float32"]["units"] == 8 and by_precision["float32"]["bytes"] > by_precision["nf4"]["bytes"]
     assert 0 < by_precision["float32"]["fitting"] < 8 and by_precision["float32"]["machines"] > 1
     assert by_precision["nf4"]["fitting"] >= by_precision["float32"]["fitting"]
+    rows = json.loads(invoke("fit", str(tmp_path), "--train", "--json", "--memory", "1GB", "--device", "cpu").stdout)
+    taken = {row["precision"].split(",")[0]: row["bytes"] for row in rows}
+    parameters = by_precision["float32"]["bytes"] // 4
+    assert taken["adamw"] == 16 * parameters == 2 * taken["sgd"] and taken["lion"] == 12 * parameters
+    assert taken["sgd"] < taken["muon"] < taken["adamw"] == taken["schedule-free"] > taken["adamw8bit"]
+    assert taken["lion"] < taken["eva"], "two vectors for each matrix beside the momentum"
     assert "about" in invoke("fit", str(tmp_path), "--memory", "1GB", "--device", "cpu").stdout
     assert "Not one layer" in invoke("fit", str(tmp_path), "--memory", "1MB", "--device", "cpu").stderr
     assert_clear(invoke("fit", str(tmp_path / "none")), 1, "no such folder")

@@ -17,12 +17,13 @@ from msgspec import inspect as types
 from swarmnode.codec.averaging_messages import Form, Group, MemberSpec, PathRate
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.measuring_messages import TraceStep
-from swarmnode.codec.messages import BODIES, Branch
+from swarmnode.codec.messages import BODIES, AdapterTicket, Branch
 from swarmnode.codec.sampling import Grammar, Sampling
 from swarmnode.codec.spot_check_messages import BlockTiles, Crossing, MicrobatchRecord
 from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import Counted, Wait
+from swarmnode.swarm.records.adapter_record import AdapterRecord
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Certificate, Grant
 from swarmnode.swarm.records.invite import Invite, OwnedInvite
@@ -40,6 +41,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     **{body: kind.name.lower() for kind, body in BODIES.items() if body.__struct_fields__},
     HopSpec: "hop",
     Branch: "branch",
+    AdapterTicket: "adapter_ticket",
     Sampling: "sampling",
     Grammar: "grammar",
     StateEntry: "state_entry",
@@ -55,6 +57,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Manifest: "manifest",
     ModelInfo: "model",
     AdapterInfo: "adapter",
+    AdapterRecord: "adapter_record",
     FileContent: "file",
     Run: "run",
     Averaging: "averaging",

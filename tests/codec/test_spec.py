@@ -35,6 +35,7 @@ from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.records import (
+    adapter_record,
     announcement,
     certificate,
     invite,
@@ -64,6 +65,7 @@ MODULES = (
         tuning_messages,
     ),
     *(
+        adapter_record,
         announcement,
         content,
         invite,
@@ -214,6 +216,8 @@ def test_limits_are_the_ones_of_the_code() -> None:
     imported |= {f"spot_check_messages.MAX_{name}" for name in ("MASK_BYTES", "UNITS", "VALUES")}
     imported |= {"manifest.MAX_ADAPTER_CHARS"}
     imported |= {f"tuning_messages.MAX_{name}" for name in ("MASK_BYTES", "ROWS", "VALUES")}
+    imported |= {f"adapter_record.MAX_ADAPTER_{name}" for name in ("CHARS", "RECORD_BYTES")}
+    imported |= {f"adapter_record.MAX_{name}" for name in ("CONFIG_BYTES", "WEIGHTS_BYTES", "SKEW_S")}
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
     imported |= {"manifest.MAX_SMALL_BYTES"}
     imported |= {f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "PROOF_BYTES")}
@@ -241,6 +245,7 @@ PAGES = {
             "model",
             "file",
             "adapter",
+            "adapter_record",
             "hop_statement",
             "edge",
             "report",
@@ -276,6 +281,7 @@ CHECKED_ELSEWHERE = {
     "model",
     "file",
     "adapter",
+    "adapter_record",
     "tensor",
     "invite",
     "run",

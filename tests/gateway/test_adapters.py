@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import openai
@@ -9,6 +10,9 @@ import pytest
 
 from swarmnode.founding.model_source import from_checkpoint
 from swarmnode.founding.swarm_creation import from_folders
+from swarmnode.gateway.gateway import ADAPTERS_S
+from swarmnode.swarm.records.adapter_record import DAY_S, Share
+from swarmnode.swarm.storage.own_adapters import OwnAdapters
 from tests.adapters import save_llama_adapter
 from tests.gateway.conftest import MODEL, serving
 from tests.gateway.speaking import save_speaking_llama
@@ -24,6 +28,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Founded:
     """A swarm whose model speaks, and speaks otherwise through each of two adapters."""
     folder = tmp_path_factory.mktemp("adapted")
     save_speaking_llama(folder / "model")
+    save_llama_adapter(folder / "rhyme", folder / "model", seed=2)
     saved = {name: save_llama_adapter(folder / name, folder / "model", seed=at) for at, name in enumerate(NAMES)}
     source = from_checkpoint(str(folder / "model"), folder / "none")
     (folder / "founded").mkdir()
@@ -59,6 +64,22 @@ async def test_who_names_none_gets_the_model_alone(adapted: Founded, tmp_path: P
         assert answer.json()["model"] == MODEL
         with pytest.raises(openai.NotFoundError, match=f"{MODEL}:verse"):
             await served.openai.completions.create(model=f"{MODEL}:rhyme", prompt="hens")
+
+
+@in_virtual_time
+async def test_one_that_was_added_meanwhile_is_served_until_it_is_removed(adapted: Founded, tmp_path: Path) -> None:
+    async with serving(adapted, tmp_path) as served:
+        home, model = served.client._host.config.home, adapted.file.parents[1] / "rhyme"
+        own = await served.client.adapters.add(model, name="rhyme", share=Share.PRIVATE, life_s=DAY_S)
+        await asyncio.sleep(ADAPTERS_S + 1)
+        options = {"prompt": "in the end", "max_tokens": 12, "temperature": 0}
+        told = await served.openai.completions.create(model=f"{MODEL}:rhyme", **options)
+        wanted = await served.client.generate("in the end", max_new_tokens=12, adapter=str(model))
+        assert told.choices[0].text == wanted.text
+        OwnAdapters(home, adapted.swarm.id).remove(own.terms.name)
+        await asyncio.sleep(ADAPTERS_S + 1)
+        with pytest.raises(openai.NotFoundError, match=f"{MODEL}:verse"):
+            await served.openai.completions.create(model=f"{MODEL}:rhyme", **options)
 
 
 @in_virtual_time

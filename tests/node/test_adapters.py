@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnode.client.adapters import ClientAdapters
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.errors import ErrorCode, PeerRefused, UsageError
 from swarmnode.founding.model_source import from_checkpoint
@@ -125,7 +126,10 @@ async def test_an_unknown_adapter_is_told_before_anything_is_sent(adapted: Adapt
 async def test_a_hop_refuses_an_adapter_that_the_swarm_does_not_have(
     adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarmnode.serving.client.limits.ModelLimits.check_adapter", lambda *_, **__: None)
+    async def as_given(_self: ClientAdapters, name: str) -> str:
+        return name
+
+    monkeypatch.setattr(ClientAdapters, "resolve", as_given)
     async with swarm_of(adapted, tmp_path, {"a": "0:6", "b": "0:6"}) as (_, client):
         with pytest.raises(PeerRefused) as caught:
             await client.generate(PROMPT, adapter="../config")

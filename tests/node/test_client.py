@@ -125,7 +125,9 @@ async def test_transformers_generate(founded: Founded, whole: Any, tmp_path: Pat
 
 @REMOTE_ENDS
 @in_virtual_time
-async def test_transformers_drafts(founded: Founded, whole: Any, tmp_path: Path, hold_ends: bool) -> None:
+async def test_transformers_drafts(
+    founded: Founded, whole: Any, tmp_path: Path, hold_ends: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """Drafts of transformers itself: rejected ones are cut off, and the text is that of plain decoding."""
     prompt = torch.tensor([[*PROMPT, *PROMPT[:4]]])
     arguments = {
@@ -150,6 +152,12 @@ async def test_transformers_drafts(founded: Founded, whole: Any, tmp_path: Path,
             model._step = step
             assert torch.equal(ours, expected), way
             assert max(asked[1:]) > 1, f"{way} sends several positions at once"
+        with caplog.at_level("WARNING"):
+            ours = await turns.run(lambda: model.generate(prompt, **arguments, num_beams=2, prompt_lookup_num_tokens=3))
+        assert torch.equal(ours, whole.generate(prompt, **arguments, num_beams=2))
+        assert "some of the set flags will be ignored" in caplog.text, "beam search goes without drafts, with a notice"
+        with pytest.raises(UsageError, match="use_mtp"):
+            await turns.run(lambda: model.generate(prompt, **arguments, use_mtp=True))
 
 
 @in_virtual_time

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,8 +43,8 @@ def save(folder: Path, vocabulary: int) -> Path:
     return folder
 
 
-async def ask(client: SwarmClient, drafts: str = "auto", prompt: list[int] = PROMPT) -> Generation:
-    stream = await client.stream(prompt, max_new_tokens=NEW, drafts=drafts)
+async def ask(client: SwarmClient, drafts: str = "auto", prompt: list[int] = PROMPT, **options: Any) -> Generation:
+    stream = await client.stream(prompt, max_new_tokens=NEW, drafts=drafts, **options)
     async for _ in stream:
         pass
     return stream.result

@@ -29,6 +29,7 @@ from swarmnode.swarm.records.certificate import Role, open_grant
 from swarmnode.swarm.records.manifest import PRIVATE
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_admitted_peers
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
+from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.tiny import PROMPT, TinyModel
@@ -59,7 +60,9 @@ class Club:
         await client.close()
         return uses.get(open_grant(invite.grant, invite.id, invite.owner).invite_id.hex(), 0)
 
-    async def generate(self, invite: str, home: str = "guest", *, trust: list[str] | None = None) -> list[int]:
+    async def generate(
+        self, invite: str, home: str = "guest", *, trust: list[str] | None = None, adapter: str = ""
+    ) -> list[int]:
         """As a client with a home, which is where it keeps who it is."""
         options: dict[str, Any] = {
             "home": self.virtual.folder / home,
@@ -67,7 +70,7 @@ class Club:
             "trust": parse_trust(trust or []),
         }
         async with self.virtual.client(invite, **options) as client:
-            return (await client.generate(PROMPT, max_new_tokens=NEW)).ids
+            return (await client.generate(PROMPT, max_new_tokens=NEW, adapter=adapter)).ids
 
     async def revoke(self, **whom: Any) -> None:
         """As `swarmnode revoke` does."""
@@ -104,9 +107,15 @@ async def club_of(tiny: TinyModel, folder: Path) -> AsyncIterator[Club]:
 
 
 @in_virtual_time
-async def test_invited_nodes_serve_an_invited_client(tiny: TinyModel, tmp_path: Path) -> None:
+async def test_invited_nodes_serve_an_invited_client_also_with_an_adapter_of_its_own(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    adapter = save_llama_adapter(tmp_path / "verse", tiny.folder)
+    merged = TinyModel(merged_checkpoint(tmp_path / "merged", tiny.folder, adapter), tiny.units)
     async with club_of(tiny, tmp_path) as club:
-        assert await club.generate(club.invite(Role.CLIENT)) == tiny.alone(PROMPT, NEW)
+        invite = club.invite(Role.CLIENT)
+        assert await club.generate(invite) == tiny.alone(PROMPT, NEW)
+        assert await club.generate(invite, adapter=str(adapter)) == merged.alone(PROMPT, NEW)
         members = await club.members()
         assert {member["name"]: member["role"] for member in members} == dict.fromkeys(("a", "b", ""), "volunteer")
         assert [guest.role for guest in club.book.guests] == ["volunteer", "volunteer", "client"]

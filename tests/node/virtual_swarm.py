@@ -162,6 +162,7 @@ class VirtualTrainer:
         self.name = name
         self.losses: dict[int, float] = {}
         self.held_out: dict[int, float] = {}
+        self.expert_loads: dict[int, float] = {}
         self.peers: dict[int, int] = {}
         self.step_s: dict[int, tuple[float, float]] = {}  # as it was expected, and as it was
         self.why = ""  # the training waited last
@@ -189,7 +190,7 @@ class VirtualTrainer:
         """Nothing to keep."""
 
     def step(self, report: StepSummary) -> None:
-        self.losses[report.step] = report.loss
+        self.losses[report.step], self.expert_loads[report.step] = report.loss, report.expert_load
         if report.held_out_loss is not None:
             self.held_out[report.step] = report.held_out_loss
         self.peers[report.step] = report.peers

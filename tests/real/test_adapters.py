@@ -29,6 +29,8 @@ class Poets:
         save_speaking_llama(self.model)
         adapter = save_llama_adapter(folder / "verse", self.model)
         self.merged = merged_checkpoint(folder / "merged", self.model, adapter)
+        self.prose = save_llama_adapter(folder / "prose", self.model, seed=1)
+        self.merged_prose = merged_checkpoint(folder / "merged-prose", self.model, self.prose)
         invite = local.create(self.model, "--adapter", f"verse={adapter}")
         local.bootstrap()
         for node in [local.node(name, "--span", span, swarm=invite) for name, span in SPANS.items()]:
@@ -53,6 +55,20 @@ def test_two_nodes_serve_an_adapter_that_the_founder_gives_them(poets: Poets) ->
     assert "adapters: verse" in poets.local.command("status", str(poets.local.file))
     with pytest.raises(LocalError, match=r"ended with code 2: .*no adapter 'rhyme': it has verse"):
         poets.local.command(*ask, "--adapter", "rhyme")
+
+
+def test_a_member_brings_another_one_into_the_running_swarm(poets: Poets) -> None:
+    file, run = str(poets.local.file), poets.local.command
+    added = json.loads(run("adapter", "add", file, str(poets.prose), "--share", "members", "--json"))
+    ask = ["generate", file, "--ids", ",".join(map(str, IDS)), "-n", str(NEW), "--json", "--adapter"]
+    for name in (str(poets.prose), "prose"):
+        told = json.loads(run(*ask, name))
+        assert told["ids"] == list(generate_alone(poets.merged_prose, IDS, NEW)), name
+        assert [hop["span"] for hop in told["route"]] == [[0, 2], [2, 4]]
+    listed = {one["name"]: one for one in json.loads(run("adapter", "list", file, "--json"))}
+    assert listed.keys() == {"verse", "prose"}
+    assert (listed["prose"]["id"], listed["prose"]["of"], listed["prose"]["share"]) == (added["id"], "you", "members")
+    assert run("adapter", "remove", file, "prose").startswith("Removed prose.")
 
 
 def test_the_page_offers_it_as_a_model_of_its_own(poets: Poets, tmp_path: Path) -> None:

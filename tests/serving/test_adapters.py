@@ -30,6 +30,9 @@ class Files:
     def __contains__(self, name: str) -> bool:
         return name in self.known
 
+    def tell(self, **_functions: object) -> None:
+        """No adapter of a member is here."""
+
     async def bring(self, name: str, _span: object) -> Any:
         self.asked.append(name)
         await asyncio.sleep(self.takes_s)
@@ -45,7 +48,9 @@ class Place:
     def __init__(self, limit: int = ROOM) -> None:
         self.ledger = MemoryLedger(limit)
         self.here: dict[str, object] = {}
-        adapters = SimpleNamespace(add=self.here.__setitem__, remove=lambda name: self.here.pop(name, None))
+        adapters = SimpleNamespace(
+            add=self.here.__setitem__, copied=self.here.__getitem__, remove=lambda name: self.here.pop(name, None)
+        )
         span = SimpleNamespace(
             start=0, end=3, family=None, model=None, device=None, dtype=torch.float32, adapters=adapters
         )
@@ -197,3 +202,28 @@ async def test_what_is_on_its_way_when_the_stage_ends_is_given_up() -> None:
         await adapters.bring("a")
     await adapters.close()
     assert (place.held, place.here) == (0, {})
+
+
+@in_virtual_time
+async def test_unused_ones_wait_in_the_hosts_memory_as_long_as_it_has_room() -> None:
+    files, card, host = Files(a=SIZE, b=SIZE, c=SIZE, d=SIZE), Place(), MemoryLedger(2 * SIZE)
+    adapters = stage(files, card)
+    adapters.host = host
+    for key, name in enumerate("abc"):
+        await adapters.bring(name)
+        adapters.use(name, key)
+        adapters.leave(key)
+    assert (list(card.here), card.held, host.used_bytes) == (["b", "c"], 2 * SIZE, SIZE)
+    await adapters.bring("a")
+    await adapters.bring("b")
+    assert (files.asked, list(card.here), host.used_bytes) == (list("abc"), ["a", "b"], SIZE), "they were in the host"
+    await adapters.bring("d")
+    await adapters.bring("c")
+    assert (files.asked, host.used_bytes) == (list("abcd"), SIZE)
+    await adapters.bring("a")
+    assert files.asked == list("abcda"), "it had to give way there, too"
+    await adapters.bring("c")
+    adapters.expel("c", ErrorCode.ADAPTER_EXPIRED)
+    assert "c" not in card.here
+    await adapters.close()
+    assert card.held == host.used_bytes == 0

@@ -14,6 +14,8 @@ from swarmnode.codec.sampling import Sampling
 from swarmnode.errors import ErrorCode
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.serving.drafting.drafter import Drafter
+from swarmnode.serving.drafting.told import MtpDrafter
 from swarmnode.serving.session.session_streams import ids_input
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_peer import HELLO
@@ -167,8 +169,9 @@ async def test_guesses_that_are_taken_back_without_end_are_dropped_before_they_a
     assert len(session._taken_back._cuts) <= MOST and len(session._guessed_jobs._ids) <= 32
 
 
+@pytest.mark.parametrize("field", ["forced", "guesses"])
 @in_virtual_time
-async def test_forced_tokens_that_the_model_does_not_have_are_not_guessed() -> None:
+async def test_tokens_told_by_the_last_hop_that_the_model_does_not_have_are_not_guessed(field: str) -> None:
     swarm = await ToySwarm.start((0, 2))
     inputs: list[tuple[int, Input]] = []
     network = swarm.world.join()
@@ -178,13 +181,15 @@ async def test_forced_tokens_that_the_model_does_not_have_are_not_guessed() -> N
         if isinstance(body, Open):
             channel.send(Ready(0))
         elif channel.peer == swarm.volunteers[0].peer:
-            channel.send(Output((5,), forced=(MODULUS,)), seq=len(PROMPT))
-            channel.send(Output((6,), forced=(7, 8)), seq=len(PROMPT) + 1)
+            channel.send(Output((5,), **{field: (MODULUS,)}), seq=len(PROMPT))
+            channel.send(Output((6,), **{field: (7, 8)}), seq=len(PROMPT) + 1)
 
     board = Switchboard(network, SESSION_PROTOCOL, HELLO, link_config(), accept=accept)
     await board.start()
     assert await network.connect(await swarm.client.addresses(), timeout_s=1)
-    swarm.volunteers[0].server.drafting = lambda _opened: (Oracle([*PROMPT, 5, 6], 0.0), Steady(0))
+    told: dict[str, tuple[Drafter, int]] = {"forced": (Oracle([*PROMPT, 5, 6], 0.0), 0), "guesses": (MtpDrafter(), 2)}
+    drafter, most = told[field]
+    swarm.volunteers[0].server.drafting = lambda _opened: (drafter, Steady(most))
     peer, sampling = swarm.volunteers[0].peer, Sampling(len(PROMPT), 20)
     route = (HopSpec(peer, 0, 2), HopSpec(network.peer_id, 2, 4))
     channel = await swarm.switchboard.call(peer, lambda _frame, _body: None, lambda _error: None)

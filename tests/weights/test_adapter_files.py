@@ -34,6 +34,13 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AdapterSo
     return from_folders({"verse": folder / "verse"}, from_checkpoint(str(model), folder / "none"), folder / "out")
 
 
+class Nobody:
+    """Members that bring no adapters."""
+
+    def __contains__(self, _adapter: str) -> bool:
+        return False
+
+
 class AdapterWorld(World):
     """The swarm has an adapter, too."""
 
@@ -50,7 +57,7 @@ class AdapterWorld(World):
         self.directory.announce(name, (0, UNITS))
 
     async def files(self, home: str = "home") -> AdapterFiles:
-        return AdapterFiles(self.swarm, self.weights(home=home), await self.seeder(f"seeder of {home}"))
+        return AdapterFiles(self.swarm, self.weights(home=home), await self.seeder(f"seeder of {home}"), Nobody())  # type: ignore[arg-type]
 
 
 @pytest_asyncio.fixture

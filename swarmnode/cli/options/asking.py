@@ -56,14 +56,17 @@ def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def asking(swarm: str, home: Path, *, patience_s: float, trust: Trust) -> AsyncIterator[SwarmClient]:
+async def asking(
+    swarm: str, home: Path, *, patience_s: float, trust: Trust, needs_torch: bool = False
+) -> AsyncIterator[SwarmClient]:
     """Join the swarm, yield a client for one question or conversation, and leave. Raises UsageError, NetworkDown, NotAdmitted."""
     from swarmnode.client.swarm_client import SwarmClient
 
     with CollectorPause():
         loaded = open_swarm(swarm, home)
         client = await SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust, audit_share=0.0)
-    leave_torch_out()
+    if not needs_torch:
+        leave_torch_out()
     async with client:
         yield client
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.quantities import parse_bytes, parse_name, parse_rate, parse_share, parse_span
 from swarmnode.cli.options.rules import RuleOptions, read_rules
-from swarmnode.config import COMPRESSIONS, KV_FORMS, StageConfig
+from swarmnode.config import ADAPTERS, COMPRESSIONS, KV_FORMS, MEMBERS_TOO, StageConfig
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import home_option
 from swarmnode.terminal.formatting import parse_duration
-from swarmnode.terminal.option import of_same_names, option, path_option, settings
+from swarmnode.terminal.option import of_same_names, one_of, option, path_option, settings
 
 if TYPE_CHECKING:
     from swarmnode.node.node_config import NodeConfig
@@ -88,8 +88,9 @@ class NodeOptions:
     draft_model: str = option(
         "",
         "Guess tokens with this small model while others compute, for clients with --drafts auto: a folder, a GGUF file or a hub "
-        "id. Its vocabulary must be that of the swarm's model.",
-        metavar="PATH|HUB_ID",
+        "id. Its vocabulary must be that of the swarm's model. own: with the prediction layer (MTP) of the swarm's model, at "
+        "the node with the last layer.",
+        metavar="PATH|HUB_ID|own",
     )
     memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: the free memory.", "--memory")
     max_cache_bytes: int | None = size_option(
@@ -102,6 +103,12 @@ class NodeOptions:
         "and the Hugging Face hub. Others can see which weights your node does not fetch.",
         metavar="PATH|auto",
         parse=_weights,
+    )
+    adapters: str = option(
+        MEMBERS_TOO,
+        "Adapters that texts may use here: those of members, too; those that the swarm was founded with; or none.",
+        metavar="|".join(ADAPTERS),
+        parse=one_of(ADAPTERS),
     )
     min_holders: int = option(
         2,

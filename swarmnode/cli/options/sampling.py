@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,17 @@ class SamplingOptions:
         "or from anything that the first machine has (auto). The last machine sees wrong guesses.",
         metavar="off|lookup|auto",
     )
-    adapter: str = option("", "Use this adapter of the swarm; `status` lists them.", metavar="NAME")
+    adapter: str = option(
+        "",
+        "Use this adapter: a name that `adapter list` shows, or a folder that peft saved, with a slash in its path.",
+        metavar="NAME|./DIR",
+    )
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether this machine computes something for these options: it checks an adapter in a folder."""
+        return "/" in self.adapter or os.sep in self.adapter
+
     logprobs: int | None = option(
         None,
         "With --json: print each token's log probability, and those of this many others.",

@@ -35,6 +35,9 @@ def fit(
         metavar="MODEL…",
     ),
     node: Annotated[NodeOptions, "memory_bytes device kv"],
+    train: bool = option(
+        False, "Show what training takes with each optimiser: weights, gradients and its memory, without activations."
+    ),
     rtt: float = option(20.0, "Round-trip time between machines.", metavar="MS", min=0.0, max=60_000.0),
     as_json: bool = JSON,
 ) -> None:
@@ -52,7 +55,7 @@ def fit(
     rows = list[dict[str, Any]]()
     for model in models:
         with tempfile.TemporaryDirectory(prefix="swarmnode-fit-") as folder:
-            rows += _rows(model, probed, stage.memory_bytes, rtt / 1000, Path(folder), stage.kv)
+            rows += _rows(model, probed, stage.memory_bytes, rtt / 1000, Path(folder), None if train else stage.kv)
     if as_json:
         print_json(rows)
         return
@@ -74,14 +77,16 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = new_table(title if context is None else f"{title}, up to {context:,} tokens", columns, numbers=columns[1:])
     for row in rows:
         speed = float(format(row["passes_per_s"] or 0, ".2g"))
-        held = [str(row["machines"]), f"about {speed:,g} {PASSES[row['task']]}/s"] if row["fitting"] else ["-", "-"]
+        told = f"about {speed:,g} {PASSES[row['task']]}/s" if speed else "-"
+        held = [str(row["machines"]), told] if row["fitting"] else ["-", "-"]
         table.add_row(row["precision"], f"{row['bytes'] / 1e9:.1f}", str(row["fitting"]), *held)
     return table
 
 
 def _rows(
-    model: str, device: Device, limit_bytes: int | None, rtt_s: float, folder: Path, kv: str
+    model: str, device: Device, limit_bytes: int | None, rtt_s: float, folder: Path, kv: str | None
 ) -> Iterator[dict[str, Any]]:
+    """Yield a row for each precision; for training, which caches nothing (`kv` None), one for each optimiser."""
     from swarmnode.client.model_config import context_limit
     from swarmnode.compute.capacity.memory import most_anywhere
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -93,9 +98,10 @@ def _rows(
     source, task = outline(model, folder)
     is_text = isinstance(source, Checkpoint)
     rate = measure_read_rate(device)
-    for precision, sizes in _precisions(source, device, kv):
+    trains = kv is None
+    for precision, sizes in _optimizers(source) if kv is None else _precisions(source, device, kv):
         room_bytes = limit_bytes or int(device.free_bytes * MEMORY_SHARE)
-        fitting = most_anywhere(sizes, room_bytes, CACHE_TOKENS)
+        fitting = most_anywhere(sizes, room_bytes, 0 if trains else CACHE_TOKENS)
         fitted = plan.fit(sizes.weight_bytes, fitting, read_bytes_per_s=rate, rtt_s=rtt_s, led=not is_text)
         yield {
             "model": model,
@@ -105,10 +111,28 @@ def _rows(
             "units": len(sizes.weight_bytes),
             "fitting": fitting,
             "machines": fitted and fitted.machines,
-            "pass_s": fitted and fitted.pass_s,
-            "passes_per_s": fitted and round(fitted.passes_per_s, 3),
+            "pass_s": None if trains else fitted and fitted.pass_s,
+            "passes_per_s": None if trains else fitted and round(fitted.passes_per_s, 3),
             "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
         }
+
+
+def _optimizers(source: Checkpoint | Graph) -> Iterator[tuple[str, UnitSizes]]:
+    """Yield each optimiser with the sizes of the units that it trains. Raises UsageError for a module or packed weights."""
+    from swarmnode.cli.train.schedule import ScheduleOptions
+    from swarmnode.compute.capacity.memory import run_sizes
+    from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.errors import UsageError
+    from swarmnode.swarm.records.recipe import Recipe
+    from swarmnode.swarm.records.run import OPTIMIZERS, Run
+
+    if not isinstance(source, Checkpoint) or source.is_packed:
+        raise UsageError("--train is for language models with plain weights: give a folder or a hub id of safetensors")
+    for name in OPTIMIZERS:
+        fields = ScheduleOptions(optimizer=name, microbatch=1).fields()
+        sizes = run_sizes(source, Run(data=bytes(32), recipe=Recipe(), **fields))
+        parameters = sum(source.entries[one].elements for one in source.tensor_names)
+        yield f"{name}, {sum(sizes.weight_bytes) / parameters:.1f} B/parameter", sizes
 
 
 def _precisions(source: Checkpoint | Graph, device: Device, kv: str) -> Iterator[tuple[str, UnitSizes]]:

@@ -29,6 +29,11 @@ def export(
     swarm: str = THIS_SWARM,
     out: Path = argument(..., "Folder to write; it appears when it is complete.", typed=Path, metavar="OUT"),
     force: bool = option(False, "Replace a checkpoint in OUT."),
+    average: bool = option(
+        True,
+        "Write the average of the weights if the training keeps one (--ema), or those of the last step.",
+        "--average/--last",
+    ),
     patience: float = patience_option(30.0, "How long to wait for machines that hold all layers."),
     home: Path = HOME,
     as_json: bool = JSON,
@@ -54,7 +59,12 @@ def export(
         async with await TrainingClient.join(known, home, patience_s=patience) as client:
             with bytes_bar("Fetching the trained weights", quiet=as_json) as progress:
                 exporting = client.export(
-                    target, force=force, patience_s=patience, progress=progress, on_unconfirmed=unconfirmed.extend
+                    target,
+                    force=force,
+                    patience_s=patience,
+                    average=average,
+                    progress=progress,
+                    on_unconfirmed=unconfirmed.extend,
                 )
                 return await unless_stopped(exporting, stop)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GROUPS = "groups"
+FIELDS = ("label_smoothing", "z_loss", "router_balance", "router_z_loss", "ema", "decay_steps")
+"""Options that are fields of a recipe with the same names"""
 LEFT_OUT = frozenset({"recipe", "print_recipe", "data", "eval_data", "freeze"})
 
 
@@ -34,6 +36,11 @@ class RecipeOptions:
     )
     label_smoothing: float = option(0.0, "Share of each label that goes to the whole vocabulary.")
     z_loss: float = option(0.0, "Factor of the squared log-sum-exp of the logits in the loss; PaLM's is 1e-4.")
+    router_balance: float = option(
+        0.0, "Factor of the routers' balance loss in mixtures of experts, for example 0.001."
+    )
+    router_z_loss: float = option(0.0, "Factor of the squared log-sum-exp of the routers' logits; ST-MoE's is 0.001.")
+    ema: float = option(0.0, "Also keep an average of the weights, which holds this share of itself per step.")
     decay_steps: int = option(0, "With --schedule hf-wsd: steps of the decay at the end.")
 
     def made(self, schedule: str, groups: Iterable[ParameterGroup]) -> Recipe:
@@ -45,7 +52,7 @@ class RecipeOptions:
 
         frozen = [{"match": pattern, "frozen": True} for pattern in self.freeze]
         given = [*msgspec.convert(frozen, list[ParameterGroup]), *groups]
-        fields = {"label_smoothing": self.label_smoothing, "z_loss": self.z_loss, "decay_steps": self.decay_steps}
+        fields = {name: getattr(self, name) for name in FIELDS}
         try:
             return msgspec.convert(
                 {"schedule": schedule, "groups": tuple(dict.fromkeys((*given, *NO_DECAY))), **fields}, Recipe

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.terminal.option import option
 
-SCHEDULES = ("constant", "linear", "cosine", "hf-constant", "hf-linear", "hf-cosine", "hf-wsd")
 USUAL = {"clip": 1.0, "momentum": 0.0, "beta2": 0.95, "epsilon": 1e-8}
 """Settings that are not given"""
 PUBLISHED: dict[str, dict[str, float]] = {
@@ -38,7 +38,7 @@ class ScheduleOptions:
     schedule: str = option(
         "cosine",
         "Learning rate after the warm-up: linear and cosine end at --final-share; hf-...: as in transformers, down to 0.",
-        metavar="|".join(SCHEDULES),
+        metavar="|".join(SCHEDULES_BY_NAME),
     )
     warmup_steps: int = option(0, "Steps during which the learning rate rises.", "--warmup")
     final_share: float = option(0.1, "Share of the learning rate at the end of linear and cosine.")

@@ -109,12 +109,19 @@ class TrainingClient(SwarmObserver):
         *,
         force: bool,
         patience_s: float,
+        average: bool = True,
         progress: Progress | None = None,
         on_unconfirmed: Callable[[Sequence[str]], None] = lambda _parts: None,
     ) -> int:
         """Write the trained model as a checkpoint into `out`, and return the number of its step; see `checkpoints/export.py`."""
         return await export(
-            self._host, out, progress, force=force, patience_s=patience_s, on_unconfirmed=on_unconfirmed
+            self._host,
+            out,
+            progress,
+            force=force,
+            patience_s=patience_s,
+            average=average,
+            on_unconfirmed=on_unconfirmed,
         )
 
     async def close(self) -> None:
@@ -125,7 +132,7 @@ class TrainingClient(SwarmObserver):
 
     def _sign(self, run: Run, lease: Lease) -> None:
         """Count a finished microbatch, and give a receipt to each peer that took part in it."""
-        self.fed += 1
+        self.fed += lease.step < run.steps  # an evaluation of the final weights is no training
         units: Counter[PeerId] = Counter()
         for hop in lease.route:
             units[hop.peer] += hop.end - hop.start
@@ -158,6 +165,8 @@ def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
         tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown if the coordinator was lost
         summary = StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm)
         held_out_loss = None if report.held_out_loss == NOT_EVALUATED else report.held_out_loss
-        listener.step(replace(summary, expected_s=report.expected_s, held_out_loss=held_out_loss))
+        listener.step(
+            replace(summary, expected_s=report.expected_s, held_out_loss=held_out_loss, expert_load=report.expert_load)
+        )
 
     return tell

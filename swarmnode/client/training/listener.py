@@ -122,5 +122,6 @@ class TrainerMeter:
         if self._last is not None:
             yield Reading(table.TRAINER_STEP, self._last.step)
             yield Reading(table.TRAINER_LOSS, self._last.loss)
+            yield Reading(table.TRAINER_EXPERT_LOAD, self._last.expert_load)
             yield Reading(table.TRAINER_PEERS, self._last.peers)
             yield Reading(table.TRAINER_EXPECTED_SECONDS, self._last.expected_s)

@@ -18,7 +18,8 @@ from swarmnode.compute.device import probe_device, set_threads
 from swarmnode.compute.graph import segment as graphs
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training import lm
-from swarmnode.compute.training.local import StepSummary, train_locally
+from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.local import StepSummary, local_learner, train_steps
 from swarmnode.compute.training.segment import Segment
 from swarmnode.compute.training.snapshot import LocalState
 from swarmnode.data.rules import DataRules
@@ -73,16 +74,17 @@ async def train_here(
     run, batches = await asyncio.to_thread(prepare, manifest, folder, data, settings, rules)
     set_threads(place.threads)
     segment = await asyncio.to_thread(_load, manifest, folder, place.device)
+    learner = await asyncio.to_thread(local_learner, segment, run, batches)
     listener.begun(run, batches.summary(run))
     done = 0
     bad: NotFinite | None = None
     try:
         there = None if state is None else LocalState(state)
-        done = await _listen(train_locally(segment, run, batches, state=there), listener, stop, run.steps)
+        done = await _listen(train_steps(learner, batches, state=there), listener, stop, run.steps)
     except NotFinite as error:
         bad = error
     if output is not None:
-        tensors = _tensors(segment)
+        tensors = _tensors(learner)
         language = manifest.kind == CAUSAL_LM
         await asyncio.to_thread(write_checkpoint, language, tensors, folder, output.folder, force=output.force)
     if bad is not None:
@@ -144,7 +146,8 @@ def _load(manifest: Manifest, folder: Path, device: str) -> Segment:
     return graphs.load_segment(folder, 0, manifest.model.units, device=where)
 
 
-def _tensors(segment: Segment) -> dict[str, Tensor]:
-    """Return the parameters and buffers, by their names in the state dict."""
-    parts = (*segment.parameters().values(), *segment.buffers().values())
+def _tensors(learner: Learner) -> dict[str, Tensor]:
+    """Return the parameters, or their average if the run keeps one, and the buffers, by their names in the state dict."""
+    blocks = [learner.block(number) for number in learner.blocks]
+    parts = (part for block in blocks for part in (block.parameters, block.buffers, block.ema))
     return {name: tensor.detach().cpu() for part in parts for name, tensor in part.items()}

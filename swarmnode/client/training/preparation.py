@@ -12,15 +12,18 @@ import msgspec
 
 from swarmnode.client.tokenizer import Tokenizer
 from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
-from swarmnode.compute.graph.boundary import ARRAYS_SUFFIX, array_batches, token_length, token_windows
+from swarmnode.compute.graph.boundary import array_batches, token_length, token_windows
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
+from swarmnode.compute.model.family import causal_class
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.datasets.corpus import token_batches
 from swarmnode.compute.training.datasets.held_out import WithHeldOut
 from swarmnode.compute.training.datasets.sample_batches import SampleBatches
 from swarmnode.compute.training.lm import can_pack
+from swarmnode.compute.training.losses.routers import check_routers
+from swarmnode.compute.training.segment import check_objective
 from swarmnode.data.arrays import read_arrays
 from swarmnode.data.rows import make_rows
 from swarmnode.data.rules import DataRules, steps_of
@@ -145,6 +148,8 @@ def _for_text(
     positions = manifest.model.positions
     if positions and sequence > positions:
         raise UsageError(f"--sequence {sequence} is more than the model's {positions} positions: lower it")
+    if settings.known_recipe.watches_routers:
+        check_routers(causal_class(config))
     run = _with(settings, sequence, settings.microbatch or min(MICROBATCH, settings.batch))
     check_run(run)  # before reading the data, which may take long
     tokenizer = Tokenizer(folder) if has_tokenizer(file.name for file in manifest.files) else None
@@ -199,9 +204,14 @@ def _for_graph(folder: Path, data: Path, settings: Run, rules: DataRules) -> Pre
     graph = read_graph(folder)
     if rules.evaluate_every:
         raise UsageError("held-out data are for language models that are split at their layers: leave out --eval-every")
-    if settings.known_recipe.label_smoothing or settings.known_recipe.z_loss:
-        raise UsageError("--label-smoothing and --z-loss are for language models that are split at their layers")
-    length = token_length(graph) if data.suffix != ARRAYS_SUFFIX else 0
+    check_objective(settings.known_recipe)
+    kind = sample_kind(data)
+    if kind not in (ARRAYS, TEXT):
+        raise UsageError(
+            f"{data} holds samples, which are for language models that are split at their layers: give a module text, or an "
+            ".npz file of arrays"
+        )
+    length = token_length(graph) if kind == TEXT else 0
     if settings.sequence and settings.sequence != length:
         raise UsageError("--sequence is for language models, and this model's samples are rows of arrays: leave it out")
     microbatch = settings.microbatch or (min(MICROBATCH, settings.batch) if graph.any_batch else graph.batch)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.swarm.records.run import Run
 
 # Bytes per weight of a quantised matrix, block scales included (int8 by rows; NF4 by blocks of 64 with double quantisation,
 # arXiv 2305.14314 section 3). Other tensors keep their dtype.
@@ -77,6 +78,24 @@ def training_sizes(checkpoint: Checkpoint) -> UnitSizes:
         for unit in range(checkpoint.units)
     )
     return UnitSizes(weights, (0,) * len(weights))
+
+
+def run_sizes(checkpoint: Checkpoint, run: Run) -> UnitSizes:
+    """Return the sizes for a training run: parameters, gradients and the memory of its optimiser, without activations.
+
+    A tied matrix counts in both ends.
+    """
+    import torch
+
+    from swarmnode.compute.training.optimizer import FLOAT_BYTES, memory_bytes
+
+    weights = []
+    for unit in range(checkpoint.units):
+        shapes = {name: checkpoint.entries[name].shape for name in checkpoint.tensors_of(unit, unit + 1)}
+        tensors = {name: torch.empty(shape, device="meta", requires_grad=True) for name, shape in shapes.items()}
+        elements = sum(tensor.numel() for tensor in tensors.values())
+        weights.append(2 * FLOAT_BYTES * elements + int(memory_bytes(run, tensors)))
+    return UnitSizes(tuple(weights), (0,) * len(weights))
 
 
 def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, start: int = 1) -> int:

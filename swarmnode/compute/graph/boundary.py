@@ -19,11 +19,11 @@ from swarmnode.compute.graph.layout import Layout, Value
 from swarmnode.compute.graph.operators import torch_constant
 from swarmnode.compute.training.datasets.batches import ArrayBatches, LabelShares
 from swarmnode.compute.training.datasets.corpus import Encode, token_batches
+from swarmnode.data.samples import ARRAYS_SUFFIX
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 
 Described = tuple[torch.dtype, tuple[int, ...]]
 """Description of a tensor: its dtype and shape"""
-ARRAYS_SUFFIX = ".npz"
 ROWS = 1024  # rows whose labels are counted at a time
 _DAMAGE = (ValueError, EOFError, KeyError, zipfile.BadZipFile)
 

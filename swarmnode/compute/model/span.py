@@ -9,7 +9,7 @@ import contextlib
 import inspect
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +50,25 @@ def dismantle(model: nn.Module, device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
+class HiddenReader(Protocol):
+    """Owner of weights beside a span that reads the states which leave its last layer: a prediction layer (`mtp/layer.py`)."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights."""
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the weights to another device."""
+
+    def close(self) -> None:
+        """Free the memory of the weights."""
+
+
 class ModelSpan:
     """Units [start, end) of a model, ready to run.
 
-    `model` is the family's causal language model, cut down. Only `packings` may be used from a second thread.
+    `model` is the family's causal language model, cut down. Only `packings` may be used from a second thread. If a `reader` is
+    set, the hidden states that leave the last layer come with the logits.
     """
 
     def __init__(
@@ -72,6 +87,7 @@ class ModelSpan:
         self.quantization = quantization
         self.packings = Packings.of(model, {}) if packings is None else packings
         self.adapters = SpanAdapters(model)
+        self.reader: HiddenReader | None = None
         self.stack: Stack = model.get_submodule(family.stack_name)
         floats = (p for p in model.parameters() if p.is_floating_point())
         parameter: Any = next(floats, None)
@@ -121,11 +137,17 @@ class ModelSpan:
         self.model.to(device)
         for weight in held_by(self.model):
             weight.move_to(device)
+        if self.reader is not None:
+            self.reader.move_to(device)
         self._device = device
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights and buffers, with the scales of quantised ones; tied ones count once."""
+        """Bytes of weights and buffers, with the scales of quantised ones and those of the reader; tied ones count once."""
+        return self._own_bytes + (0 if self.reader is None else self.reader.weight_bytes)
+
+    @property
+    def _own_bytes(self) -> int:
         tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
         quantized = self.quantization
         if quantized is None:
@@ -167,6 +189,8 @@ class ModelSpan:
     def close(self) -> None:
         """Free the memory of the weights at once. The span cannot run afterwards."""
         self.adapters.clear()
+        if self.reader is not None:
+            self.reader.close()
         dismantle(self.model, self.device)
 
     def layers_of(self, start: int, end: int) -> range:
@@ -200,7 +224,8 @@ class ModelSpan:
             adapters: Name of each row's loaded adapter, "" for none; () for the model alone.
 
         Returns:
-            logits_BKV of the `keep_last` last positions if the range ends with the head, else hidden_BTH.
+            logits_BKV of the `keep_last` last positions if the range ends with the head, else hidden_BTH. With a reader, the states
+            that left the last layer follow each position's logits: (B, K, V + H).
 
         Raises:
             ProtocolError: An adapter is not loaded, or rows with different ones cannot be told apart in some layer.
@@ -221,8 +246,13 @@ class ModelSpan:
         entering_BTH = x if start > 0 else None
         if end < self.family.units or keep_last == 0:
             hidden_BTH = self._forward_hidden(inputs, entering_BTH)
-            return hidden_BTH if end < self.family.units else hidden_BTH.new_empty(len(x), 0, self.vocab_size)
+            return hidden_BTH if end < self.family.units else hidden_BTH.new_empty(len(x), 0, self._output_size)
         return self._forward_logits(inputs, entering_BTH, keep_last)
+
+    @property
+    def _output_size(self) -> int:
+        """Number of values for each position behind the head."""
+        return self.vocab_size + (0 if self.reader is None else self.hidden_size)
 
     def _forward_hidden(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None) -> Tensor:
         """Return hidden_BTH as they leave the last layer. Modules behind the layers get no positions, if the family allows that."""
@@ -235,11 +265,14 @@ class ModelSpan:
         options: dict[str, Any] = {}
         if not self.family.narrows and keep_last > 0:
             options["logits_to_keep"] = keep_last
-        output, _ = self.stack.pass_through(
+        output, hidden_BTH = self.stack.pass_through(
             lambda: self.model(**inputs, **options), entering_BTH, -1 if options else keep_last
         )
         logits_BKV: Tensor = output.logits
-        return logits_BKV
+        if self.reader is None:
+            return logits_BKV
+        hidden_BKH = hidden_BTH[:, hidden_BTH.shape[1] - logits_BKV.shape[1] :]
+        return torch.cat([logits_BKV, hidden_BKH.to(logits_BKV.dtype)], dim=-1)
 
 
 @lean()

@@ -7,7 +7,10 @@ Which families can be captured is not known by name. After some steady steps one
 ordinary pass runs, which overwrites what the replay wrote, and results and times of the two are compared. If attention goes by
 position, as with fast packed weights, both must have the same bits. A replay reads all columns of the buffers, masked, so with
 many rows and long caches it may cost more than it saves. If the family's code cannot be captured, all passes stay ordinary; if
-numbers differ or the replay is slower, those of this cohort.
+numbers differ or the replay is slower, those of this cohort and shape.
+
+Steps with guesses have several positions. On a card they are filled up to one of a few numbers of columns, since a graph has a
+fixed number and more columns cost a card next to nothing. On the CPU each number of positions has its own program.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import logging
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,47 +33,61 @@ from swarmnode.compute.model.packing.attention import BY_POSITION
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import Cohort
 from swarmnode.compute.serving.flat_program import Recorder
-from swarmnode.compute.serving.window import AttentionCache
+from swarmnode.compute.serving.window import LONGEST_SHARED, AttentionCache
 from swarmnode.compute.stopwatch import Stopwatch, synchronize
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 
 log = logging.getLogger(__name__)
 
-STEADY_STEPS = 8  # steps of a cohort between attempts to capture one
+STEADY_STEPS = 8  # steps of a cohort and shape between attempts to capture one
 STEADY_STEPS_CPU = 4  # recording takes some three steps there, and memory that is freed at once if it fails
 LEAST_COLUMNS = 16  # room that the buffers must still have: capturing costs as much as some steps
 MASK_BYTES = 16  # per column and row, while masks are made
+CARD_COLUMNS = (1, 2, 4, LONGEST_SHARED)  # of steps on a card
+MOST_SHAPES = 8  # captured shapes of a cohort
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}  # of a row's deviation
+
+
+class _Place(Tensor):
+    """Number of a column on the device that differs from every number on the host. transformers compares the place of several
+    queries with 0, to leave a mask out, and would wait for the device."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:  # type: ignore[override]
+        return self is other
+
+    __hash__ = Tensor.__hash__
 
 
 class StaticColumns(AttentionCache):
     """Buffers of a cohort at fixed places. If a regrouped cohort gives its buffers up, they are gone here too.
 
-    `column` (a scalar, int64) is where the next step writes. It is valid as long as the cohort's windows have not moved.
+    `column` (a scalar, int64) is where the next step of `count` columns begins to write. It is valid as long as the cohort's
+    windows have not moved.
     """
 
-    def __init__(self, cohort: Cohort) -> None:
+    def __init__(self, cohort: Cohort, count: int = 1) -> None:
         super().__init__(cohort.windows)
+        self.count = count
+        self._steps_T = torch.arange(count, device=cohort.device)
         self.column = torch.tensor(cohort.end, device=cohort.device)
+        self._place = self.column.as_subclass(_Place)
         self._buffers = cohort.buffers
         self._store = cohort.store
-        self._first_kept = first_kept(cohort)
+        self.first_kept = first_kept(cohort)
         self._capacity, self._windows = cohort.capacity, cohort.windows  # not the cohort: it ends with its last session
         self._places: dict[int, Tensor] = {}
 
     def __repr__(self) -> str:
         return f"StaticColumns({len(self._buffers)} layers of up to {self.get_max_length()} columns)"
 
-    def fits(self, cohort: Cohort) -> bool:
-        """Return whether the cohort's sliding windows begin where they did when these buffers were set up."""
-        return self._first_kept == first_kept(cohort)
-
     def begin(self, cohort: Cohort) -> None:
         """Prepare for the cohort's next step, which writes behind its end.
 
         Columns further behind get a weight of zero, so they must be finite.
         """
-        cohort.zero_from(cohort.end + 1)
+        cohort.zero_from(cohort.end + self.count)
         self.column.fill_(cohort.end)
 
     def restart(self) -> None:
@@ -79,20 +97,20 @@ class StaticColumns(AttentionCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values (rows, heads, 1, dim) and return all columns of the layer. Called by attention."""
-        first = self._first_kept.get(layer_idx, 0)
+        """Write keys and values (rows, heads, T, dim) and return all columns of the layer. Called by attention."""
+        first = self.first_kept.get(layer_idx, 0)
         if first not in self._places:
-            self._places[first] = (self.column - first).view(1)
+            self._places[first] = self.column - first + self._steps_T
         return self._store.write_at(self._buffers[layer_idx], key_states, value_states, self._places[first])
 
     def get_seq_length(self, layer_idx: int = 0) -> Tensor:  # type: ignore[override]
         """Return the number of columns in use, on the device, as transformers' own static cache does."""
-        return self.column
+        return self._place
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of columns in a layer's buffers, and the first column that they hold. A family may ask for a layer that
         another hop has."""
-        return self._columns_in(layer_idx), self._first_kept.get(layer_idx, 0)
+        return self._columns_in(layer_idx), self.first_kept.get(layer_idx, 0)
 
     def _columns_in(self, layer: int) -> int:
         window = self._windows.get(layer)
@@ -120,10 +138,19 @@ def first_kept(cohort: Cohort) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class StepShape:
-    """Parameters that a captured step cannot change: layers [start, end), number of positions with logits, each row's adapter."""
+    """Parameters that a captured step cannot change.
+
+    Args:
+        start: First layer.
+        end: End of the layers.
+        columns: Number of positions.
+        keep_last: Number of last positions with logits.
+        adapters: Name of each row's adapter, "" for none; () for the model alone.
+    """
 
     start: int
     end: int
+    columns: int
     keep_last: int
     adapters: tuple[str, ...] = ()
 
@@ -137,32 +164,39 @@ class CapturedDecode:
         self.stopwatch = stopwatch or Stopwatch(span.device, clock=clock)
         has_same_bits = getattr(span.config, "_attn_implementation", "") == BY_POSITION
         self._tolerance = 0.0 if has_same_bits else TOLERANCES.get(span.dtype, 0.0)
-        self.refusal = ""  # why this model's steps are not captured
+        self.refusals: dict[int, str] = {}  # by number of columns: why this model's steps are not captured
         self.replays = 0
         self._ledger = ledger or MemoryLedger()
         self._pool: Any = None  # graphs that run one after another share memory for intermediate results
-        self._steady: MutableMapping[Cohort, int] = weakref.WeakKeyDictionary()
-        self._captured: MutableMapping[Cohort, _CapturedStep | None] = weakref.WeakKeyDictionary()
+        self._steady: MutableMapping[Cohort, Counter[StepShape]] = weakref.WeakKeyDictionary()
+        self._captured: MutableMapping[Cohort, dict[StepShape, _CapturedStep | None]] = weakref.WeakKeyDictionary()
 
     def __repr__(self) -> str:
         return f"<CapturedDecode of {self.span!r}: {self.refusal or f'{len(self._captured)} cohorts, {self.replays} replays'}>"
 
-    def step(self, cohort: Cohort, x: Tensor, shape: StepShape, ordinary: Callable[[], Tensor]) -> Tensor:
-        """Return the output of a cohort's next step, which writes one column: that of the `ordinary` pass.
+    @property
+    def refusal(self) -> str:
+        """Why this model's steps, or some of them, are not captured; empty if all may be."""
+        return next(iter(self.refusals.values()), "")
 
-        A captured step is replayed if there is one, else `ordinary` is called. `x` is ids_BT or hidden_BTH of T = 1.
+    def _refuses(self, columns: int) -> bool:
+        """Return whether steps of `columns` columns are not captured: because of their number, or because none are."""
+        return not self.refusals.keys().isdisjoint((1, columns))
+
+    def step(self, cohort: Cohort, x: Tensor, shape: StepShape, ordinary: Callable[[], Tensor]) -> Tensor:
+        """Return the output of a cohort's next step, which writes T columns: that of the `ordinary` pass.
+
+        A captured step is replayed if there is one, else `ordinary` is called. `x` is ids_BT or hidden_BTH of T = `shape.columns`.
         Raises the errors of the ordinary pass, and any error if the card is lost.
         """
-        captured = self._captured.get(cohort)
-        if captured is not None and not captured.columns.fits(cohort):
-            del self._captured[cohort]
-            cohort.when_given_up.remove(captured.close)
-            captured.close()
-            captured = None
-        if captured is not None and captured.shape == shape:
+        shapes = self._captured.setdefault(cohort, {})
+        if cohort.windows:
+            _drop_moved(cohort, shapes)
+        captured = shapes.get(shape)
+        if captured is not None:
             self.replays += 1
             return captured.replay(cohort, x).clone()
-        if not self._is_due(cohort):
+        if not self._is_due(cohort, shape):
             return ordinary()
         candidate = self._capture(cohort, x, shape)
         if candidate is None:
@@ -171,10 +205,16 @@ class CapturedDecode:
 
     def close(self) -> None:
         """Forget all captured steps, and the memory that they hold."""
-        for captured in self._captured.values():
+        for captured in (step for shapes in self._captured.values() for step in shapes.values()):
             if captured is not None:
                 captured.close()
         self._captured.clear()
+
+    def columns_for(self, longest: int) -> int:
+        """Return the number of columns of a step whose longest work has `longest` positions: on a card a few more, so that few
+        numbers have to be captured."""
+        columns = next((columns for columns in CARD_COLUMNS if columns >= longest), longest)
+        return longest if self._is_on_cpu or self._refuses(columns) else columns
 
     def _compare(self, cohort: Cohort, candidate: _CapturedStep, x: Tensor, ordinary: Callable[[], Tensor]) -> Tensor:
         """Return the ordinary pass's output. Keep the candidate if it gave the same in no more time."""
@@ -183,7 +223,7 @@ class CapturedDecode:
         replayed, replay_s = self._timed(lambda: candidate.replay(cohort, x).clone())
         output, ordinary_s = self._timed(ordinary)
         is_kept = self._agree(replayed, output) and replay_s <= ordinary_s
-        self._captured[cohort] = candidate if is_kept else None
+        self._captured[cohort][candidate.shape] = candidate if is_kept else None
         if is_kept:
             cohort.when_given_up.append(candidate.close)
         else:
@@ -201,13 +241,18 @@ class CapturedDecode:
         self.stopwatch.read()
         return output, took_s[0]
 
-    def _is_due(self, cohort: Cohort) -> bool:
-        """Count a steady step of the cohort. Returns whether its passes should be captured now.
+    def _is_due(self, cohort: Cohort, shape: StepShape) -> bool:
+        """Count a steady step of the cohort. Returns whether passes of its shape should be captured now.
 
-        That is so after every few steps, if the cohort has room for some more and neither a capture of its own nor a refusal.
+        That is so after every few steps of this shape, if the cohort has room for some more, few captured steps, and neither a
+        captured step of this shape nor a refusal.
         """
-        steps = self._steady[cohort] = self._steady.get(cohort, 0) + 1
-        is_wanted = not self.refusal and cohort not in self._captured and not any(map(len, self.span.packings))
+        counts, shapes = self._steady.setdefault(cohort, Counter()), self._captured[cohort]
+        if len(shapes) >= MOST_SHAPES or shape in shapes:
+            return False
+        counts[shape] += 1
+        steps = counts[shape]
+        is_wanted = not self._refuses(shape.columns) and not any(map(len, self.span.packings))
         period = STEADY_STEPS_CPU if self._is_on_cpu else STEADY_STEPS
         return is_wanted and steps % period == 0 and cohort.capacity - cohort.end >= LEAST_COLUMNS
 
@@ -221,8 +266,8 @@ class CapturedDecode:
         except Exception as error:  # a family's code may raise anything
             if not self._is_on_cpu and not card_answers():
                 raise
-            self.refusal = f"{type(error).__name__}: {error}"
-            log.info("decode steps of %r are not captured: %s", self.span, self.refusal)
+            refusal = self.refusals[shape.columns] = f"{type(error).__name__}: {error}"
+            log.info("decode steps of %r with %d columns are not captured: %s", self.span, shape.columns, refusal)
             forget_traceback(error)
             return None
         return step
@@ -231,13 +276,13 @@ class CapturedDecode:
         """Return a step captured as a CUDA graph."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        step = _CapturedStep(self.span, cohort, x, shape, self._reserve(cohort))
+        step = _CapturedStep(self.span, cohort, x, shape, self._reserve(cohort, shape.columns))
         step.capture(self._pool)
         return step
 
     def _recorded(self, cohort: Cohort, x: Tensor, shape: StepShape) -> _CapturedStep:
         """Return a step recorded as a flat program."""
-        step = _CapturedStep(self.span, cohort, x, shape, self._reserve(cohort))
+        step = _CapturedStep(self.span, cohort, x, shape, self._reserve(cohort, shape.columns))
         step.record()
         return step
 
@@ -245,9 +290,10 @@ class CapturedDecode:
     def _is_on_cpu(self) -> bool:
         return self.span.device.type == "cpu"
 
-    def _reserve(self, cohort: Cohort) -> Reservation:
+    def _reserve(self, cohort: Cohort, columns: int) -> Reservation:
         """Reserve memory for the values that a graph keeps between its kernels. Raises Full."""
-        size_bytes = self.span.pass_bytes(cohort.rows, cohort.rows) + cohort.rows * cohort.capacity * MASK_BYTES
+        positions = cohort.rows * columns
+        size_bytes = self.span.pass_bytes(positions, positions) + positions * cohort.capacity * MASK_BYTES
         return self._ledger.reserve(Account.ACTIVATIONS, size_bytes)
 
     def _agree(self, replayed_BTX: Tensor, ordinary_BTX: Tensor) -> bool:
@@ -271,11 +317,12 @@ class _CapturedStep:
         self.shape = shape
         self._memory = memory
         weakref.finalize(self, memory.release)
-        self.columns = StaticColumns(cohort)
+        self.columns = StaticColumns(cohort, shape.columns)
         self._span = span
-        self._shared = span.adapters.choose(shape.adapters, 1)  # its matrices, which the replays read
+        self._shared = span.adapters.choose(shape.adapters, shape.columns)  # its matrices, which the replays read
         self._x = x.clone()
         self._columns_C = torch.arange(cohort.capacity, device=cohort.device)
+        self._steps_T = torch.arange(shape.columns, device=cohort.device)
         self._first_R1 = torch.zeros(cohort.rows, 1, dtype=torch.int64, device=cohort.device)
         self._rows: list[int] | None = None
         self._run: Callable[[], None] | None = None
@@ -324,17 +371,27 @@ class _CapturedStep:
     def _forward(self) -> Tensor:
         self.columns.restart()
         column = self.columns.column
-        mask_RC = (self._columns_C >= self._first_R1) & (self._columns_C <= column)
+        mask_RC = (self._columns_C >= self._first_R1) & (self._columns_C < column + self.shape.columns)
         return self._span.forward(
             self._x,
             cache=self.columns,
             attention_mask=mask_RC.to(torch.int64),
-            position_ids=(column - self._first_R1).clamp(min=0),
+            position_ids=(column + self._steps_T - self._first_R1).clamp(min=0),
             keep_last=self.shape.keep_last,
             start=self.shape.start,
             end=self.shape.end,
             adapters=self.shape.adapters,
         )
+
+
+def _drop_moved(cohort: Cohort, shapes: dict[StepShape, _CapturedStep | None]) -> None:
+    """Forget the captured steps of a cohort whose sliding windows have moved since."""
+    now = first_kept(cohort)
+    for shape, step in list(shapes.items()):
+        if step is not None and step.columns.first_kept != now:
+            del shapes[shape]
+            cohort.when_given_up.remove(step.close)
+            step.close()
 
 
 def _is_alone(device: torch.device) -> bool:

@@ -29,8 +29,8 @@ class KvStore(Protocol):
     def write(self, buffers: Buffers, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Write T columns from column `start` on, and return the keys and values of all columns up to them."""
 
-    def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, place_1: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the one column `place_1` (int64), and return the keys and values of all columns of the buffers."""
+    def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Write T columns at `places_T` (int64), and return the keys and values of all columns of the buffers."""
 
 
 class PlainStore(KvStore):
@@ -48,11 +48,11 @@ class PlainStore(KvStore):
         kept_values.narrow(2, start, count).copy_(values)
         return kept_keys.narrow(2, 0, start + count), kept_values.narrow(2, 0, start + count)
 
-    def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, place_1: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the one column `place_1`, and return the buffers."""
+    def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Write T columns at `places_T`, and return the buffers."""
         kept_keys, kept_values = buffers
-        kept_keys.index_copy_(2, place_1, keys)
-        kept_values.index_copy_(2, place_1, values)
+        kept_keys.index_copy_(2, places_T, keys)
+        kept_values.index_copy_(2, places_T, values)
         return kept_keys, kept_values
 
 
@@ -79,10 +79,10 @@ class Int8Store(KvStore):
             buffer.narrow(2, start, count).copy_(new)
         return _restored([buffer.narrow(2, 0, start + count) for buffer in buffers], keys, values)
 
-    def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, place_1: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise the one column `place_1`, and return copies of all columns of the buffers."""
+    def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantise T columns into those at `places_T`, and return copies of all columns of the buffers."""
         for buffer, new in zip(buffers, _quantised(keys, values), strict=True):
-            buffer.index_copy_(2, place_1, new)
+            buffer.index_copy_(2, places_T, new)
         return _restored(buffers, keys, values)
 
 

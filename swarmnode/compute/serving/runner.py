@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -80,11 +80,15 @@ class StepInput:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Result of a step: hidden_BTH, or logits_BKV of the K positions wanted. `start` is the step's first position."""
+    """Result of a step: hidden_BTH, or logits_BKV of the K positions wanted. `start` is the step's first position.
+
+    `left_BKH` are the states that left the last layer at these K positions, if the span has a reader of them, else None.
+    """
 
     session_id: Hashable
     start: int
     output: Tensor
+    left_BKH: Tensor | None = None
 
 
 @dataclass
@@ -325,25 +329,33 @@ class StageRunner:
 
     def _run_steps(self, opened: _Opened, works: Sequence[StepInput], longest: int) -> Iterator[StepOutput]:
         work_of = {self._sessions[work.session_id].cached: work for work in works}
-        for cohort in self.pool.prepare(list(work_of), longest):
+        columns = self._columns(works, longest)
+        for cohort in self.pool.prepare(list(work_of), columns):
             present = {member: work_of[member] for member in cohort.members if member in cohort.present}
-            yield from self._run_cohort(opened, cohort, present)
+            yield from self._run_cohort(opened, cohort, present, columns)
+
+    def _columns(self, works: Sequence[StepInput], longest: int) -> int:
+        """Return the number of columns of a pass over these works: a number that is captured, if all have room for that many."""
+        columns = longest if self.captured is None else self.captured.columns_for(longest)
+        fits = columns <= self._longest_shared and all(self._room(work) >= columns for work in works)
+        return columns if fits else longest
 
     def _run_cohort(
-        self, opened: _Opened, cohort: Cohort, works: Mapping[CachedSession, StepInput]
+        self, opened: _Opened, cohort: Cohort, works: Mapping[CachedSession, StepInput], columns: int
     ) -> Iterator[StepOutput]:
-        """Run one pass. Steps are filled up at their end, so the wanted outputs of a shorter one are not in the last columns."""
-        longest = max(work.count for work in works.values())
+        """Run one pass. Steps are filled up at their end to `columns`, so the wanted outputs of a shorter one are not in the last
+        columns."""
         is_hidden = opened.end < self.span.family.units
         with_head = [work for work in works.values() if work.want and not is_hidden]
-        keep_last = max((longest - work.count + work.head_positions for work in with_head), default=0)
+        keep_last = max((columns - work.count + work.head_positions for work in with_head), default=0)
         inputs = {member: work.x for member, work in works.items()}
-        output = self._forward(opened, cohort, inputs, keep_last=keep_last)
+        shape = StepShape(opened.start, opened.end, columns, keep_last, self._adapters_of(cohort))
+        output = self._forward(cohort, inputs, shape)
         for member, work in works.items():
             y = output[member.row_slice]
-            end = max(0, y.shape[1] - (longest - work.count))
+            end = max(0, y.shape[1] - (columns - work.count))
             wanted = work.count if is_hidden else work.head_positions
-            yield StepOutput(work.session_id, member.length - work.count, y[:, end - wanted : end])
+            yield self._outcome(opened, work.session_id, member.length - work.count, y[:, end - wanted : end])
 
     def _run_prompt(self, work: StepInput) -> StepOutput:
         """Run many new positions of one session in chunks. If a chunk fails, none of the positions is kept."""
@@ -360,36 +372,43 @@ class StageRunner:
                 is_last = end == length
                 keep_last = -1 if work.want == WANT_ALL else int(work.want == WANT_LAST and is_last)
                 for cohort in self.pool.prepare([opened.cached], x.shape[1]):
-                    output = self._forward(opened, cohort, {opened.cached: x}, keep_last=keep_last)
+                    shape = StepShape(opened.start, opened.end, x.shape[1], keep_last, self._adapters_of(cohort))
+                    output = self._forward(cohort, {opened.cached: x}, shape)
                     outputs.append(output[opened.cached.row_slice])
         except Exception:
             self.pool.truncate(work.session_id, start)
             raise
         if rows * length >= TRIMMED_POSITIONS and self.span.device.type == "cpu":
             trim_heap()
-        return StepOutput(work.session_id, start, torch.cat(outputs, dim=1))
+        return self._outcome(opened, work.session_id, start, torch.cat(outputs, dim=1))
 
-    def _forward(
-        self, opened: _Opened, cohort: Cohort, inputs: Mapping[CachedSession, Tensor], *, keep_last: int
-    ) -> Tensor:
+    def _outcome(self, opened: _Opened, session_id: Hashable, start: int, y: Tensor) -> StepOutput:
+        """Return a step's result; logits are parted from the hidden states that may follow them."""
+        if self.span.reader is None or opened.end < self.span.family.units:
+            return StepOutput(session_id, start, y)
+        vocabulary = self.span.vocab_size
+        return StepOutput(session_id, start, y[..., :vocabulary], y[..., vocabulary:])
+
+    def _forward(self, cohort: Cohort, inputs: Mapping[CachedSession, Tensor], shape: StepShape) -> Tensor:
         """Run one pass over new positions of all sessions of a cohort (sessions computed together), and count them as cached."""
-        counts = {member: x.shape[1] for member, x in inputs.items()}
-        longest = max(counts.values())
-        shape = StepShape(opened.start, opened.end, keep_last, self._adapters_of(cohort))
-        x = _gather(cohort, inputs, longest).to(self.span.device, non_blocking=self.span.device.type == "cuda")
+        x = _gather(cohort, inputs, shape.columns).to(self.span.device, non_blocking=self.span.device.type == "cuda")
 
         def ordinary() -> Tensor:
             return self.span.forward(
                 x,
                 cache=cohort,
-                attention_mask=cohort.attention_mask(longest),
-                position_ids=cohort.position_ids(longest),
-                **asdict(shape),
+                attention_mask=cohort.attention_mask(shape.columns),
+                position_ids=cohort.position_ids(shape.columns),
+                keep_last=shape.keep_last,
+                start=shape.start,
+                end=shape.end,
+                adapters=shape.adapters,
             )
 
-        captured = self.captured if longest == 1 else None
+        is_empty = shape.end == self.span.family.units and not shape.keep_last
+        captured = None if is_empty or shape.columns > self._longest_shared else self.captured
         output = ordinary() if captured is None else captured.step(cohort, x, shape, ordinary)
-        cohort.advance(counts)
+        cohort.advance({member: x.shape[1] for member, x in inputs.items()})
         return output
 
     def _adapters_of(self, cohort: Cohort) -> tuple[str, ...]:
@@ -428,15 +447,13 @@ class StageRunner:
             raise ProtocolError("no such session", code=ErrorCode.NO_SESSION) from None
 
 
-def _gather(cohort: Cohort, inputs: Mapping[CachedSession, Tensor], longest: int) -> Tensor:
-    """Return the inputs of all rows of a cohort, each filled up to `longest`. Absent members' rows repeat another's input."""
-    if len(cohort.members) == 1:
-        return inputs[cohort.members[0]]
+def _gather(cohort: Cohort, inputs: Mapping[CachedSession, Tensor], columns: int) -> Tensor:
+    """Return the inputs of all rows of a cohort, each filled up to `columns`. Absent members' rows repeat another's input."""
     stand_in = next(iter(inputs.values()))[:1, -1:]
     rows = []
     for member in cohort.members:
         x = inputs[member] if member in inputs else stand_in.repeat_interleave(member.rows, dim=0)
-        if x.shape[1] < longest:
-            x = torch.cat([x, x[:, -1:].repeat_interleave(longest - x.shape[1], dim=1)], dim=1)
+        if x.shape[1] < columns:
+            x = torch.cat([x, x[:, -1:].repeat_interleave(columns - x.shape[1], dim=1)], dim=1)
         rows.append(x)
-    return torch.cat(rows)
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

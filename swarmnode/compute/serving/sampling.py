@@ -221,7 +221,8 @@ class Drawn(NamedTuple):
     """Tokens drawn at a position, one for each row. `final` says that nothing follows.
 
     `logprobs` is in its wire format; empty if not wanted. `guessed` says that the input before was a guess, which was right;
-    `wasted` counts the wrong guesses since the token before. `forced` are the tokens that must follow by the grammar.
+    `wasted` counts the wrong guesses since the token before. `forced` are the tokens that must follow by the grammar, and
+    `guesses` those that may follow by the model's own prediction layer.
     """
 
     position: int
@@ -231,6 +232,7 @@ class Drawn(NamedTuple):
     guessed: bool = False
     wasted: int = 0
     forced: tuple[int, ...] = ()
+    guesses: tuple[int, ...] = ()
 
 
 Draw = Callable[[Sequence[Tensor]], tuple[Drawn, ...]]

@@ -9,7 +9,8 @@ replicas, which sum changes as they sum gradients, keep equal statistics.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from swarmnode.compute.training.optimizers import eva
 from swarmnode.errors import CheckpointError, NotFinite, UsageError
 from swarmnode.swarm.records.run import Averaging, Run
 
+EMA = "ema"  # begins the names of the averages in a state
 Changes = dict[str, Tensor]
 """Changes of running statistics by one pass, by name"""
 
@@ -60,6 +62,9 @@ class Block:
     statistics, names in order; `shapes` are theirs. It is one permanent piece of memory: gradients that come and go among
     activations leave a heap that cannot shrink (measured: 1.8 instead of 1.3 times the memory).
 
+    `ema` is the exponential moving average of the trained parameters, by name, if the recipe has one. As in torch's
+    `swa_utils.AveragedModel`, the first step sets it to the parameters. Runs of held-out data take it in their place.
+
     A block that `follows` is a copy of a block on another device of this node: it is never updated, and so has no optimiser.
     """
 
@@ -91,6 +96,8 @@ class Block:
         self.shapes = [tensor.shape for tensor in (*self.parameters.values(), *self.statistics.values())]
         self.shapes += [shape for name in self.watched for shape in eva.shapes_of(self.parameters[name])]
         self.optimizer = Optimizer({} if follows else self.parameters, run)
+        averaged = self.parameters if run.known_recipe.ema else {}
+        self.ema = {name: one.detach().clone() for name, one in averaged.items() if one.requires_grad}
         self._sizes = [shape.numel() for shape in self.shapes]
         self.sums_N = torch.zeros(sum(self._sizes), device=device)
         self._gradient = slice(0, sum(self._sizes[: len(self.parameters)]))
@@ -112,10 +119,10 @@ class Block:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes of the optimiser's memory, and of the outer optimiser's, if replicas update apart."""
+        """Bytes of the optimiser's memory, of the parameters' average, and of the outer optimiser's, if replicas update apart."""
         slots = [tensor for named in self.optimizer.slots.values() for tensor in named.values()]
         outer = [] if self.outer is None else [self.outer.anchor_N, self.outer.velocity_N]
-        return sum(tensor.nbytes for tensor in (*slots, *outer))
+        return sum(tensor.nbytes for tensor in (*slots, *self.ema.values(), *outer))
 
     @property
     def gradient_N(self) -> Tensor:
@@ -177,10 +184,26 @@ class Block:
         else:
             self.gradient_N.mul_(clip_factor(self.run.clip, norm))
         self.optimizer.update(step)
+        for name, average in self.ema.items():
+            average.lerp_(self.parameters[name], 1 - self.run.known_recipe.ema if step else 1.0)
         for name, buffer in self.statistics.items():
             mean = self._changes[name] / self.run.microbatches
             buffer.data.add_(mean if buffer.is_floating_point() else mean.round().to(buffer.dtype))
         self.sums_N.zero_()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Put the average of the parameters in their place in the `with` block; do nothing if there is none."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for name, average in self.ema.items():
+            parameter = self.parameters[name]
+            self.ema[name], parameter.data = parameter.data, average
 
     # -- copies on several devices of one node
 
@@ -236,6 +259,7 @@ class Block:
         tensors.update({f"buffer/{name}": buffer for name, buffer in self.buffers.items()})
         for slot, named in self.optimizer.slots.items():
             tensors.update({f"{self.run.optimizer}/{slot}/{name}": tensor for name, tensor in named.items()})
+        tensors.update({f"{EMA}/{name}": average for name, average in self.ema.items()})
         if self.outer is not None:
             tensors.update({"outer/anchor": self.outer.anchor_N, "outer/velocity": self.outer.velocity_N})
         return tensors

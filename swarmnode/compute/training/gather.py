@@ -14,17 +14,19 @@ from torch import Tensor
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, load_config
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.tensor_file import ShardWriter
+from swarmnode.compute.training.block import EMA
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import SMALL_NAMES, TOKENIZER_NAMES
 
 SHARD_BYTES = 5_000_000_000
-PARTS = ("parameter/", "buffer/")  # of a block's state; the rest is the optimiser's
+PARTS = ("parameter/", "buffer/", f"{EMA}/")  # of a block's state; the last take the place of the first
 
 
-def gather(files: Iterable[Path]) -> dict[str, Tensor]:
+def gather(files: Iterable[Path], *, average: bool = True) -> dict[str, Tensor]:
     """Return parameters and buffers in the states of blocks, by their names in the state dict, mapped from the files.
 
-    Raises CheckpointError if a file cannot be read.
+    With `average`, a parameter's exponential moving average takes its place if the run keeps one. Raises CheckpointError if a file
+    cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -32,8 +34,8 @@ def gather(files: Iterable[Path]) -> dict[str, Tensor]:
     for path in files:
         try:
             file: Any = safe_open(path, framework="pt")
-            for key in file.keys():  # noqa: SIM118  (no mapping)
-                for part in PARTS:
+            for part in PARTS if average else PARTS[:-1]:
+                for key in file.keys():  # noqa: SIM118  (no mapping)
                     if key.startswith(part):
                         tensors[key.removeprefix(part)] = file.get_tensor(key)
         except (SafetensorError, OSError) as error:

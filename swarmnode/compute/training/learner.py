@@ -124,8 +124,8 @@ class Learner:
         """
         if lease in self._saved:
             raise ValueError(f"lease {lease} is in flight already")
-        if not 0 <= index < self.run.passes_at(self.step):
-            raise ValueError(f"no microbatch {index}: step {self.step} has {self.run.passes_at(self.step)}")
+        if index not in (passes := self.run.passes(self.step)):
+            raise ValueError(f"no microbatch {index}: step {self.step} has {passes.start} to {passes.stop - 1}")
         if not self.segment.start <= start < end <= self.segment.end:
             raise ValueError(f"layers [{start}:{end}) are not among [{self.segment.start}:{self.segment.end})")
         saved = self._begin(index, start, end, labels)

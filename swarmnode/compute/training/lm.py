@@ -2,7 +2,8 @@
 
 Values at boundary 0: (ids_BT,). In between: (hidden_BTH,). At the end: the loss. Labels: (labels_BT,), ids
 or -100 where none counts.
-Rows of several documents carry a second value to every boundary, positions_BT: each token's place in its own document.
+Rows of several documents carry one more value to every boundary, positions_BT: each token's place in its own document. In runs
+with losses of routers the last value at every boundary but the first is sums_R (`losses/routers.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from swarmnode.compute.model.packed import let_go
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.loading import check_family
 from swarmnode.compute.serving.window import AttentionCache, sliding_layers
+from swarmnode.compute.training.losses.next_token import next_token_loss
+from swarmnode.compute.training.losses.routers import RouterWatch, busiest_share, router_losses
 from swarmnode.compute.training.randomness import CounterDropout, draws_dropout, reseed
 from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.data.rows import NO_LABEL
 from swarmnode.errors import ProtocolError
 from swarmnode.swarm.records.recipe import Recipe
+from swarmnode.swarm.records.run import Run
 
 MOST_PACKED = 4096
 PACKING_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "phi3", "gemma"})
@@ -86,7 +90,8 @@ class SpanSegment(Segment):
         self.device = span.device
         self.means = 1
         self._seed = 0
-        self._smoothing = self._z_loss = 0.0
+        self._recipe = Recipe()
+        self._routers: RouterWatch | None = None
         self._dropout = CounterDropout()
         self._drops = draws_dropout(span.model, span.config)
         self._cache = NothingKept(span.config)
@@ -104,19 +109,27 @@ class SpanSegment(Segment):
         return self.span.position_limit
 
     def aim(self, recipe: Recipe) -> None:
-        self._smoothing, self._z_loss = recipe.label_smoothing, recipe.z_loss
+        self._recipe = recipe
+        if self._routers is not None:
+            self._routers.close()
+        self._routers = RouterWatch(self.span.model) if recipe.watches_routers else None
+
+    def mask_bytes(self, run: Run) -> int:
+        """Return the bytes of the mask of a microbatch's documents, float32. Only rows of samples may hold several."""
+        packs = run.weighs_labels and can_pack(self.span.config, run.sequence)
+        return run.microbatch * run.sequence**2 * torch.float32.itemsize if packs else 0
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Turn dropout off in the `with` block, and the terms of the objective that are for training alone."""
-        drops, aims = self._drops, (self._smoothing, self._z_loss)
-        self._drops, self._smoothing, self._z_loss = False, 0.0, 0.0
+        drops, recipe = self._drops, self._recipe
+        self._drops, self._recipe = False, Recipe()
         if drops:
             self.span.model.eval()
         try:
             yield
         finally:
-            self._drops, (self._smoothing, self._z_loss) = drops, aims
+            self._drops, self._recipe = drops, recipe
             if drops:
                 self.span.model.train()
 
@@ -145,28 +158,48 @@ class SpanSegment(Segment):
     ) -> Values:
         """Run layers [start, end), as `Segment.forward` describes. The loss is the mean over the tokens that have a label and a
         token before them, times its share; 0 if there are none."""
-        check_values(self.span, values, start)
+        self._check(values, start)
         if end == self.units:
             check_labels(self.span, labels, values[0].shape[:2])
         self._seed = seed
         self._begin(start)
-        x = self._here(values[0]) if start == 0 else values[0]
-        places_BT, mask_B1TT = documents(self._here(values[1])) if len(values) > 1 else (None, None)
+        x, positions, sums_R = self._apart(values, start)
+        places_BT, mask_B1TT = documents(self._here(*positions)) if positions else (None, None)
+        if self._routers is not None:
+            self._routers.begin(sums_R, has_token(*positions) if positions else None)
         with self._dropout if self._drops else nullcontext():
             output = self.span.forward(
                 x, cache=self._cache, attention_mask=mask_B1TT, position_ids=places_BT, start=start, end=end
             )
+        sums_R = self._routers.end() if self._routers is not None else sums_R
         if end < self.units:
-            return (output, *values[1:])
-        loss = next_token_loss(output, labels[0], smoothing=self._smoothing, z_loss=self._z_loss)
-        return (loss * shares[0] if shares else loss,)
+            return (output, *positions) if self._routers is None else (output, *positions, sums_R)
+        return (self._loss(output, labels[0], shares, sums_R),)
+
+    def _apart(self, values: Values, start: int) -> tuple[Tensor, Values, Tensor]:
+        """Return the ids_BT or hidden_BTH, the positions_BT if there are any, and the routers' sums_R of earlier layers."""
+        x, *more = values
+        if start:
+            return (x, tuple(more), torch.empty(0)) if self._routers is None else (x, tuple(more[:-1]), more[-1])
+        sums_R = torch.empty(0) if self._routers is None else self._routers.no_sums(self.device)
+        return self._here(x), tuple(more), sums_R
+
+    def _loss(self, logits_BTV: Tensor, labels_BT: Tensor, shares: Shares, sums_R: Tensor) -> Tensor:
+        recipe = self._recipe
+        loss = next_token_loss(logits_BTV, labels_BT, smoothing=recipe.label_smoothing, z_loss=recipe.z_loss)
+        loss = loss * shares[0] if shares else loss
+        if recipe.watches_routers:  # not if data are held out; each microbatch counts the same, whatever its labels
+            loss = loss + router_losses(sums_R, recipe.router_balance, recipe.router_z_loss)
+            self.expert_load = busiest_share(sums_R)
+        return loss
 
     def dummies(self, boundary: int, batch: int, sequence: int) -> tuple[Values, Values]:
         """Return made-up values: ids from the whole vocabulary, hidden states of usual size. See `Segment`."""
         chance = torch.Generator().manual_seed(boundary)
         ids_BT = torch.randint(self.span.vocab_size, (batch, sequence), generator=chance)
         hidden_BTH = torch.randn(batch, sequence, self.span.hidden_size, generator=chance)
-        return (hidden_BTH if boundary else ids_BT,), (ids_BT,)
+        sums = () if self._routers is None or not boundary else (self._routers.no_sums(),)
+        return (hidden_BTH if boundary else ids_BT, *sums), (ids_BT,)
 
     def _here(self, ids_BT: Tensor) -> Tensor:
         return ids_BT.to(self.device, non_blocking=self.device.type == "cuda")
@@ -183,18 +216,31 @@ class SpanSegment(Segment):
         reseed(self._seed, unit, self.device)
         self._dropout.begin(self._seed, unit)
 
+    def _check(self, values: Values, start: int) -> None:
+        """Raise ProtocolError if the values are not those of the boundary."""
+        sums = values[-1:] if self._routers is not None and start else ()
+        if self._routers is not None and sums:
+            self._routers.check(*sums)
+        check_values(self.span, values[: len(values) - len(sums)], start)
+
 
 def documents(positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions, and the mask_B1TT of rows of several documents: a token sees those before it in its own one."""
+    """Return the positions, and the mask_B1TT of rows of several documents: a token sees those before it in its own one.
+
+    The mask is added to scores. Of a mask of truth values torch would keep such a copy for the backward pass of each layer.
+    """
     documents_BT = (positions_BT == 0).cumsum(1)
-    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
-    return positions_BT, same_BTT.tril()[:, None]
+    hidden_BTT = (documents_BT[:, :, None] == documents_BT[:, None, :]).tril().logical_not_()
+    mask_BTT = torch.zeros(hidden_BTT.shape, device=positions_BT.device).masked_fill_(hidden_BTT, -torch.inf)
+    return positions_BT, mask_BTT[:, None]
 
 
 def check_values(span: ModelSpan, values: Values, start: int) -> None:
     """Raise ProtocolError if the values are not those of boundary `start` of the span's model."""
     if len(values) not in (1, 2):
-        raise ProtocolError(f"{len(values)} values at boundary {start} of a language model, which takes one or two")
+        raise ProtocolError(
+            f"{len(values)} values at boundary {start} of a language model, which are too many or too few"
+        )
     if len(values) == 2:
         _check_places(span, values[1], values[0].shape[:2])
     if start == 0:
@@ -240,25 +286,11 @@ def _check_places(span: ModelSpan, positions_BT: Tensor, shape: torch.Size) -> N
         raise ProtocolError("positions do not count up from 0 in each document")
 
 
-def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor, *, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
-    """Return the mean cross-entropy of each next token that has a label, in float32; 0 if none has.
-
-    `smoothing` gives that share of each label to the whole vocabulary. `z_loss` times the mean squared log-sum-exp of the logits is
-    added (PaLM, arXiv 2204.02311).
-
-    A label excludes the last position, which avoids a copy of the logits.
-    """
-    next_N = functional.pad(labels_BT[:, 1:], (0, 1), value=NO_LABEL).flatten()
-    logits_NV = logits_BTV.float().flatten(0, 1)
-    next_N = next_N.to(logits_NV.device, non_blocking=logits_NV.device.type == "cuda")
-    has_label_N = next_N != NO_LABEL
-    count = has_label_N.sum().clamp(min=1)  # a mean over no labels would be NaN
-    loss = functional.cross_entropy(
-        logits_NV, next_N, ignore_index=NO_LABEL, label_smoothing=smoothing, reduction="sum"
-    )
-    if z_loss:
-        loss = loss + z_loss * logits_NV.logsumexp(1).square().masked_fill(~has_label_N, 0.0).sum()
-    return loss / count
+def has_token(positions_BT: Tensor) -> Tensor:
+    """Return for each position of rows of documents whether a document has a token there, bool_BT. Padding is at position 0, and
+    not followed by position 1."""
+    is_followed_BT = functional.pad(positions_BT[:, 1:], (0, 1)) == 1
+    return (positions_BT > 0) | is_followed_BT
 
 
 def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str = "cpu") -> SpanSegment:

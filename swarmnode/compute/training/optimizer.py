@@ -363,13 +363,14 @@ def working_bytes(rule: str, name: str, parameter: Tensor) -> int:
 
 
 def memory_bytes(run: Run, parameters: Mapping[str, Tensor]) -> float:
-    """Return the bytes of the optimiser's memory of some float32 parameters, by name."""
+    """Return the bytes of the optimiser's memory of some float32 parameters, by name, and of their average if the run keeps one."""
     total = 0.0
     for name, parameter in parameters.items():
         if not run.treat(name, parameter.dim()).frozen:
             rule = rule_of(run, name, parameter)
             element_bytes = MOMENT_BYTES if rule == "adamw8bit" else FLOAT_BYTES
             total += len(slots_of(rule, run)) * parameter.numel() * element_bytes
+            total += parameter.nbytes if run.known_recipe.ema else 0
             total += sum(shape.numel() for shape in eva.shapes_of(parameter)) * FLOAT_BYTES if rule == "eva" else 0
     return total
 

@@ -5,7 +5,7 @@ gradients in float16. Nothing is counted here.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -143,7 +143,7 @@ class Passes:
         means: dict[int, Changes] = {unit: {} for unit in range(start, end)}
         device = self._segment.device
         try:
-            evaluating = self._segment.evaluating() if about.evaluates else nullcontext()
+            evaluating = self._evaluating() if about.evaluates else nullcontext()
             watching = nullcontext() if about.evaluates else self._watching(means)
             with watching, evaluating, drawing(device), autocast(device, about.autocast_dtype, alone=self._alone):
                 given = (about.labels, about.shares) if about.shares else (about.labels,)
@@ -152,6 +152,15 @@ class Passes:
             for unit, values in before.items():
                 means[unit].update(self._blocks[unit].take_back(values))
         return outputs, means
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Enter the context of held-out data: by the parameters' average, if there is one."""
+        with ExitStack() as stack:
+            for block in self._blocks.values():
+                stack.enter_context(block.averaged())
+            stack.enter_context(self._segment.evaluating())
+            yield
 
     def _watching(self, means: Mapping[int, Changes]) -> AbstractContextManager[object]:
         """Return a context in which passes add the means of watched layers to `means`, by unit."""

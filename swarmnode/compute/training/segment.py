@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 from swarmnode.swarm.records.recipe import Recipe
-from swarmnode.swarm.records.run import MAX_MICROBATCHES
+from swarmnode.swarm.records.run import MAX_MICROBATCHES, Run
 
 Shares = tuple[float, ...]
 """Factors of the means over labels in a microbatch's loss, one for each mean; empty if the means have no factors."""
@@ -40,6 +40,8 @@ class Segment(ABC):
     device: torch.device
     means: int = 0
     """Number of means over labels that the loss adds up."""
+    expert_load: float = 0.0
+    """Load of the busiest expert over the mean load, in the last pass to the model's end; 0 if no losses of routers are computed"""
     is_portable: bool = True
     """Whether other devices compute the same except for rounding: random numbers are not drawn by the device"""
 
@@ -70,8 +72,11 @@ class Segment(ABC):
 
     def aim(self, recipe: Recipe) -> None:
         """Take over the objective of a run. Raises UsageError if the model cannot have it."""
-        if recipe.label_smoothing or recipe.z_loss:
-            raise UsageError("--label-smoothing and --z-loss are for language models that are split at their layers")
+        check_objective(recipe)
+
+    def mask_bytes(self, run: Run) -> int:
+        """Return the bytes of the attention mask of one microbatch of a run; 0 if there is none, or a layer's own code makes it."""
+        return 0
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Return a context in which passes are of held-out data: without dropout. Raises UsageError if the model cannot do that."""
@@ -83,6 +88,15 @@ class Segment(ABC):
         They have the right shapes, and take as long to compute with as real ones. Raises CheckpointError if only the data has them.
         """
         raise CheckpointError("no made-up values fit these layers: only their data has them")
+
+
+def check_objective(recipe: Recipe) -> None:
+    """Raise UsageError if a recipe changes the objective, which an exported module brings along."""
+    if recipe.label_smoothing or recipe.z_loss or recipe.watches_routers:
+        raise UsageError(
+            "--label-smoothing, --z-loss, --router-balance and --router-z-loss are for language models that are split at "
+            "their layers: leave them out, or export a module with such a loss"
+        )
 
 
 def refound(segment: Segment, founding: Segment) -> None:
@@ -111,6 +125,10 @@ class SplitSegment(Segment):
         """Most tokens of a sample, see `Segment`; None if there is no limit."""
         return self._segments[0].positions
 
+    def mask_bytes(self, run: Run) -> int:
+        """Return the bytes of one segment's mask, see `Segment`: each device has its own."""
+        return self._segments[0].mask_bytes(run)
+
     def parameters(self) -> Mapping[int, Mapping[str, nn.Parameter]]:
         """Return the parameters of all segments by block, see `Segment`."""
         return {number: named for one in reversed(self._segments) for number, named in one.parameters().items()}
@@ -132,6 +150,7 @@ class SplitSegment(Segment):
             low, high = max(start, one.start), min(end, one.end)
             if low < high:
                 values = one.forward(moved(values, one.device), low, high, seed, moved(labels, one.device), shares)
+        self.expert_load = self._segments[-1].expert_load
         return values
 
 

@@ -61,17 +61,18 @@ class OutstandingLease:
 
 
 class StepLedger:
-    """Leases and counts of one step of `microbatches` microbatches over a model of `units` layers. The first `trained` of them give
+    """Leases and counts of the microbatches `numbers` of one step over a model of `units` layers. Those below `trained` give
     gradients (None: all); the others are held-out ones that go forward only."""
 
-    def __init__(self, step: int, units: int, microbatches: int, trained: int | None = None) -> None:
+    def __init__(self, step: int, units: int, numbers: range, trained: int | None = None) -> None:
         self.step = step
         self.units = units
-        self.microbatches = microbatches
-        self.trained = microbatches if trained is None else trained
-        self.everything = (1 << microbatches) - 1
+        self.microbatches = len(numbers)
+        self.trained = numbers.stop if trained is None else trained
+        self.everything = (1 << numbers.stop) - (1 << numbers.start)
         self.holdings: dict[PeerId, Holding] = {}  # the live replicas that take part
         self._losses: dict[int, float] = {}
+        self._expert_loads: dict[int, float] = {}
         self._leases: dict[int, OutstandingLease] = {}
 
     def __repr__(self) -> str:
@@ -112,12 +113,14 @@ class StepLedger:
         """Record a lease that was given out."""
         self._leases[lease.lease] = lease
 
-    def done(self, lease: OutstandingLease, loss: float) -> None:
+    def done(self, lease: OutstandingLease, loss: float, expert_load: float = 0.0) -> None:
         """End a lease whose microbatch came back: all stages of its route have counted it."""
         self._leases.pop(lease.lease, None)
         for peer, span in lease.route:
             self.count(peer, span, lease.number)
         self._losses[lease.number] = loss
+        if expert_load > 0:  # not NaN
+            self._expert_loads[lease.number] = expert_load
 
     def call_back(
         self, lease: OutstandingLease, stages: Collection[PeerId], suspects: frozenset[PeerId] | None = None
@@ -161,10 +164,16 @@ class StepLedger:
         return math.fsum(known) / max(1, len(known))
 
     @property
+    def expert_load(self) -> float:
+        """Mean over the microbatches whose load of the busiest expert is known; 0 if there are none."""
+        return math.fsum(self._expert_loads.values()) / max(1, len(self._expert_loads))
+
+    @property
     def held_out_loss(self) -> float | None:
         """Mean loss of the held-out microbatches; None if the step has none, or the loss of one is unknown."""
         known = [loss for number, loss in self._losses.items() if number >= self.trained]
-        return math.fsum(known) / len(known) if known and len(known) == self.microbatches - self.trained else None
+        count = (self.everything >> self.trained).bit_count()
+        return math.fsum(known) / count if known and len(known) == count else None
 
     def report(
         self,
@@ -199,7 +208,7 @@ class StepLedger:
     def missing(self) -> list[int]:
         """Return the microbatches that some layer has not counted."""
         counted = reduce(and_, map(self._union, range(self.units)), self.everything)
-        return [number for number in range(self.microbatches) if not counted >> number & 1]
+        return _bits(self.everything & ~counted)
 
     def complete(self) -> bool:
         """Return whether every layer has counted every microbatch."""

@@ -24,9 +24,20 @@ MILD = frozenset(
         ErrorCode.NO_SESSION,
         ErrorCode.STALE,
         ErrorCode.NOT_FOUND,  # an adapter that the peer could not fetch
+        ErrorCode.ADAPTER_REFUSED,
+        ErrorCode.ADAPTER_QUOTA,
     }
 )
-ARGUABLE = frozenset({ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST})
+ARGUABLE = frozenset(
+    {
+        ErrorCode.INTERNAL,
+        ErrorCode.MALFORMED,
+        ErrorCode.NOT_FINITE,
+        ErrorCode.INVALID_REQUEST,
+        ErrorCode.ADAPTER_EXPIRED,
+        ErrorCode.ADAPTER_PRIVATE,
+    }
+)
 LEAVING_S = 30.0  # a leaving peer does not come back soon
 
 

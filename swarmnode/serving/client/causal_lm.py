@@ -224,8 +224,15 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         """Generate as transformers does. The session in the swarm is freed at the end, unless you passed the cache
         yourself.
 
-        Raises UsageError if the input ids are not ids of this model.
+        Raises UsageError if the input ids are not ids of this model, or if transformers shall guess by the model's prediction
+        layer, whose weights are at the nodes.
         """
+        config = kwargs.get("generation_config") or self.generation_config
+        if kwargs.get("use_mtp", getattr(config, "use_mtp", False)):
+            raise UsageError(
+                "use_mtp: the prediction layer is at the nodes, and guesses for `generate` and `stream` of the client alone: "
+                "leave it out"
+            )
         given = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
         if isinstance(given, torch.Tensor):
             self._check_ids(given)  # before a session is opened

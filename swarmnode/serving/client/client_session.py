@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from msgspec.structs import replace
@@ -67,8 +67,28 @@ log = logging.getLogger(__name__)
 
 SESSION_PROTOCOL = "/swarmnode/session/1"
 
-FINAL = (ErrorCode.TOO_LARGE, ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST)  # waiting for other peers would not help
+OF_ADAPTERS = (
+    ErrorCode.ADAPTER_REFUSED,
+    ErrorCode.ADAPTER_QUOTA,
+    ErrorCode.ADAPTER_EXPIRED,
+    ErrorCode.ADAPTER_PRIVATE,
+)
+FINAL = (  # waiting for other peers would not help
+    ErrorCode.TOO_LARGE,
+    ErrorCode.NOT_FINITE,
+    ErrorCode.INVALID_REQUEST,
+    *OF_ADAPTERS,
+)
 TOLD = (*FINAL, ErrorCode.NOT_FOUND)
+
+
+WithAdapter = Callable[[Open], Awaitable[Open]]
+"""Function that makes an OPEN with an adapter ready to be sent: its ticket is in the result, and hops can fetch its files"""
+
+
+async def as_it_is(opened: Open) -> Open:
+    """Return an OPEN unchanged: its adapter is one of the manifest's."""
+    return opened
 
 
 class ToldCodecs:
@@ -132,6 +152,7 @@ class ClientSession:
     meter: ClientMeter = field(default_factory=ClientMeter)
     clock: Callable[[], float] = time.monotonic
     on_over: Callable[[ServedWork], None] = lambda _served: None
+    with_adapter: WithAdapter = as_it_is
 
     def __post_init__(self) -> None:
         self.id = secrets.token_bytes(SESSION_ID_BYTES)
@@ -469,6 +490,8 @@ class ClientSession:
             drafts=drafts,
             proposer=spec.proposer if drafts else "",
         )
+        if spec.adapter:
+            opened = await self.with_adapter(opened)
         if self._last is not None:
             self._last.close()
             self._last = None

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from swarmnode.codec.body import MAX_ADAPTER_CHARS, MAX_POSITIONS, MAX_ROWS, MAX_TOKEN_ID
+from swarmnode.codec.body import MAX_POSITIONS, MAX_ROWS, MAX_TOKEN_ID
 from swarmnode.codec.sampling import Grammar
 from swarmnode.codec.tensors import check_compression
 from swarmnode.errors import ContextTooLong, ProtocolError, UsageError
@@ -21,13 +21,12 @@ MAX_TOKEN_CHARS = 128  # the longest tokens are rows of spaces, up to this many
 class ModelLimits:
     """Limits of one model. `vocabulary`: number of token ids; `positions`: longest sequence; None: not known.
 
-    `codecs`: codecs allowed for its states. `adapters`: names of the swarm's adapters.
+    `codecs`: codecs allowed for its states.
     """
 
     vocabulary: int | None = None
     positions: int | None = None
     codecs: tuple[int, ...] = SERVING_CODECS
-    adapters: tuple[str, ...] = ()
 
     def ids(self, prompt: Iterable[object]) -> list[int]:
         """Return the prompt as a list of token ids. Raises UsageError if it is empty or has an id that the model does
@@ -78,27 +77,13 @@ class ModelLimits:
     async def check_options(self, options: GenerateOptions) -> None:
         """Raise UsageError if the model or the swarm cannot fulfil `options`.
 
-        That is: the swarm does not allow this compression or lacks the adapter, a bias is for an unknown token, or the
-        grammar is invalid.
+        That is: the swarm does not allow this compression, a bias is for an unknown token, or the grammar is invalid.
         """
         check_compression(options.compress, self.codecs)
-        self.check_adapter(options.adapter)
         if options.logit_bias:
             self.check_ids(min(options.logit_bias), max(options.logit_bias))
         if options.grammar is not None:
             await asyncio.to_thread(_check_grammar, options.grammar)
-
-    def check_adapter(self, name: str, *, hold_ends: bool = False) -> None:
-        """Raise UsageError if the swarm has no adapter `name`, or the user wants to `hold_ends` with one. "" is the
-        model alone."""
-        if name and hold_ends:
-            raise UsageError(
-                "hold_ends does not work with an adapter: its changes to "
-                "embedding and head are not here; leave out one of the two"
-            )
-        if name and name not in self.adapters:
-            known = f"it has {', '.join(self.adapters)}" if self.adapters else "it has none"
-            raise UsageError(f"the swarm has no adapter {name[:MAX_ADAPTER_CHARS]!r}: {known}")
 
     def check_session(self, rows: int, length: int) -> None:
         """Raise UsageError if no session can have `rows` rows of `length` positions."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from swarmnode.plan.serving.draft_budget import MeasuredBudget
-from swarmnode.serving.drafting.drafter import Drafter, LiveDrafter, WeighingDrafter
+from swarmnode.serving.drafting.drafter import Drafter, LiveDrafter, SuggestedDrafter, WeighingDrafter
 
 
 class DrafterChoice:
@@ -23,6 +23,7 @@ class DrafterChoice:
         self.name = drafters[0].name
         self._drafters = list(drafters)
         self._live = [one for one in drafters if isinstance(one, LiveDrafter)]
+        self._suggested = [one for one in drafters if isinstance(one, SuggestedDrafter)]
         self._budget = budget
         self._clock = clock
 
@@ -38,6 +39,11 @@ class DrafterChoice:
         """Stop the drafters that compute in the background."""
         for drafter in self._live:
             drafter.close()
+
+    def suggest(self, ids: Sequence[int]) -> None:
+        """Take tokens that may follow the text, as the last hop says."""
+        for drafter in self._suggested:
+            drafter.suggest(ids)
 
     def push(self, ids: Sequence[int]) -> None:
         """Append accepted tokens to the text; the prompt comes first."""

@@ -18,7 +18,7 @@ class Drafter(Protocol):
     """Proposer of tokens that may follow a text.
 
     Attributes:
-        name: Name of the proposer in metrics and traces: "lookup", "forced", "model".
+        name: Name of the proposer in metrics and traces: "lookup", "forced", "model", "mtp".
     """
 
     name: str
@@ -62,6 +62,14 @@ class LiveDrafter(Drafter, Protocol):
 
     def close(self) -> None:
         """Stop computing and free what the session holds. Calling it again changes nothing."""
+
+
+@runtime_checkable
+class SuggestedDrafter(Drafter, Protocol):
+    """Drafter of tokens that the last hop tells."""
+
+    def suggest(self, ids: Sequence[int]) -> None:
+        """Take the tokens that the last hop expects after the text, which may be none."""
 
 
 class DraftBudget(Protocol):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from swarmnode.measuring.meters import ACCEPTED, WASTED
-from swarmnode.serving.drafting.drafter import DraftBudget, Drafter, LiveDrafter
-from swarmnode.serving.drafting.forced import ForcedDrafter
+from swarmnode.serving.drafting.drafter import DraftBudget, Drafter, LiveDrafter, SuggestedDrafter
+from swarmnode.serving.drafting.told import ForcedDrafter
 
 
 class Flight(NamedTuple):
@@ -22,6 +22,14 @@ class Flight(NamedTuple):
 
     id: int
     proposer: str
+
+
+class Foreseen(NamedTuple):
+    """Tokens at `position` and behind it, as the last hop told with the token before: forced ones, and its guesses."""
+
+    position: int
+    forced: tuple[int, ...] = ()
+    guesses: tuple[int, ...] = ()
 
 
 class DraftLead:
@@ -45,7 +53,7 @@ class DraftLead:
         self._counts = counts
         self._drafter = drafter
         self._forced = ForcedDrafter()
-        self._foreseen: tuple[int, tuple[int, ...]] = (0, ())  # forced tokens, and the position of the first
+        self._foreseen = Foreseen(0)
         self._budget = budget
         self._clock = clock
         self._begin = begin
@@ -141,19 +149,20 @@ class DraftLead:
         if proposer != ForcedDrafter.name:
             self._budget.verdict(proposer, accepted, rejected)
 
-    def foresee(self, position: int, ids: tuple[int, ...]) -> None:
-        """Take the tokens that must stand at `position` and behind it by the grammar, as the last hop says."""
-        self._foreseen = (position, ids)
+    def foresee(self, position: int, forced: tuple[int, ...], guesses: tuple[int, ...] = ()) -> None:
+        """Take the tokens that the last hop says must stand at `position` and behind it by the grammar, and its own guesses."""
+        self._foreseen = Foreseen(position, forced, guesses)
 
     def propose(self, limit: int) -> list[int]:
         """Return guesses for the positions after the text and the guesses in flight, below position `limit`. They are in flight
         from now on."""
         if not self._goes_on:
             return []
-        position, forced = self._foreseen
-        if position == self.end:
-            self._forced.suggest(forced)
-            self._foreseen = (0, ())
+        if self._foreseen.position == self.end:
+            self._forced.suggest(self._foreseen.forced)
+            if isinstance(self._drafter, SuggestedDrafter):
+                self._drafter.suggest(self._foreseen.guesses)
+            self._foreseen = Foreseen(0)
         ids = self._ask(self._forced, self._room(limit))
         return ids + self._ask(self._drafter, min(self._room(limit), self._budget.count(self.in_flight)))
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from swarmnode.counting import common_beginning
+
 STRIDE = 4  # guesses that are computed together
 TEXT_BYTES = 40  # of memory for each token of a text: an entry of a list, and an int
 
@@ -107,7 +109,7 @@ class ModelDrafter:
         """Set the tokens behind the accepted ones. Returns whether any of them is not as guessed before; else the guesses behind
         them stay."""
         at = self._accepted
-        same = _common(self._ids[at : at + len(ids)], ids)
+        same = common_beginning(self._ids[at : at + len(ids)], ids)
         if same < len(ids):
             self._cut(at + same)
             self._ids.extend(ids[same:])
@@ -145,7 +147,7 @@ class ModelDrafter:
             self._cached = min(done.cached, self._unchanged)
         else:
             came = self._ids[length:]  # accepted meanwhile, or guessed by others
-            same = _common(came, done.ids)
+            same = common_beginning(came, done.ids)
             if same == len(came):
                 self._cached = done.cached
                 self._ids.extend(done.ids[same:])
@@ -156,10 +158,3 @@ class ModelDrafter:
         self._start()
         if len(self._ids) > before:
             self._wake()
-
-
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the longest common beginning of two texts, in tokens."""
-    return next(
-        (at for at, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]), min(len(left), len(right))
-    )

@@ -13,6 +13,7 @@ from swarmnode.serving.drafting.choice import DrafterChoice
 from swarmnode.serving.drafting.drafter import ANY_DRAFTS, DraftBudget, Drafter
 from swarmnode.serving.drafting.lookup import LookupDrafter
 from swarmnode.serving.drafting.model_drafter import ModelDrafter
+from swarmnode.serving.drafting.told import MtpDrafter
 from swarmnode.swarm.records.announcement import Announcement
 
 
@@ -62,6 +63,8 @@ class Proposers:
         """Return a new drafter and budget for the session of `opened`."""
         budget = MeasuredBudget(lambda: self._cost(opened.route), max_window=opened.drafts)
         drafters: list[Drafter] = [LookupDrafter()]
+        if opened.proposer == ANY_DRAFTS:
+            drafters.append(MtpDrafter())
         if self._model is not None and opened.proposer == ANY_DRAFTS:
             drafter = self._model.open(opened.max_length, lambda *took: budget.proposer(ModelDrafter.name).took(*took))
             drafters += [] if drafter is None else [drafter]

@@ -47,6 +47,7 @@ from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.hop import Hop, until
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
+from swarmnode.serving.drafting.drafter import ANY_DRAFTS
 from swarmnode.serving.drafting.first_hop import DraftLead
 from swarmnode.serving.drafting.last_hop import GuessedJobs
 from swarmnode.serving.drafting.overtaken import TakenBack
@@ -326,7 +327,8 @@ class StageSession:
                 self._tell_client(chosen)
             return ForwardHidden(self._codecs.schedule)
         if self._sampler is not None and self.opened.mode == Mode.RING:
-            return Sample(self._sampler, first=self._sampler.first(self.cursor.known))
+            ahead = self.opened.drafts > 0 and self.opened.proposer == ANY_DRAFTS
+            return Sample(self._sampler, first=self._sampler.first(self.cursor.known), ahead=ahead)
         return Return()
 
     def _from_ring(self, frame: Frame, body: Body) -> None:
@@ -356,8 +358,10 @@ class StageSession:
     def _judge(self, lead: DraftLead, position: int, output: Output) -> None:
         """Compare the guess in flight at `position`, if there is one, with the token that was drawn for it."""
         lead.heard(position)
-        if max(output.forced, default=0) < self.pipeline.vocab_size:  # else an input of them would fail here
-            lead.foresee(position + 1, output.forced)
+        if (
+            max((*output.forced, *output.guesses), default=0) < self.pipeline.vocab_size
+        ):  # else an input of them fails here
+            lead.foresee(position + 1, output.forced, output.guesses)
         if output.final:
             lead.pause()
         elif position == self.cursor.sure < self.cursor.accepted:
@@ -443,7 +447,7 @@ class StageSession:
             self._publish(job.end, Output(tensor=info), (payload,), at_once=alone)
         for drawn in result.tokens:
             logprobs = (drawn.logprobs,) if drawn.logprobs else ()
-            output = Output(drawn.ids, drawn.final, None, drawn.guessed, drawn.wasted, drawn.forced)
+            output = Output(drawn.ids, drawn.final, None, drawn.guessed, drawn.wasted, drawn.forced, drawn.guesses)
             self._publish(drawn.position, output, logprobs, at_once=alone and drawn is result.tokens[-1])
         asyncio.get_running_loop().call_soon(self._left, job, run, self.pipeline.clock())
 

@@ -60,7 +60,7 @@ class Training:
         self._forecast_s = 0.0  # forecast for these stages
         self._coming: list[Peer] = []
         self._flights: dict[int, SimulatedMicrobatch] = {}
-        self._ledger = StepLedger(0, world.model.units, settings.microbatches)
+        self._ledger = StepLedger(0, world.model.units, range(settings.microbatches))
         self._machine = Coordination(Phase.STEPPING)  # state of the coordinator, or of the next one
         self._coordinator: PeerId | None = None
         self._turn = 0  # number of the candidacy or roll call; delayed actions of an older number are void
@@ -224,7 +224,7 @@ class Training:
         self._admit()
         self._step_began_s = self.clock.now_s
         self._seen = {}
-        self._ledger = StepLedger(self.step, self.world.model.units, self.settings.microbatches)
+        self._ledger = StepLedger(self.step, self.world.model.units, range(self.settings.microbatches))
         for name, stage in self._stages.items():
             self._ledger.report(name, stage.peer.span, {})
         if self._pipelines:

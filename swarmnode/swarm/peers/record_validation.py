@@ -1,7 +1,7 @@
-"""Validation of records in the DHT: announcements, reports and notices, each under its key, not too long-lived, by its
-author.
+"""Validation of records in the DHT: announcements, reports, shared adapters and notices, each under its key, not too
+long-lived, by its author.
 
-The module also defines keys and subkeys of reports, which limit the reports of one author.
+The module also defines keys and subkeys of reports and adapters, which limit the records of one author.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from swarmnode.net.interfaces import PeerId, Record, RecordValidator, key_digest
 from swarmnode.swarm.peers.notices import LIFE_S as NOTICE_LIFE_S
 from swarmnode.swarm.peers.notices import REVOCATIONS, USE, notice_keys, use_subkey
 from swarmnode.swarm.peers.shards import homes, places_of
+from swarmnode.swarm.records.adapter_record import AdapterRecord, Share, open_adapter
 from swarmnode.swarm.records.announcement import (
     MAX_LIFE_S,
     MAX_SKEW_S,
@@ -31,6 +32,8 @@ from swarmnode.swarm.records.statement import Statement
 LIFE_S = 3600.0  # of a report
 SLOTS = 4  # reports of one author; a second one about the same accused replaces the first
 REPORT = b"report:"
+ADAPTER = b"adapter:"
+LISTED_S = 600.0  # longest life of a shared adapter's entry, which nodes of its owner renew
 
 Now = Callable[[], float]
 """Function that returns unix time in seconds."""
@@ -55,11 +58,34 @@ def reports_in(records: Iterable[Record], swarm: bytes, verify: Verify) -> Itera
             continue  # the DHT's own validation refuses it
 
 
+def adapters_key(swarm: bytes) -> bytes:
+    """Return the DHT key of all shared adapters of a swarm."""
+    return swarm + b":adapters"
+
+
+def adapter_subkey(record: AdapterRecord) -> bytes:
+    """Return the DHT subkey of a shared adapter's record: its owner and its slot."""
+    return b"%b%d:%b" % (ADAPTER, record.slot, record.owner.encode())
+
+
+def adapters_in(
+    records: Iterable[Record], swarm: bytes, verify: Verify, now: float
+) -> Iterator[tuple[AdapterRecord, bytes]]:
+    """Yield the valid records of shared adapters among `records`, each with its signed bytes."""
+    for record in records:
+        try:
+            adapter = open_adapter(record.value, swarm, verify)
+            adapter.check_times(now)
+        except ProtocolError:
+            continue  # the DHT's own validation refuses it
+        yield adapter, record.value
+
+
 def record_validator(
     swarm: bytes, verify: Verify, now: Now, *, membership: Membership | None = None
 ) -> RecordValidator:
     """Return the validator of a swarm's records. `membership` is that of a swarm with an owner."""
-    reports = {REPORT: report_rule(swarm, verify, now)}
+    reports = {REPORT: report_rule(swarm, verify, now), ADAPTER: adapter_rule(swarm, verify, now)}
     if membership is None:
         return by_subkey({**reports, b"": announcement_rule(swarm, verify, now)})
     vouched = announcement_rule(swarm, verify, now, partial(_vouch, membership, now))
@@ -113,6 +139,19 @@ def report_rule(swarm: bytes, verify: Verify, now: Now) -> RecordValidator:
         report, _ = open_report(value, swarm, verify)
         in_time = report.at <= now() + MAX_SKEW_S and expires_at <= report.at + LIFE_S
         return key == reports and subkey == report_subkey(report.author, report.accused) and in_time
+
+    return valid
+
+
+def adapter_rule(swarm: bytes, verify: Verify, now: Now) -> RecordValidator:
+    """Return the rule of shared adapters: all of a swarm under one key, SLOTS of one owner, each for LISTED_S."""
+    adapters = key_digest(adapters_key(swarm))
+
+    def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
+        record = open_adapter(value, swarm, verify)
+        record.check_times(now())
+        in_time = expires_at <= min(record.expires_at, now() + LISTED_S + MAX_SKEW_S)
+        return key == adapters and subkey == adapter_subkey(record) and record.allows is not Share.PRIVATE and in_time
 
     return valid
 

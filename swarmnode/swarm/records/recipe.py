@@ -14,16 +14,18 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from swarmnode.config import SCHEDULES_BY_NAME
+
 RECIPE = "recipe"  # the name of a run's schedule if the recipe has it
 MAX_GROUPS = 16
 MAX_PATTERN = 64  # characters
 MAX_STARS = 4  # of a pattern: each may be tried at every place of a name
-SCHEDULES_BY_NAME = ("constant", "linear", "cosine", "hf-constant", "hf-linear", "hf-cosine", "hf-wsd")
+MAX_ROUTER_SUMS = 1 << 14  # two for each expert, and two more
 
 Share = Annotated[float, Meta(ge=0, le=1)]
 
 
-class ParameterGroup(msgspec.Struct, frozen=True):
+class ParameterGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the parameters whose names match the pattern `match`, such as `*embed*` (`*`: any text, `?`: any letter).
 
     `learning_rate` multiplies the run's. A `weight_decay` of None is the run's for matrices and none for vectors (norms, biases).
@@ -48,13 +50,15 @@ class Treatment(NamedTuple):
     frozen: bool
 
 
-class Recipe(msgspec.Struct, frozen=True):
-    """Recipe of a run.
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Recipe of a run. A version that does not know one of its fields refuses the run.
 
     `schedule` is one of `SCHEDULES_BY_NAME`; `decay_steps` are those of hf-wsd at its end. The first group that matches a parameter
     counts. `label_smoothing` and `z_loss` (the factor of the mean squared log-sum-exp of the logits, arXiv 2204.02311) change the
-    objective of language models. Every `evaluate_every` steps (0: never) and in the last step, `evaluation` microbatches of
-    held-out data go forward through the step's parameters.
+    objective of language models. `router_balance` and `router_z_loss` are the factors of the balance loss (arXiv 2101.03961) and
+    the z-loss (arXiv 2202.08906) of a mixture's routers. `ema` is the share of an average of the weights that each step keeps; 0:
+    there is no average. Every `evaluate_every` steps (0: never) and in the last step, `evaluation` microbatches of held-out data
+    go forward through the step's parameters, or their average.
     """
 
     schedule: Annotated[str, Meta(max_length=32)] = "cosine"
@@ -62,8 +66,16 @@ class Recipe(msgspec.Struct, frozen=True):
     groups: Annotated[tuple[ParameterGroup, ...], Meta(max_length=MAX_GROUPS)] = NO_DECAY
     label_smoothing: Share = 0.0
     z_loss: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    router_balance: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    router_z_loss: Annotated[float, Meta(ge=0, le=1e6)] = 0.0
+    ema: Share = 0.0
     evaluate_every: Annotated[int, Meta(ge=0, le=1 << 31)] = 0
     evaluation: Annotated[int, Meta(ge=0, le=2048)] = 0
+
+    @property
+    def watches_routers(self) -> bool:
+        """Whether the objective has a loss of the routers."""
+        return bool(self.router_balance or self.router_z_loss)
 
     def treat(self, name: str, dimensions: int, weight_decay: float) -> Treatment:
         """Return the treatment of a parameter in a run of this `weight_decay`."""
@@ -113,6 +125,7 @@ def recipe_rules(recipe: Recipe) -> dict[str, bool]:
         f"patterns with at most {MAX_STARS} stars and without brackets": all(
             group.match.count("*") <= MAX_STARS and "[" not in group.match for group in recipe.groups
         ),
+        "an average of the weights (ema) that keeps less than all of itself": recipe.ema < 1,
         "finite settings": all(
             math.isfinite(number)
             for group in recipe.groups

@@ -96,15 +96,19 @@ class Run(msgspec.Struct, frozen=True):
         return Recipe(self.schedule, groups=()) if self.recipe is msgspec.UNSET else self.recipe
 
     def evaluations_at(self, step: int) -> int:
-        """Return the number of held-out microbatches that go forward in a step; their numbers follow the others'."""
+        """Return the number of held-out microbatches that go forward in a step; their numbers follow the others'.
+
+        Step `steps` is behind the last one: the final weights are evaluated in it, and in its place the last step is not.
+        """
         if self.recipe is msgspec.UNSET or not self.recipe.evaluate_every:
             return 0
-        is_due = step % self.recipe.evaluate_every == 0 or step == self.steps - 1
+        is_due = step == self.steps or (step % self.recipe.evaluate_every == 0 and step < self.steps - 1)
         return self.recipe.evaluation if is_due else 0
 
-    def passes_at(self, step: int) -> int:
-        """Return the number of microbatches in a step, the held-out ones included."""
-        return self.microbatches + self.evaluations_at(step)
+    def passes(self, step: int) -> range:
+        """Return the numbers of the microbatches in a step, the held-out ones included. Step `steps` has only these."""
+        first = 0 if step < self.steps else self.microbatches
+        return range(first, self.microbatches + self.evaluations_at(step))
 
     def treat(self, name: str, dimensions: int) -> Treatment:
         """Return how a parameter is trained. Runs without a recipe decay all matrices."""
@@ -165,7 +169,7 @@ def check_run(run: Run) -> None:
         or (run.schedule == RECIPE and run.recipe is not msgspec.UNSET),
         "a recipe only with the schedule that it names": run.schedule == RECIPE or run.recipe is msgspec.UNSET,
         f"at most {MAX_MICROBATCHES} microbatches with the held-out ones": run.batch // max(1, run.microbatch)
-        + run.evaluations_at(0)
+        + run.evaluations_at(run.steps)
         <= MAX_MICROBATCHES,
         "finite settings, none of them negative": all(math.isfinite(number) and number >= 0 for number in numbers),
         "betas below 1": max(run.betas) < 1,
@@ -175,6 +179,9 @@ def check_run(run: Run) -> None:
         "a constant schedule, a beta1 above 0 and an averaging in every step for schedule-free": run.optimizer
         != "schedule-free"
         or (run.known_recipe.schedule in CONSTANT and run.betas[0] > 0 and run.averaging.every == 1),
+        "an averaging in every step, and another optimizer than schedule-free, for an average of the weights (ema)": not (
+            run.known_recipe.ema and (run.averaging.every > 1 or run.optimizer == "schedule-free")
+        ),
         "a warm-up of 0 steps or more": 0 <= run.warmup_steps <= 1 << 31,
         "checkpoints every step or more seldom": run.checkpoint_steps > 0,
         "a codec that this version knows": run.averaging.codec in Codec._value2member_map_,

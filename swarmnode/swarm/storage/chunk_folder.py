@@ -115,6 +115,13 @@ class ChunkFolder:
         except OSError as error:
             raise disk_error(self.folder, error) from error
 
+    def remove(self, name: str) -> None:
+        """Delete the file `name` and all that is kept about it. Chunks that are fetched later begin it anew."""
+        for path in (self.folder / name, self.folder / f".{name}.have", self.folder / f".{name}.hashes"):
+            path.unlink(missing_ok=True)
+        self._hashes.pop(name, None)
+        self._checked.pop(name, None)
+
     def make_room(self, needed_bytes: int) -> None:
         """Check that `needed_bytes` can be added. Raises LocalError if the disk has no room for them."""
         lacking = needed_bytes - shutil.disk_usage(self.folder).free

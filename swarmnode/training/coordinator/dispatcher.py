@@ -51,7 +51,7 @@ class Dispatcher:
     clock: Callable[[], float]
 
     def __post_init__(self) -> None:
-        self.ledger = StepLedger(0, self.units, 0)
+        self.ledger = StepLedger(0, self.units, range(0))
         self.term = 0
         self.key = b""  # of the term's seals
         self.failed_attempts = FailedAttempts()
@@ -183,7 +183,7 @@ class Dispatcher:
         if not math.isfinite(body.loss):
             self._call_back(record, frozenset({trainer.peer}))
             return
-        self.ledger.done(record, body.loss)
+        self.ledger.done(record, body.loss, body.expert_load)
         self.failed_attempts.forget(record.number, {peer for peer, _ in record.route})
         self._book(record, -1)
         self._times.note(FrameKind.LEASE, self.clock() - record.given_at_s)

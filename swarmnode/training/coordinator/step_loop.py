@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import FrameKind
@@ -98,13 +100,14 @@ class StepLoop:
         self._expects_of: tuple[int, tuple[PeerId, ...]] | None = None  # step and stages of the last forecast
         self._begins = True  # nothing is leased yet
         self._stopped: Stopped | None = None
+        self._last: StepReport | None = None  # of the last step, until the final weights are evaluated
         self._begin_step()
 
     def __repr__(self) -> str:
         return f"<StepLoop at step {self.step} of {self.run.steps}, {self._ledger!r}>"
 
     def _begin_step(self) -> None:
-        self._ledger = StepLedger(self.step, self.office.units, self.run.passes_at(self.step), self.run.microbatches)
+        self._ledger = StepLedger(self.step, self.office.units, self.run.passes(self.step), self.run.microbatches)
         self.dispatcher.begin(self.run, self._ledger)
         self._began_at_s = self.office.clock()
 
@@ -340,6 +343,11 @@ class StepLoop:
         resting = any(self.office.strikes.rests(member.peer) for member in hearing)
         return ledger.complete() and not ledger.leases and not resting
 
+    def _is_evaluated(self) -> bool:
+        """Return whether the final weights are evaluated, or need not be, or have no trainer that feeds held-out data."""
+        feeds = any(line.run == self.run for line in self.trainer_connections)
+        return not feeds or self._is_counted()
+
     def _outcome(self) -> Event | None:
         """Return the all-reduce's end, AGREED or DISAGREED, or None while answers are missing. If a contributor is
         convicted it has failed."""
@@ -405,7 +413,7 @@ class StepLoop:
         """End the step: tell all stages to commit it, report it to the trainers, and begin the next one."""
         assert self._all_reduce is not None
         usable, loss, norm = self.worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
-        held_out = self._ledger.held_out_loss
+        found = (self._ledger.held_out_loss, self._ledger.expert_load)
         self._times.note(FrameKind.REDUCE, self.office.clock() - self._all_reduce.began_s)
         self.averaging_groups.warm_starts.committed(self._all_reduce.groups, usable)
         self._all_reduce = None
@@ -419,7 +427,7 @@ class StepLoop:
             else:
                 member.command(word, wait_s=SAVE_S if saves else None)
         step_s = self.office.clock() - self._began_at_s
-        self._tell_step(loss, step_s, norm, len(usable), self.step, held_out)
+        self._tell_step(loss, step_s, norm, len(usable), self.step, *found)
         self.step += 1
         self._claims.clear()
         self._begin_step()
@@ -469,17 +477,24 @@ class StepLoop:
         peers: int,
         step: int | None = None,
         held_out: float | None = None,
+        expert_load: float = 0.0,
     ) -> None:
         done, expected_s = self.step - 1 if step is None else step, self.expected_s if step_s else 0.0
         held_out_loss = NOT_EVALUATED if held_out is None else held_out
-        self.trainer_connections.tell(
-            StepReport(done, self.run.id, loss, step_s, norm, peers, expected_s, held_out_loss)
-        )
+        report = StepReport(done, self.run.id, loss, step_s, norm, peers, expected_s, held_out_loss, expert_load)
+        if done == self.run.steps - 1 and self.run.evaluations_at(self.run.steps):
+            self._last = report
+        else:
+            self.trainer_connections.tell(report)
 
     def stop(self) -> None:
         """End the run, finished or stopped; the last good step stays."""
         stopped, self._stopped = self._stopped or Stopped(self.step, self.run.id), None
         self._all_reduce = None
+        if self._last is not None:
+            held_out_loss = self._ledger.held_out_loss
+            told = NOT_EVALUATED if held_out_loss is None else held_out_loss
+            self.trainer_connections.tell(msgspec.structs.replace(self._last, held_out_loss=told))
         self.dispatcher.clear()
         for peer in self.dispatcher.failed_attempts.peers:  # a trainer may try it again
             self.office.strikes.forgive(peer)
@@ -499,9 +514,9 @@ FROM_WORKERS: Mapping[type[Body], Callable[[StepLoop, WorkerHandle, Any], None]]
 
 CONDITIONS: Mapping[Event, Callable[[StepLoop], bool]] = {
     Event.FAILED: lambda loop: loop._stopped is not None,
-    Event.FINISHED: lambda loop: loop.step >= loop.run.steps,
+    Event.FINISHED: lambda loop: loop.step >= loop.run.steps and loop._is_evaluated(),
     Event.UNCOVERED: StepLoop._is_uncovered,
-    Event.COUNTED: StepLoop._is_counted,
+    Event.COUNTED: lambda loop: loop.step < loop.run.steps and loop._is_counted(),
     Event.DISAGREED: lambda loop: loop._outcome() is Event.DISAGREED,
     Event.AGREED: lambda loop: loop._outcome() is Event.AGREED,
 }

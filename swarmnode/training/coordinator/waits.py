@@ -32,7 +32,9 @@ def longest_waits(
     microbatch may be at any place of its route, so all its peers are listed. Each kind is sorted by time, the longest first."""
     waits: list[Wait] = []
     for member in members:
-        if member.asked and now_s - member.asked[0].began_s >= WORTH_TELLING_S:
+        if member.refuses:
+            waits.append(Wait(member.peer, FrameKind.FAILED, strikes.pause_s(member.peer), *member.span))
+        elif member.asked and now_s - member.asked[0].began_s >= WORTH_TELLING_S:
             command = member.asked[0]
             waits.append(Wait(member.peer, command.kind, now_s - command.began_s, *member.span))
         elif strikes.rests(member.peer):
@@ -65,6 +67,8 @@ def _wait_text(wait: Wait) -> str:
     if wait.what == FrameKind.WORK:
         return f"until peers are at the places where steps are shortest, {wait.since_s:.0f} s so far"
     where = f" (layers {wait.start}-{wait.end - 1})" if wait.end > wait.start else ""
+    if wait.what == FrameKind.FAILED:
+        return f"for peer {wait.peer}{where}, which cannot take up the run: if its version is older, update swarmnode there"
     doing = DOING.get(FrameKind(wait.what)) if wait.what in FrameKind._value2member_map_ else None
     if doing is None:
         return f"peer {wait.peer}{where} failed and is asked again in {wait.since_s:.0f} s"

@@ -116,6 +116,7 @@ class WorkerHandle:
     status: Status | None = None
     worker: Replica = field(default_factory=lambda: Replica(Span(0, 0)))
     listens_from: int = 0  # the first step whose all-reduce it takes part in
+    refuses: bool = False  # it answered the last BEGIN or RESTORE without going to the step
     moves: int = 0  # to another run or step, which ends its memory of averagings
     asked: deque[Command] = field(default_factory=deque)
     times: AnswerTimes = field(default_factory=AnswerTimes)
@@ -191,6 +192,8 @@ class WorkerHandle:
         if status.run:
             decode_run(status.run)
         self.status = status
+        if status.answers in MOVES:
+            self.refuses = status.condition != Condition.READY and status.answers != FrameKind.SYNC
         self.worker.span = Span(status.start, status.end)
         self.worker.unit_s = status.unit_s
         self.worker.window = status.window

@@ -213,9 +213,10 @@ class Examination:
     def _is_usual(self, record: MicrobatchRecord) -> bool:
         """Return whether the shapes are usual: the shown microbatch must not exhaust our memory, and its stage may have
         been sent unwanted data."""
-        values, run = (*record.received.values, *record.labels.values), self.learner.run
+        given, run = (record.received.values, record.labels.values), self.learner.run
         known = self.usual.get(record.start)
-        return is_of_its_size(values, run) and (shapes_of(values) == known if known is not None else run.sequence > 0)
+        fits = all(is_of_its_size(values, run) for values in given if values)
+        return fits and (shapes_of((*given[0], *given[1])) == known if known is not None else run.sequence > 0)
 
     def compare(self, shown: ShownMicrobatch, calibration: Calibration) -> Judgement | None:
         """Recompute the microbatch and judge it. Returns None if the learner's step is over or there is nothing to compare. Must

@@ -87,8 +87,9 @@ class TrainingMemory:
             log.info("%s; your node keeps all activations", error)
             self._microbatch_bytes = 0
             return False
-        kept_bytes = sum(unit.activation_bytes for unit in estimates)
-        pass_bytes = largest_bytes = max(unit.activation_bytes for unit in estimates)
+        mask_bytes = self._segment.mask_bytes(run)  # that all layers of a pass share
+        kept_bytes = mask_bytes + sum(unit.activation_bytes for unit in estimates)
+        pass_bytes = largest_bytes = mask_bytes + max(unit.activation_bytes for unit in estimates)
         if autocast_dtype(self._segment.device, wanted=run.autocast) is torch.float16:
             blocks = (
                 self._segment.parameters().values()

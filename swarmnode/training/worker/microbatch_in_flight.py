@@ -123,6 +123,7 @@ class MicrobatchInFlight:
         self._channel = channel
         self._payload: bytes | bytearray = payload
         self._labels: ReceivedLabels | None = None  # at the last hop
+        self._expert_load = 0.0
         self._returned: Encoded = ((), [])  # the gradients for the sender, only those that are `_present`
         self._present: tuple[bool, ...] = ()
         self._turned = False  # the backward pass has begun
@@ -157,7 +158,7 @@ class MicrobatchInFlight:
             loss = await self._there_and_back()
             if not self.ended:
                 infos, payload = self._returned
-                self._finish(Backward(loss, self._present, infos, self.body.run), payload)
+                self._finish(Backward(loss, self._present, infos, self.body.run, self._expert_load), payload)
         except SwarmnodeError as error:
             if isinstance(error, NotFinite | NotFiniteInput):
                 self._stage.blame(error, self.body.lease)
@@ -207,7 +208,7 @@ class MicrobatchInFlight:
         else:
             encoded = await self._compute(FORWARD, last, partial(self._forward, last, span, values))
             answer, payload = await self._ask_next(encoded)
-            loss = answer.loss
+            loss, self._expert_load = answer.loss, answer.expert_load
             if self.kept is not None:
                 self.kept.answer, self.kept.gradients = answer, payload
             turning = partial(self._turn, last, span, answer, payload)
@@ -248,6 +249,7 @@ class MicrobatchInFlight:
     def _end(self, part: TrainingPart, units: Span, values: Values | None) -> tuple[float, Gradients]:
         """Compute the loss and, from it, the gradients: the part is at the end of the model."""
         (loss,) = self._outputs(part, units, values)
+        self._expert_load = part.segment.expert_load
         gradients = self._backward(part, units, ())
         self._stage.state.losses[self.body.number] = float(loss)
         if self.kept is not None:

@@ -121,6 +121,11 @@ def test_a_graph_says_how_many_samples_it_takes(tmp_path: Path, any_batch: bool)
     assert batches.samples(run) == 10
     with pytest.raises(UsageError, match="--sequence is for language models"):
         prepare(graph, tmp_path, tmp_path / "data.npz", settings(sequence=5))
+    (tmp_path / "chats.jsonl").write_text('{"prompt": "1 + 1?", "completion": "2"}\n')
+    with pytest.raises(UsageError, match="give a module text"):
+        prepare(graph, tmp_path, tmp_path / "chats.jsonl", SETTINGS)
+    with pytest.raises(UsageError, match="--router-balance"):
+        prepare(graph, tmp_path, tmp_path / "data.npz", settings(schedule=RECIPE, recipe=Recipe(router_balance=0.1)))
     if not any_batch:
         with pytest.raises(UsageError, match="--microbatch 2"):
             prepare(graph, tmp_path, tmp_path / "data.npz", settings(microbatch=4))

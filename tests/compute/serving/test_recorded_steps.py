@@ -24,7 +24,7 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.ledger import Account, MemoryLedger
-from tests.card.test_on_captured_decode import CLOSE, Dictated, decoder
+from tests.card.test_on_captured_decode import CLOSE, Dictated, decode_with_guesses, decoder
 from tests.compute.model.llama_gguf import LAYERS, save_llama_gguf, save_moe_gguf
 from tests.compute.model.test_dequantize import quantise
 from tests.compute.model.test_packed_weight import pack
@@ -83,6 +83,16 @@ def test_a_recorded_step_of_fast_products_has_the_ordinary_ones_bits(kv: str, tm
     recorded, ordinary = (open_runner(span, capture=capture, kv=kv) for capture in (True, False))
     assert all(torch.equal(got, wanted) for got, wanted in zip(decode(recorded), decode(ordinary), strict=True))
     assert decoder(recorded).replays > STEADY_STEPS and ordinary.captured is None
+
+
+@needs_ggml
+def test_recorded_steps_with_guesses_have_the_ordinary_ones_bits(tmp_path: Path) -> None:
+    span = packed_span(save_llama_gguf, tmp_path)
+    recorded, ordinary = (open_runner(span, capture=capture) for capture in (True, False))
+    texts = (decode_with_guesses(runner, 40) for runner in (recorded, ordinary))
+    assert all(torch.equal(got, wanted) for got, wanted in zip(*texts, strict=True))
+    shapes = {shape.columns for steps in decoder(recorded)._captured.values() for shape in steps}
+    assert decoder(recorded).replays > STEADY_STEPS and len(shapes) > 1
 
 
 @needs_ggml

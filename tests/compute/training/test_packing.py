@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -141,6 +142,33 @@ def test_samples_of_a_step_are_drawn_twice_however_many_microbatches_it_has(monk
     assert len(drawn) == 2 * run.batch, "once for the rows, and once for their shares"
     labels = [int((rows.microbatch(1, number, run).labels[0] >= 0).sum()) for number in range(run.microbatches)]
     assert shares == pytest.approx([7 * count / sum(labels) for count in labels])
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_all_layers_keep_one_mask(tmp_path: Path, layers: int) -> None:
+    """It is as large as the ledger counts it."""
+    segment = load_segment(
+        save(tmp_path / "llama", "llama", num_hidden_layers=layers, max_position_embeddings=512), 0, layers + 2
+    )
+    ids_BT, places_BT = torch.zeros(1, 512, dtype=torch.int64), torch.arange(512)[None] % 20
+    kept_bytes = []
+    for values in ((ids_BT,), (ids_BT, places_BT)):
+        held: dict[int, int] = {}
+
+        def keep(tensor: Tensor, held: dict[int, int] = held) -> Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            outputs = segment.forward(values, 0, layers + 2, 0, (ids_BT,))
+        kept_bytes.append(sum(held.values()))
+        del outputs
+    run = Run(bytes(32), 1, 1, 1, 512, label_weights=True)
+    mask_bytes = segment.mask_bytes(run)
+    assert kept_bytes[1] - kept_bytes[0] == pytest.approx(mask_bytes, rel=0.4), (
+        "and positions, which small models notice"
+    )
+    assert not segment.mask_bytes(msgspec.structs.replace(run, label_weights=msgspec.UNSET))
 
 
 def test_positions_that_jump_are_refused(tmp_path: Path) -> None:

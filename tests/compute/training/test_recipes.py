@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.gather import gather
 from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.lm import load_segment, next_token_loss
+from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.losses.next_token import next_token_loss
+from swarmnode.compute.training.optimizer import memory_bytes
+from swarmnode.compute.training.snapshot import write_block
 from swarmnode.swarm.records.recipe import RECIPE, ParameterGroup, Recipe
 from swarmnode.swarm.records.run import Run
 from tests.compute.training.conftest import (
@@ -128,7 +134,7 @@ def test_held_out_data_change_nothing(checkpoint: Get, cuts: tuple[int, ...]) ->
     chain = learners(checkpoint("gpt2-dropout"), evaluates, cuts)
     losses, held_out = [], []
     for step in range(3):
-        numbers = range(evaluates.passes_at(step))
+        numbers = evaluates.passes(step)
         found = [pass_through(chain, number, lease=number) for number in reversed(numbers)][::-1]
         losses.append(sum(found[:MICROBATCHES]) / MICROBATCHES)
         held_out += found[MICROBATCHES:]
@@ -144,3 +150,61 @@ def test_held_out_data_change_nothing(checkpoint: Get, cuts: tuple[int, ...]) ->
     with torch.no_grad():
         assert held_out[0] == pytest.approx(float(model(input_ids=ids_BT, labels=ids_BT).loss), rel=1e-5)
     assert int(ids_BT.max()) < VOCABULARY
+
+
+def test_the_average_of_the_weights_is_torchs(checkpoint: Get, tmp_path: Path) -> None:
+    """Whichever stages hold it, and after another peer took over from a saved state; held-out data go through it."""
+    kind, frozen = "gpt2", ParameterGroup("*.h.0.*", frozen=True)
+    run = recipe_run(Recipe(ema=0.7, groups=(frozen,), evaluate_every=1, evaluation=1))
+    (whole,) = chain = learners(checkpoint(kind), run, WHOLE)
+    model = build(kind)
+    reference: Any = AveragedModel(build(kind), multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    heirs, held_out = learners(checkpoint(kind), run, THREE), MICROBATCHES
+    for step in range(STEPS):
+        assert pass_through(heirs, held_out) == pytest.approx(pass_through(chain, held_out), rel=1e-6)
+        reference.eval()
+        ids_BT = ids_of(step, held_out)
+        with torch.no_grad():
+            expected = float(reference(input_ids=ids_BT, labels=ids_BT).loss)
+        assert pass_through(chain, held_out, lease=9) == pytest.approx(expected, rel=1e-5)
+        train(chain, 1)
+        train(heirs, 1)
+        model.load_state_dict(dict(named(whole, "parameter")), strict=False)
+        reference.update_parameters(model)
+        if step == 2:
+            taken = learners(checkpoint(kind), run, THREE)
+            for one, heir in zip(heirs, taken, strict=True):
+                heir.step = one.step
+                for block in one.blocks:
+                    heir.load(block, one.state(block))
+            heirs = taken
+    averages = {**dict(named(whole, "parameter")), **dict(named(whole, "ema"))}
+    for name, average in reference.module.named_parameters():
+        torch.testing.assert_close(averages[name], average, rtol=0, atol=0)
+    of_stages = {name: tensor for heir in heirs for name, tensor in named(heir, "ema")}
+    assert of_stages.keys() == dict(named(whole, "ema")).keys() and not any(".h.0." in name for name in of_stages)
+    paths = [tmp_path / str(block) for block in whole.blocks]
+    for block, path in zip(whole.blocks, paths, strict=True):
+        write_block(path, whole.state(block), step=STEPS, block=block, run=run.id)
+    assert all(torch.equal(tensor, averages[name]) for name, tensor in gather(paths).items())
+    assert all(torch.equal(gather(paths, average=False)[name], one) for name, one in named(whole, "parameter"))
+    estimated = sum(memory_bytes(run, whole.block(number).parameters) for number in whole.blocks)
+    assert estimated == whole.optimizer_bytes, "the ledger counts the average"
+
+
+def named(learner: Learner, part: str) -> list[tuple[str, torch.Tensor]]:
+    states = (learner.state(block) for block in learner.blocks)
+    return [(key.split("/", 1)[1], one) for state in states for key, one in state.items() if key.startswith(part + "/")]
+
+
+def test_an_evaluation_between_the_passes_of_a_microbatch_changes_nothing(checkpoint: Get) -> None:
+    run = recipe_run(Recipe(ema=0.5, evaluate_every=1, evaluation=1))
+    plain, between = learners(checkpoint("llama"), run, WHOLE)[0], learners(checkpoint("llama"), run, WHOLE)[0]
+    for learner in (plain, between):
+        train([learner], 2)
+        values = (ids_of(2, 0),)
+        learner.forward(0, 0, 0, 5, values, values)
+        if learner is between:
+            pass_through([learner], MICROBATCHES, lease=1)
+        learner.backward(0, ())
+    assert torch.equal(plain.gradient(plain.blocks).copy(), between.gradient(between.blocks).copy())

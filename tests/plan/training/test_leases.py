@@ -13,7 +13,7 @@ FEEDER = "feeder"
 
 
 def leases_out(*numbers: int) -> StepLedger:
-    ledger = StepLedger(0, 2, 4)
+    ledger = StepLedger(0, 2, range(4))
     for number in numbers:
         ledger.grant(OutstandingLease(number, number % 10, ROUTE, FEEDER))
     return ledger

@@ -15,7 +15,7 @@ PEERS = {"a": Span(0, 2), "b": Span(2, 4), "c": Span(0, 4), "d": Span(1, 3)}
 
 
 def ledger() -> StepLedger:
-    return StepLedger(7, UNITS, MICROBATCHES)
+    return StepLedger(7, UNITS, range(MICROBATCHES))
 
 
 def test_a_new_ledger_misses_everything() -> None:
@@ -36,7 +36,7 @@ def test_a_microbatch_that_went_the_whole_way_is_not_missing() -> None:
 
 
 def test_who_holds_both_ends_counts_for_what_they_share_whichever_end_it_computed() -> None:
-    held = StepLedger(0, 3, MICROBATCHES)
+    held = StepLedger(0, 3, range(MICROBATCHES))
     held.report("whole", Span(0, 3), {})
     held.report("front", Span(0, 1), {})
     for number in range(MICROBATCHES):
@@ -82,7 +82,7 @@ FIRST, LAST = Span(0, 1), Span(1, 2)
 @pytest.fixture
 def two() -> StepLedger:
     """Three microbatches, two units with a stage each."""
-    held = StepLedger(0, 2, 3)
+    held = StepLedger(0, 2, range(3))
     held.report("first", FIRST, {})
     held.report("last", LAST, {})
     return held

@@ -8,7 +8,8 @@ import pytest
 
 from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost
 from swarmnode.serving.drafting.choice import DrafterChoice
-from swarmnode.serving.drafting.drafter import Weighed
+from swarmnode.serving.drafting.drafter import Drafter, Weighed
+from swarmnode.serving.drafting.told import MtpDrafter
 
 
 class Listed:
@@ -29,7 +30,7 @@ class Listed:
         return self.tokens[len(guessed) :][:count]
 
 
-def chosen(*drafters: Listed) -> tuple[DrafterChoice, MeasuredBudget]:
+def chosen(*drafters: Drafter) -> tuple[DrafterChoice, MeasuredBudget]:
     budget = MeasuredBudget(lambda: RowCost(0.001, 0.0001))
     budget.turn(0.1)
     for one in drafters:
@@ -78,6 +79,18 @@ def test_all_of_them_follow_the_text() -> None:
     choice.push([1, 2])
     choice.cut(1)
     assert one.told == other.told == [[1, 2], 1]
+
+
+def test_what_the_last_hop_guesses_is_for_its_own_drafter() -> None:
+    lookup, told = Listed("lookup", []), MtpDrafter()
+    choice, _ = chosen(lookup, told)
+    choice.push([1, 2])
+    choice.suggest([3, 4])
+    assert choice.propose((), 8) == [3, 4] and choice.name == "mtp"
+    choice.push([3])
+    assert choice.propose((), 8) == [4] and lookup.told == [[1, 2], [3]]
+    choice.suggest([])
+    assert choice.propose((), 8) == []
 
 
 def test_a_choice_of_nothing_is_refused() -> None:

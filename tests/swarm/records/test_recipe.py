@@ -82,6 +82,7 @@ def test_a_version_that_knows_no_recipes_names_the_schedule() -> None:
         (Recipe(groups=(ParameterGroup("*" * 5),)), "at most 4 stars"),
         (Recipe(groups=(ParameterGroup("[a-z]"),)), "without brackets"),
         (Recipe(evaluate_every=3), "held-out microbatches"),
+        (Recipe(ema=1.0), "less than all of itself"),
         (Recipe(evaluate_every=3, evaluation=2047), "with the held-out ones"),
     ],
 )
@@ -94,7 +95,14 @@ def test_recipes_that_are_not_valid_are_refused(recipe: Recipe, told: str) -> No
 
 @pytest.mark.parametrize(
     "bad",
-    [{"groups": [{"match": "x" * 65}]}, {"groups": [{"match": "x"}] * 17}, {"label_smoothing": 2.0}, {"z_loss": -1.0}],
+    [
+        {"groups": [{"match": "x" * 65}]},
+        {"groups": [{"match": "x"}] * 17},
+        {"label_smoothing": 2.0},
+        {"z_loss": -1.0},
+        {"router_balance": -1.0},
+        {"unknown": 1},
+    ],
 )
 def test_what_is_out_of_bounds_is_not_decoded(bad: dict[str, Any]) -> None:
     raw: dict[str, Any] = msgspec.msgpack.decode(encode_run(run_of(Recipe())))
@@ -104,5 +112,7 @@ def test_what_is_out_of_bounds_is_not_decoded(bad: dict[str, Any]) -> None:
 
 def test_held_out_microbatches_are_of_some_steps() -> None:
     run = run_of(Recipe(evaluate_every=10, evaluation=3))
-    assert [step for step in range(STEPS) if run.evaluations_at(step)] == [0, 10, 20, 22]
-    assert run.passes_at(10) == 5 and run.passes_at(11) == 2 == run.microbatches
+    assert [step for step in range(STEPS) if run.evaluations_at(step)] == [0, 10, 20]
+    assert run.passes(10) == range(5) and run.passes(11) == range(2)
+    assert run.passes(STEPS) == range(2, 5), "behind the last step, by the final weights"
+    assert run_of(Recipe()).passes(STEPS) == range(2, 2)

@@ -56,7 +56,7 @@ class Office:
         self.members = {"stage": self.member}
         self.dispatcher = Dispatcher(UNITS, self.members, trainer_connections, self.strikes, links, clock=clock)
         self.dispatcher.term, self.dispatcher.key = 1, KEY
-        self.ledger = StepLedger(0, UNITS, RUN.microbatches)
+        self.ledger = StepLedger(0, UNITS, range(RUN.microbatches))
         self.dispatcher.begin(RUN, self.ledger)
         self.ledger.report("stage", Span(0, UNITS), {})
         self.dispatcher.dispatch()

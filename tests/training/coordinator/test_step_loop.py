@@ -24,7 +24,7 @@ class Stages:
 
     def __init__(self) -> None:
         self.here: list[str] = []
-        self.ledger = StepLedger(0, 1, 0)
+        self.ledger = StepLedger(0, 1, range(0))
 
     def usable(self) -> list[Any]:
         return [SimpleNamespace(peer=name, span=Span(0, 1)) for name in self.here]

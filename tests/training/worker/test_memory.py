@@ -81,6 +81,13 @@ def test_one_microbatch_is_let_in_however_full_it_is() -> None:
     assert memory.admit(2)
 
 
+def test_a_mask_of_documents_is_kept_once_and_made_once_more() -> None:
+    segment, ledger = ToySegment(0, 2), MemoryLedger()
+    segment.mask_bytes = lambda _run: 300  # type: ignore[method-assign]
+    assert not TrainingMemory(ledger, segment, estimates).begin(RUN)
+    assert ledger.accounts()[Account.ACTIVATIONS] == 2 * KEPT + 300 + KEPT + 300
+
+
 @pytest.mark.parametrize(("microbatches", "recompute"), [(4, False), (3, True)])
 def test_graphs_are_computed_again_where_four_do_not_fit(microbatches: int, recompute: bool) -> None:
     segment = ToySegment(0, 2)

@@ -15,7 +15,7 @@ from swarmnode.compute.graph.costs.work import ComputeWork, WorkCounter, bytes_o
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS
-from swarmnode.compute.training.lm import next_token_loss
+from swarmnode.compute.training.losses.next_token import next_token_loss
 from swarmnode.errors import CheckpointError
 
 with lean():

@@ -32,13 +32,13 @@ from swarmnode.compute.model.checkpoint import read_header
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError
 from swarmnode.files import read_bounded
+from swarmnode.swarm.storage.own_adapters import CONFIG_NAME, WEIGHTS_NAME
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.family import Family
 
 T = TypeVar("T")
 
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"  # peft's own names
 PREFIX = "base_model.model."
 KEY = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 MAGNITUDE = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
@@ -92,6 +92,11 @@ class LoraConfig:
     """Ends of the names of modules that are replaced as a whole (`modules_to_save`)"""
     ranks: Mapping[str, int] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank of any layer."""
+        return max([self.rank, *self.ranks.values()])
 
     @property
     def scale(self) -> float:

@@ -37,6 +37,11 @@ class Lora:
         low = functional.linear(x.to(self.a_RI.dtype), self.a_RI)
         return scaled(y, self.gain_O, self.bias_O) + functional.linear(low, self.b_OR).to(y.dtype)
 
+    def to(self, device: torch.device) -> Lora:
+        """Return the change with its matrices on `device`. The layer's bias stays where it is."""
+        gain_O = None if self.gain_O is None else self.gain_O.to(device)
+        return Lora(self.a_RI.to(device), self.b_OR.to(device), gain_O, self.bias_O)
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -49,8 +54,22 @@ class Whole:
         own: Tensor = self.layer.forward(x)
         return own.to(y.dtype)
 
+    def to(self, device: torch.device) -> Whole:
+        """Return the change with its parameters on `device`."""
+        layer: Any = copy.copy(self.layer)
+        layer._parameters = {
+            name: None if one is None else nn.Parameter(one.to(device), requires_grad=False)
+            for name, one in self.layer._parameters.items()
+        }
+        return Whole(layer)
+
 
 Change = Lora | Whole
+
+
+def moved_to(changes: Mapping[str, Change], device: torch.device) -> dict[str, Change]:
+    """Return an adapter's changes with all matrices on `device`."""
+    return {module: change.to(device) for module, change in changes.items()}
 
 
 def scaled(y: Tensor, gain: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from swarmnode.compute.model.adapters.changes import Change, Lora, Whole, moved_to
 from swarmnode.compute.model.adapters.shared_pass import Added, SharedPass, share_pass
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
@@ -51,6 +53,11 @@ class SpanAdapters:
             self._hooked.add(module)
             if "experts" in module.split("."):  # an expert sees positions of any rows
                 self.are_shared = False
+
+    def copied(self, name: str) -> Mapping[str, Change]:
+        """Return copies of a loaded adapter's matrices in the host's memory."""
+        served = {module: one for module, one in self._loaded[name].items() if isinstance(one, Lora | Whole)}
+        return moved_to(served, torch.device("cpu"))
 
     def remove(self, name: str) -> None:
         """Unload the adapter `name`; does nothing if it is not loaded."""

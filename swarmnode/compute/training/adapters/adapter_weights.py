@@ -94,7 +94,7 @@ class AdapterWeights:
                 learning_rate=learning_rate,
                 betas=recipe.betas,
                 weight_decay=recipe.weight_decay,
-                epsilon=recipe.epsilon,
+                epsilon=recipe.epsilon_at(self.step),
             )
         self.step += 1
         self.discard()

@@ -69,3 +69,10 @@ class AdapterRecipe:
     def scale(self) -> float:
         """Factor of the product of the two matrices."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def epsilon_at(self, step: int) -> float:
+        """Return the term that the update after `step` others adds to AdamW's divisor.
+
+        LoRA-FA adds it before the divisor's correction of bias, as peft's `create_lorafa_optimizer` does.
+        """
+        return self.epsilon / math.sqrt(1 - self.betas[1] ** (step + 1)) if self.method == "lora-fa" else self.epsilon

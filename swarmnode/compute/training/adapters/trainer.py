@@ -432,7 +432,7 @@ class AdapterTrainer:
         return self.span.forward(
             x,
             cache=self._cache,
-            attention_mask=mask_B1SS,
+            attention_mask=None if mask_B1SS is None else mask_B1SS.to(self.span.dtype),
             position_ids=places_BS,
             start=start,
             end=end,

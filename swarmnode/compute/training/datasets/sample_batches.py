@@ -45,15 +45,17 @@ class SampleBatches(WeighedBatches):
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
         """Return the rows with these `numbers` as one microbatch, its labels without a share."""
         content = self.content
-        given = (content.ids_NT, content.positions_NT) if content.is_packed else (content.ids_NT,)
-        return Microbatch(
-            tuple(_tensor(values_NT, numbers) for values_NT in given), (_tensor(content.labels_NT, numbers),)
-        )
+        given = [_tensor(content.ids_NT, numbers)]
+        if content.is_packed:
+            given.append(_tensor(content.positions_NT, numbers))
+            if run.known_recipe.watches_routers:  # routers do not learn from padding: each position of it is 0
+                given[1] *= torch.arange(run.sequence) < torch.from_numpy(content.held_N2[numbers, 1:])
+        return Microbatch(tuple(given), (_tensor(content.labels_NT, numbers),))
 
     def in_order(self, number: int, run: Run) -> Microbatch:
         """Return microbatch `number` of the rows in their own order, with its share of the labels of all held-out microbatches."""
         size = run.microbatch
-        numbers_MB = [[*range(one * size, (one + 1) * size)] for one in range(run.evaluations_at(0))]
+        numbers_MB = [[*range(one * size, (one + 1) * size)] for one in range(run.evaluations_at(run.steps))]
         made = self.rows(numbers_MB[number], run)
         return made._replace(labels=(*made.labels, self._shares(numbers_MB)[number]))
 

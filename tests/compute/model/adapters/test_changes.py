@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from swarmnode.compute.model.adapters.changes import Lora, blocks_of, dora, shapes_of, whole
+from swarmnode.compute.model.adapters.changes import Lora, Whole, blocks_of, dora, moved_to, shapes_of, whole
 from swarmnode.compute.model.linear import TimedLinear, plain_linear
 from swarmnode.compute.model.packed import BlockedLinear, FbgemmLinear
 from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix, library
@@ -146,3 +146,17 @@ def test_parts_of_several_layers_cannot_be_replaced() -> None:
     assert shapes_of(nn.Sequential(linear())) is None
     assert shapes_of(nn.ReLU()) is None
     assert shapes_of(nn.GRUCell(2, 2)) is None
+
+
+def test_changes_are_the_same_on_another_device_and_stay_where_they_were() -> None:
+    torch.manual_seed(0)
+    lora = Lora(torch.randn(2, 3), torch.randn(4, 2), torch.randn(4), torch.randn(4))
+    own = whole(nn.Linear(3, 4), {"weight": torch.randn(4, 3), "bias": torch.randn(4)})
+    x, y = torch.randn(5, 3), torch.randn(5, 4)
+    changes = {"lora": lora, "own": own}
+    for name, moved in moved_to(changes, torch.device("cpu")).items():
+        assert torch.equal(moved.add(x, y), changes[name].add(x, y)), name
+    elsewhere = moved_to(changes, torch.device("meta"))
+    assert isinstance(elsewhere["lora"], Lora) and elsewhere["lora"].b_OR.is_meta
+    assert isinstance(elsewhere["own"], Whole) and all(one.is_meta for one in elsewhere["own"].layer.parameters())
+    assert not lora.b_OR.is_meta and not any(one.is_meta for one in own.layer.parameters())

@@ -1,18 +1,14 @@
-"""Tokens that a grammar forces, as the last hop tells them: names and punctuation of JSON, mostly."""
+"""Guesses that the last hop tells with a token: those that a grammar forces, and those of the model's own prediction layer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 
-class ForcedDrafter:
-    """Drafter of the tokens that must follow by the session's grammar. Only the last hop has the grammar, and `suggest` takes its
-    word.
+class ToldDrafter:
+    """Drafter of tokens that the last hop told. A suggestion holds for as long as the text goes on with it."""
 
-    A suggestion holds for as long as the text goes on with it.
-    """
-
-    name = "forced"
+    name = "told"
 
     def __init__(self) -> None:
         self._length = 0  # of the text
@@ -20,10 +16,10 @@ class ForcedDrafter:
         self._suggested: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        return f"<ForcedDrafter of {len(self._suggested)} tokens after {self._begin}>"
+        return f"<{type(self).__name__} of {len(self._suggested)} tokens after {self._begin}>"
 
     def suggest(self, ids: Sequence[int]) -> None:
-        """Take the tokens that must follow the text."""
+        """Take the tokens that follow the text by the word of the last hop."""
         self._begin, self._suggested = self._length, tuple(ids)
 
     def push(self, ids: Sequence[int]) -> None:
@@ -45,3 +41,15 @@ class ForcedDrafter:
         if left[: len(guessed)] != tuple(guessed)[: len(left)]:
             return []
         return list(left[len(guessed) : len(guessed) + count])
+
+
+class ForcedDrafter(ToldDrafter):
+    """Drafter of the tokens that must follow by the session's grammar, which only the last hop has."""
+
+    name = "forced"
+
+
+class MtpDrafter(ToldDrafter):
+    """Drafter of the tokens that the model's own prediction layer (MTP) at the last hop expects."""
+
+    name = "mtp"

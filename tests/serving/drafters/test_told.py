@@ -6,8 +6,8 @@ from collections import Counter
 
 from swarmnode.measuring.meters import ACCEPTED, WASTED
 from swarmnode.serving.drafting.first_hop import DraftLead
-from swarmnode.serving.drafting.forced import ForcedDrafter
 from swarmnode.serving.drafting.lookup import LookupDrafter
+from swarmnode.serving.drafting.told import ForcedDrafter
 
 
 def suggested() -> ForcedDrafter:
