@@ -13,8 +13,8 @@ from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.cli.train.data import DataOptions
-from swarmnode.cli.train.schedule import SCHEDULES
 from swarmnode.cli.train.train import RecordOptions
+from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import HOME, LogOptions, command, fail, run_async, say
@@ -74,7 +74,7 @@ class TuneSteps:
     microbatch: int = option(0, "Samples that are computed together; default: 4.", show_default=False)
     sequence: int = option(0, "Tokens per sample; default: 128.", show_default=False)
     learning_rate: float = option(2e-4, "Highest learning rate.", "--lr")
-    schedule: str = option("cosine", "Learning rate after the warm-up.", metavar="|".join(SCHEDULES))
+    schedule: str = option("cosine", "Learning rate after the warm-up.", metavar="|".join(SCHEDULES_BY_NAME))
     warmup_steps: int = option(0, "Steps during which the learning rate rises.", "--warmup")
     clip: float = option(1.0, "Largest norm of the whole gradient; 0 turns clipping off.")
     weight_decay: float = option(0.0, "Weight decay of the adapter.")
