@@ -132,18 +132,25 @@ class AdapterTuner:
 
     async def _compute(self, route: AdapterRoute) -> None:
         run, step, began_s = self.run, self._step, self.clock()
-        microbatches = [await asyncio.to_thread(self._microbatch, number) for number in range(run.passes_at(step))]
-        found = await route.compute(step, microbatches)
+        microbatches, found = await self._pass(route)
         learnt = [one for one in microbatches if one.learns]
         loss = math.fsum(found[one.number][0] * one.share for one in learnt)
         held_out = [found[one.number] for one in microbatches if not one.learns]
         norm = await route.gather(step, [one.number for one in learnt])
         await route.update(step, run.learning_rate_at(step), clip_factor(self.recipe.clip, norm))
         self._step = step + 1
+        if self._step == run.steps and run.passes(run.steps):  # held-out data by the final weights
+            held_out = [*(await self._pass(route))[1].values()]
         if self._step > self._reported:  # else the faults of a later step would be forgiven each time
             self._reported = self._step
             self.opener.succeeded()
             self._report(step, loss, norm, self.clock() - began_s, held_out)
+
+    async def _pass(self, route: AdapterRoute) -> tuple[list[TunedMicrobatch], dict[int, tuple[float, int]]]:
+        """Have the route compute the microbatches of the present step. Returns them, and for each its losses and labels."""
+        numbers = self.run.passes(self._step)
+        microbatches = [await asyncio.to_thread(self._microbatch, number) for number in numbers]
+        return microbatches, await route.compute(self._step, microbatches)
 
     def _report(self, step: int, loss: float, norm: float, step_s: float, held_out: list[tuple[float, int]]) -> None:
         assert self._route is not None

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from swarmnode.compute.model.adapters.adapter_file import CONFIG_NAME, PREFIX, WEIGHTS_NAME
+from swarmnode.compute.model.adapters.adapter_file import PREFIX
 from swarmnode.compute.training.adapters.layers import layer_of
 from swarmnode.compute.training.adapters.recipe import ALL_LINEAR, AdapterRecipe
 from swarmnode.compute.training.adapters.starts import PROMPT
 from swarmnode.errors import LocalError, UsageError
+from swarmnode.swarm.storage.own_adapters import CONFIG_NAME, WEIGHTS_NAME
 
 
 def save_adapter(folder: Path, recipe: AdapterRecipe, tensors: Mapping[str, Tensor], *, base: str) -> None:
