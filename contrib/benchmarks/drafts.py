@@ -11,7 +11,8 @@ JSON, for each row:
 
 `edits` are copies with edits by the model of copying.py. Copies that repeat 30 bytes of themselves are left out. The other rows use
 SmolLM2 (tests/trained.py): `tools` are calls whose schema forces most tokens, `json` has free values, `free` are questions without
-look-up hits, `off` compares two plain runs and shows the noise.
+look-up hits, `off` compares two plain runs and shows the noise. `model` are greedy answers to requests for code and to questions,
+with `--drafts auto` and the draft model of distilled.py at the first hop. `by_proposer` has its guesses.
 
 Two kinds of rows are about texts. `killed` has two holders of each hop. Each text loses one of its hops to SIGKILL: the first, the
 middle and the last one in turn, once without and once with guesses. `longest_wait_s` are the longest waits for a token.
@@ -32,6 +33,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +44,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import uvloop
 from copying import held_out, repeats, trained_model
 from delaying_relay import DelayingRelay, free_port
+from distilled import Recipe, distilled
 from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parents[2]))  # trained models belong to the tests
@@ -49,6 +52,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # trained models belong to the 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.localswarm import LocalSwarm, NodeProcess
+from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
 from swarmnode.serving.client.generation import Generation
 from swarmnode.serving.drafting.lookup import LookupDrafter
 from swarmnode.swarm.storage.swarmfile import load_swarm
@@ -99,6 +103,15 @@ QUESTIONS = (
 )  # fmt: skip
 
 
+TASKS = (
+    "Write a Python function that counts the vowels in a string.", "What is the difference between weather and climate?",
+    "Write a Python class for a bank account.", "How do vaccines work?",
+    "Write a Python function that merges two sorted lists.", "Why is the sea salty?",
+    "Write a Python function that checks if a word is a palindrome.", "What does a compiler do?",
+    "Write a Python function that returns the n-th Fibonacci number.",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Work:
     """A prompt and the options of its generation."""
@@ -115,8 +128,7 @@ class Row:
     plain_tokens_per_s: list[float] = field(default_factory=list)
     tokens: int = 0
     turns: int = 0
-    accepted: int = 0
-    wasted: int = 0
+    drafts: Counter[tuple[str, str]] = field(default_factory=Counter)
     different: list[dict[str, Any]] = field(default_factory=list)
 
     def note(self, plain: Sequence[Generation], drafted: Sequence[Generation], seconds: tuple[float, float]) -> None:
@@ -126,8 +138,7 @@ class Row:
         self.speed_ups.append(sums[1] / seconds[1] / self.plain_tokens_per_s[-1])
         for one, other in zip(plain, drafted, strict=True):
             self.tokens += len(other.ids)
-            self.accepted += other.accepted_drafts
-            self.wasted += other.wasted_drafts
+            self.drafts.update(other.drafts)
             self.turns += len(other.ids) - other.accepted_drafts
             if (place := first_difference(one.ids, other.ids)) is not None:
                 self.different.append({"at": place, "tokens": len(other.ids)})
@@ -135,13 +146,18 @@ class Row:
     def report(self) -> dict[str, Any]:
         """Return the row as JSON holds it."""
         low, middle, high = quartiles(self.speed_ups)
+        accepted, wasted = (
+            sum(n for (_, name), n in self.drafts.items() if name == result) for result in (ACCEPTED, WASTED)
+        )
         return {
             "speed_up": middle,
             "quartiles": [low, high],
             "plain_tokens_per_s": round(statistics.median(self.plain_tokens_per_s), 2),
             "tokens_per_turn": round(self.tokens / max(1, self.turns), 2),
-            "accepted_share": round(self.accepted / max(1, self.accepted + self.wasted), 3),
-            "wasted_per_token": round(self.wasted / max(1, self.tokens), 3),
+            "accepted_share": round(accepted / max(1, accepted + wasted), 3),
+            "accepted_per_turn": round(accepted / max(1, self.turns), 3),
+            "wasted_per_token": round(wasted / max(1, self.tokens), 3),
+            "by_proposer": by_proposer(self.drafts),
             "tokens": self.tokens,
             "different": self.different,
         }
@@ -194,6 +210,11 @@ def questions(count: int) -> list[Work]:
     return [Work(chat(one), {"max_new_tokens": 64, "temperature": 0.8, "seed": 7}) for one in QUESTIONS[:count]]
 
 
+def tasks(count: int) -> list[Work]:
+    """Return requests for code and questions."""
+    return [Work(chat(one), {"max_new_tokens": 64}) for one in TASKS[:count]]
+
+
 def rounds(works: Sequence[Work]) -> Iterator[Work]:
     """Yield the works, then the same ones sampled with seeds 1, 2, ..., without end."""
     yield from works
@@ -205,7 +226,8 @@ def rounds(works: Sequence[Work]) -> Iterator[Work]:
 class Ring:
     """Nodes of a ring of three hops and a client, in processes of their own but for the client."""
 
-    def __init__(self, swarm: LocalSwarm, relay: DelayingRelay, texts: Path, holders: int) -> None:
+    def __init__(self, swarm: LocalSwarm, relay: DelayingRelay, texts: Path, holders: int, draft: Path | None) -> None:
+        self._draft = draft  # draft model of the first node
         self.texts = texts  # file that the oracle reads
         self._swarm = swarm
         self._relay = relay
@@ -217,8 +239,11 @@ class Ring:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def over(cls, model: Path, delay_s: float, holders: int = 1) -> AsyncIterator[Ring]:
-        """Start a ring with `holders` nodes for each hop, over relays of `delay_s` seconds each way."""
+    async def over(
+        cls, model: Path, delay_s: float, holders: int = 1, draft: Path | None = None
+    ) -> AsyncIterator[Ring]:
+        """Start a ring with `holders` nodes for each hop, over relays of `delay_s` seconds each way. The first node gets the model
+        `draft`, if there is one, else the oracle of oracle_node.py."""
         with tempfile.TemporaryDirectory(prefix="swarmnode-drafts-") as name, contextlib.ExitStack() as stack:
             relay = stack.enter_context(DelayingRelay(delay_s))
             swarm = stack.enter_context(LocalSwarm(Path(name)))
@@ -226,7 +251,7 @@ class Ring:
             swarm.environment[TEXTS] = str(texts)
             await asyncio.to_thread(swarm.create, model)
             await asyncio.to_thread(swarm.bootstrap)
-            ring = cls(swarm, relay, texts, holders)
+            ring = cls(swarm, relay, texts, holders, draft)
             nodes = [ring._start(number) for number in range(holders * HOPS)]
             await asyncio.gather(
                 *(asyncio.to_thread(ring._await_ready, number, node) for number, node in enumerate(nodes))
@@ -239,7 +264,7 @@ class Ring:
                 await ring.client.close()
 
     def _start(self, number: int) -> NodeProcess:
-        """Start a node of hop `number` % HOPS; the first node also has the oracle."""
+        """Start a node of hop `number` % HOPS; the first node also has the draft model or the oracle."""
         port, hop = free_port(), number % HOPS
         at = (
             "--host-maddr",
@@ -248,8 +273,11 @@ class Ring:
             f"/ip4/127.0.0.1/tcp/{self._relay.to(port)}",
         )
         span = "--span", f"{self._cuts[hop]}:{self._cuts[hop + 1]}"
-        wrapper = (sys.executable, str(Path(__file__).with_name("oracle_node.py"))) if number == 0 else ()
-        return self._swarm.node(f"n{number}", *span, *at, "--no-direct", "--dtype", "float32", inside=wrapper)
+        oracle = (sys.executable, str(Path(__file__).with_name("oracle_node.py")))
+        wrapper = oracle if number == 0 and self._draft is None else ()
+        lent = ("--draft-model", str(self._draft)) if number == 0 and self._draft is not None else ()
+        options = (*span, *at, *lent, "--no-direct", "--dtype", "float32")
+        return self._swarm.node(f"n{number}", *options, inside=wrapper)
 
     def _await_ready(self, number: int, node: NodeProcess) -> None:
         node.wait_for("ready")
@@ -346,6 +374,7 @@ class Kind:
     at_once: int = 1
     delay_s: float | None = None
     drafts: str = "lookup"
+    draft_model: Callable[[], Path] | None = None  # of the first hop, instead of an oracle
     holders: int = 1
     measure: Callable[[Ring, Kind, argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]] = field(
         default_factory=lambda: speeds
@@ -360,7 +389,7 @@ async def speeds(ring: Ring, kind: Kind, options: argparse.Namespace) -> dict[st
     )
     await ring.run(works[0], "off")  # connections are made, and speeds known
     row = (await ring.pairs(works, kind.drafts)).report()
-    if options.oracle and kind.drafts != "off":
+    if options.oracle and kind.drafts != "off" and kind.draft_model is None:
         oracle = (await ring.with_oracle(works)).report()
         row["of_oracle"] = round(row["speed_up"] / oracle["speed_up"], 3)
         row["oracle"] = {name: oracle[name] for name in ("speed_up", "quartiles", "tokens_per_turn", "different")}
@@ -414,6 +443,7 @@ KINDS = {
     "json": Kind(free_values),
     "free": Kind(questions),
     "off": Kind(questions, drafts="off"),
+    "model": Kind(tasks, drafts="auto", draft_model=lambda: distilled(Recipe())),
     "edits_0ms": Kind(edits, copies=True, delay_s=0.0),
     "edits_8_sessions": Kind(edits, copies=True, at_once=8),
     "free_16_sessions_0ms": Kind(questions, at_once=16, delay_s=0.0),
@@ -428,7 +458,8 @@ KINDS = {
 async def measured(kind: Kind, model: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measure a row over a ring of its own."""
     delay_s = options.delay_ms / 1e3 if kind.delay_s is None else kind.delay_s
-    async with Ring.over(model, delay_s, kind.holders) as ring:
+    draft = None if kind.draft_model is None else await asyncio.to_thread(kind.draft_model)
+    async with Ring.over(model, delay_s, kind.holders, draft) as ring:
         return await kind.measure(ring, kind, options)
 
 

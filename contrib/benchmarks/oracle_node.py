@@ -42,8 +42,8 @@ class Oracle:
 
 def add_oracle() -> None:
     """Let this process's sessions use the oracle if their clients ask for it."""
+    from swarmnode.codec.messages import ANY_DRAFTS
     from swarmnode.plan.serving.draft_budget import MeasuredBudget
-    from swarmnode.serving.drafting.drafter import ANY_DRAFTS
     from swarmnode.serving.drafting.proposers import Proposers
 
     usual = Proposers.__call__

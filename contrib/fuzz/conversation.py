@@ -11,10 +11,21 @@ from typing import NamedTuple
 
 from swarmnode.codec.audit_messages import SEED_BYTES, GetStatement
 from swarmnode.codec.body import Body, HopSpec
-from swarmnode.codec.messages import Attach, Branch, End, Input, KeepCache, Mode, Open, Truncate, Want, branch_proof
+from swarmnode.codec.messages import (
+    LOOKUP,
+    Attach,
+    Branch,
+    End,
+    Input,
+    KeepCache,
+    Mode,
+    Open,
+    Truncate,
+    Want,
+    branch_proof,
+)
 from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.serving.drafting.drafter import LOOKUP
 
 MAX_LENGTH = 16
 MAX_EPOCHS = 4

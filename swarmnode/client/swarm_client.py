@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.remote_encoder import RemoteEncoder, has_segments, labels_of
 from swarmnode.client.text_stream import TextStream
 from swarmnode.client.tokenizer import ByteTokenizer, ChatMessage, Tokenizer, turn_of
-from swarmnode.codec.messages import Mode
+from swarmnode.codec.messages import DRAFT_SOURCES, Mode
 from swarmnode.codec.sampling import TokenLogprob
 from swarmnode.codec.tensors import check_compression
 from swarmnode.config import ClientConfig
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
     from swarmnode.compute.graph.layout import Layout
     from swarmnode.graph_serving.remote_module import RemoteModule
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_SHOWN = 32  # first hops that learn the credit of this machine's nodes
@@ -230,6 +233,7 @@ class SwarmClient(SwarmObserver):
         prompt = limits.ids(prompt)
         await limits.check_options(options)
         options = dataclasses.replace(options, adapter=await self.adapters.resolve(options.adapter))
+        self._check_drafts(options.drafts)
         if not options.stop_ids and not ignore_ends:
             options = dataclasses.replace(options, stop_ids=await self.stop_ids())
         router = self._router(Span(0, self.units), ring=True)
@@ -243,6 +247,13 @@ class SwarmClient(SwarmObserver):
             owner=kept_for or "",
         )
         return TextStream(ring, tokenizer, self.running, special_tokens=special_tokens, stops=stops)
+
+    def _check_drafts(self, drafts: str) -> None:
+        """Log a warning if `drafts` names a draft model that no machine has. Guesses then come from look-up."""
+        offered = {peer.draft_model for peer in self._host.directory.peers().values()} - {""}
+        if drafts not in (*DRAFT_SOURCES, *offered):
+            have = f"it has {', '.join(sorted(offered))}" if offered else "it has none"
+            log.warning("the swarm has no draft model %r (%s): guesses come from prompt and answer", drafts, have)
 
     async def stream_chat(
         self,

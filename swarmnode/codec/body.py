@@ -35,6 +35,7 @@ MAX_CHUNKS = 1 << 16
 MAX_LINK_CODECS = 1024
 MAX_DRAFTS = 32  # guessed positions of one session in flight; below what sliding windows can go back
 MAX_PROPOSER_CHARS = 64
+MAX_PROPOSERS = 16  # numbers of proposers of guesses; later versions may know more of them
 EPOCH_TURNS = 1 << 24  # turns of one epoch: the first hop guesses wrong at most once at each position
 MAX_CODE = 0xFFFF
 MAX_RATE_BPS = 1e15

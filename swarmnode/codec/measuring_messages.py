@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.body import MAX_DRAFTS, MAX_POSITIONS, MAX_ROUTE_HOPS, Body, Position, Unit
+from swarmnode.codec.body import MAX_DRAFTS, MAX_POSITIONS, MAX_PROPOSERS, MAX_ROUTE_HOPS, Body, Code, Position, Unit
 from swarmnode.codec.frames import FrameKind
 from swarmnode.errors import ProtocolError
 
@@ -55,12 +55,22 @@ class TraceStep(Body, frozen=True):
     guessed: Annotated[int, Meta(ge=0, le=MAX_DRAFTS)] = 0
 
 
+class DraftCount(Body, frozen=True):
+    """Numbers of the guesses of one proposer (see ProposerKind) in a session: right ones, and wrong ones."""
+
+    proposer: Code
+    accepted: Position = 0
+    wasted: Position = 0
+
+
 class Trace(Body, frozen=True):
-    """Answer to GET_TRACE: the hop's layers, and the last steps of the session there, the oldest first."""
+    """Answer to GET_TRACE: the hop's layers, and the last steps of the session there, the oldest first. The first hop adds the
+    numbers of its guesses."""
 
     start: Unit
     end: Unit
     steps: Annotated[tuple[TraceStep, ...], Meta(max_length=MAX_TRACE_STEPS)] = ()
+    drafts: Annotated[tuple[DraftCount, ...], Meta(max_length=MAX_PROPOSERS)] = ()
 
     def check(self) -> None:
         if self.start >= self.end:

@@ -29,6 +29,7 @@ from swarmnode.codec.body import (
     MAX_POSITIONS,
     MAX_PROOF_BYTES,
     MAX_PROPOSER_CHARS,
+    MAX_PROPOSERS,
     MAX_RATE_BPS,
     MAX_REVOCATIONS_BYTES,
     MAX_ROUTE_HOPS,
@@ -135,6 +136,35 @@ class Mode(IntEnum):
 
     RING = 0  # the last hop samples, and feeds the first hop at once
     DRIVEN = 1  # the client drives every step
+
+
+NO_DRAFTS, LOOKUP, ANY_DRAFTS = DRAFT_SOURCES = "off", "lookup", "auto"
+"""A client's choices of guesses, besides the name of a draft model."""
+
+
+class ProposerKind(IntEnum):
+    """Source of a guess. OTHER is a source that this version does not know, or that was not told."""
+
+    OTHER = 0
+    LOOKUP = 1
+    FORCED = 2
+    MODEL = 3
+    MTP = 4
+
+    @property
+    def label(self) -> str:
+        """Name in metrics, in JSON and on the page."""
+        return self.name.lower()
+
+    @classmethod
+    def named(cls, label: str) -> ProposerKind:
+        """Return the proposer with this label; OTHER if the label is unknown."""
+        return next((one for one in cls if one.label == label), cls.OTHER)
+
+    @classmethod
+    def numbered(cls, number: int) -> ProposerKind:
+        """Return the proposer of a number from another peer; OTHER if the number is unknown."""
+        return cls(number) if number in cls._value2member_map_ else cls.OTHER
 
 
 class LinkCodec(Body, frozen=True):
@@ -281,10 +311,14 @@ class Truncate(Body, frozen=True):
 
 class Drafts(Body, frozen=True):
     """Guessed tokens at the positions from `seq` on, from the first hop of a ring to the last one, before their INPUT of the same
-    `turn`. Middle hops do not get them."""
+    `turn`. Middle hops do not get them. `proposers` names the source of each id (see ProposerKind); empty if unknown."""
 
     ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_DRAFTS)]
     turn: Turn = 0
+    proposers: Annotated[tuple[Code, ...], Meta(max_length=MAX_DRAFTS)] = ()
+
+    def check(self) -> None:
+        check_rules("DRAFTS", {"a proposer of no id or of each": len(self.proposers) in (0, len(self.ids))})
 
 
 class KeepCache(Body, frozen=True):
@@ -300,7 +334,8 @@ class Output(Body, frozen=True):
     DRIVEN: the payload is described by `tensor` (logits_BTV or hidden_BTH), whose last position is seq - 1. `final` says that no
     output follows (a stop token, or max_new_tokens reached).
 
-    `guessed` says that the input before it was a guess, which was right; `wasted` counts the wrong guesses since the output before.
+    `guessed` says that the input before it was a guess, which was right, by `proposer`. `wasted` counts the wrong guesses since the
+    output before, and `wasted_by` by the numbers of their proposers; empty if unknown.
     """
 
     ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_ROWS)] = ()
@@ -309,11 +344,15 @@ class Output(Body, frozen=True):
     guessed: bool = False
     wasted: Position = 0
     forced: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # tokens that must follow, by the grammar
+    proposer: Code = 0
+    wasted_by: Annotated[tuple[Position, ...], Meta(max_length=MAX_PROPOSERS)] = ()
     guesses: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_DRAFTS)] = ()  # that may follow, by a prediction layer
 
     def check(self) -> None:
         if bool(self.ids) == (self.tensor is not None):
             raise ProtocolError("an OUTPUT needs either ids or a tensor")
+        if self.wasted_by and sum(self.wasted_by) != self.wasted:
+            raise ProtocolError("an OUTPUT needs wasted guesses by proposer that add up to all of them")
         if self.tensor is not None:
             check_tensor(self.tensor)
             if len(self.tensor.shape) != 3 or self.tensor.dtype not in FLOAT_DTYPES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swarmnode.serving.drafting.drafter import LOOKUP
+from swarmnode.codec.messages import LOOKUP
 
 
 @dataclass(frozen=True)

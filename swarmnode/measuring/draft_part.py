@@ -10,9 +10,11 @@ import torch
 
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.dequantize.gguf import SUFFIX
 from swarmnode.compute.model.packing.tensor_entry import read_json
 from swarmnode.errors import UsageError
 from swarmnode.founding.model_source import open_model
+from swarmnode.swarm.records.announcement import MAX_DRAFT_MODEL_CHARS
 
 CACHE_TOKENS = 8_192  # positions of all drafting sessions together
 TOKENIZER_FILE = "tokenizer.json"
@@ -23,6 +25,7 @@ class DraftPart:
     """Draft model of a node, not loaded yet.
 
     Args:
+        name: Name that the node announces.
         checkpoint: The model's files.
         dtype: Dtype to compute in.
         products: Kind of products of packed weights.
@@ -30,6 +33,7 @@ class DraftPart:
         cache_bytes: Memory that the KV caches of all sessions may take.
     """
 
+    name: str
     checkpoint: Checkpoint
     dtype: torch.dtype
     products: str
@@ -40,6 +44,13 @@ class DraftPart:
     def need_bytes(self) -> int:
         """Memory that is set aside for the model."""
         return self.weight_bytes + self.cache_bytes
+
+
+def draft_name(model: str) -> str:
+    """Return the name of a draft model: the last part of its path or hub id, without the suffix of GGUF files, at most
+    MAX_DRAFT_MODEL_CHARS printable characters."""
+    name = Path(model.partition("@")[0]).name.removesuffix(SUFFIX)
+    return "".join(filter(str.isprintable, name))[:MAX_DRAFT_MODEL_CHARS]
 
 
 def open_draft(model: str, folder: Path, served: Checkpoint) -> Checkpoint:

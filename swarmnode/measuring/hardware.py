@@ -42,7 +42,7 @@ from swarmnode.counting import format_bytes, layers
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
-from swarmnode.measuring.draft_part import CACHE_TOKENS, DraftPart
+from swarmnode.measuring.draft_part import CACHE_TOKENS, DraftPart, draft_name
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
 from swarmnode.plan.audits.judgement import KV8, PACKED
@@ -388,7 +388,7 @@ def _draft_part(devices: Sequence[Device], draft: Checkpoint, config: StageConfi
     sizes = unit_sizes(draft, dtype=dtype, keeps_packed=products != PLAIN, kv=config.kv)
     weight_bytes = sizes.need_bytes(0, draft.units, 0)
     cache_bytes = CACHE_TOKENS * sum(sizes.cache_bytes_per_token)
-    return DraftPart(draft, dtype, products, weight_bytes, cache_bytes)
+    return DraftPart(draft_name(config.draft_model), draft, dtype, products, weight_bytes, cache_bytes)
 
 
 def _mtp_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

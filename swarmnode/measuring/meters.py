@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
@@ -16,6 +17,16 @@ SERVE, TRAIN = "serve", "train"
 PREFILL, DECODE, FORWARD, BACKWARD = "prefill", "decode", "forward", "backward"
 ACCEPTED, WASTED = "accepted", "wasted"  # results of guessed tokens
 PHASES = {SERVE: (PREFILL, DECODE), TRAIN: (FORWARD, BACKWARD)}
+
+
+def by_proposer(drafts: Mapping[tuple[str, str], int]) -> dict[str, dict[str, int]]:
+    """Return the numbers of guesses by proposer, as JSON has them: `drafted` in all, and `accepted` and `wasted` of them."""
+    found: dict[str, dict[str, int]] = {}
+    for (proposer, result), count in sorted(drafts.items()):
+        numbers = found.setdefault(proposer, {"drafted": 0, ACCEPTED: 0, WASTED: 0})
+        numbers["drafted"] += count
+        numbers[result] += count
+    return found
 
 
 class StageMeter:
@@ -89,7 +100,7 @@ class ClientMeter:
     def __init__(self) -> None:
         self.sessions = Counter({"done": 0, "failed": 0, "left": 0})
         self.tokens = 0
-        self.drafts = Counter({ACCEPTED: 0, WASTED: 0})
+        self.drafts: Counter[tuple[str, str]] = Counter()  # by proposer and result
         self.first_token = Histogram()  # seconds
         self.token = Histogram()  # seconds
         self.reroutes: Counter[ErrorCode] = Counter()
@@ -102,8 +113,8 @@ class ClientMeter:
         for result, count in self.sessions.items():
             yield Reading(table.CLIENT_SESSIONS, count, (result,))
         yield Reading(table.CLIENT_TOKENS, self.tokens)
-        for result, count in self.drafts.items():
-            yield Reading(table.CLIENT_DRAFTS, count, (result,))
+        for draft, count in self.drafts.items():
+            yield Reading(table.CLIENT_DRAFTS, count, draft)
         yield Reading(table.FIRST_TOKEN_SECONDS, self.first_token)
         yield Reading(table.TOKEN_SECONDS, self.token)
         for code in ErrorCode:

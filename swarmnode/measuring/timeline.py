@@ -8,11 +8,14 @@ client drives the session, its own time counts as time on the way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
 from swarmnode.codec.measuring_messages import Trace, TraceStep
+from swarmnode.codec.messages import ProposerKind
+from swarmnode.measuring.meters import ACCEPTED, WASTED
 from swarmnode.net.interfaces import PeerId
 
 ROUNDING_US = 3  # rounding error of a sum of three times
@@ -86,6 +89,13 @@ class Stop:
         self._by_end = {**{step.end: step for step in trace.steps}, **self.decoded}
         self.guessed = sum(step.guessed for step in steps)  # positions
         self.wasted = sum(step.count for step in steps) - len(self.decoded)  # positions that were computed again
+        self.drafts = Counter(
+            {
+                (ProposerKind.numbered(one.proposer).label, result): count
+                for one in trace.drafts
+                for result, count in ((ACCEPTED, one.accepted), (WASTED, one.wasted))
+            }
+        )
 
     def __repr__(self) -> str:
         return f"<Stop at {self.peer} with units {self.span}: {len(self.decoded)} tokens>"
@@ -132,6 +142,11 @@ class Timeline:
 
     def __repr__(self) -> str:
         return f"<Timeline over {len(self.stops)} hops>"
+
+    @property
+    def drafts(self) -> Counter[tuple[str, str]]:
+        """Guesses of all first hops that the session had, by proposer and result."""
+        return sum((stop.drafts for stop in self.stops), Counter())
 
     def slowest(self, count: int) -> list[Token]:
         """Return the `count` tokens that took longest, the slowest first."""

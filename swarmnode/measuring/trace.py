@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -14,12 +15,14 @@ from swarmnode.codec.measuring_messages import (
     MAX_CAME_US,
     MAX_TRACE_STEPS,
     MAX_TRACE_US,
+    DraftCount,
     GetTrace,
     Trace,
     TraceStep,
 )
-from swarmnode.codec.messages import Error
+from swarmnode.codec.messages import Error, ProposerKind
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
+from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.limits.fair_share import Recent
@@ -44,6 +47,7 @@ class SessionTrace:
         self._first_came_s: float | None = None
         self._steps = 0  # number of steps noted; the last `max_steps` of them are kept
         self._table = bytearray()
+        self.drafts: Counter[tuple[str, str]] = Counter()  # guesses made here, by proposer and result
 
     def __repr__(self) -> str:
         start, end = self._units
@@ -85,7 +89,9 @@ class SessionTrace:
         """Return the steps as a TRACE body."""
         steps = [TraceStep(*fields) for fields in STEP.iter_unpack(self._table)]
         oldest = self._steps % self._max_steps if self._steps > self._max_steps else 0
-        return Trace(*self._units, (*steps[oldest:], *steps[:oldest]))
+        counts = by_proposer(self.drafts).items()
+        drafts = tuple(DraftCount(ProposerKind.named(name), count[ACCEPTED], count[WASTED]) for name, count in counts)
+        return Trace(*self._units, (*steps[oldest:], *steps[:oldest]), drafts)
 
 
 def _us(seconds: float) -> int:

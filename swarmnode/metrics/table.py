@@ -88,6 +88,12 @@ DRAFTS = _counter(
     "result",
 )
 
+EXPERTS = _counter(
+    "experts",
+    "Experts of mixtures that one in 32 passes with guesses used: those that texts needed, and further ones for guesses.",
+    "span",
+    "by",
+)
 # Tuning: of a stage that lends itself to adapters of others
 TUNED_ADAPTERS = _gauge("tuned_adapters", "Adapters of other peers that are being tuned here.", "span")
 TUNING_SECONDS = _counter("tuning_seconds", "Time in which the device tuned adapters of other peers.", "span")
@@ -129,7 +135,9 @@ TRAINER_TOKENS = _counter("trainer_tokens", "Tokens of finished steps (samples i
 # A client that generates
 CLIENT_SESSIONS = _counter("client_sessions", "Generations that ended, by result.", "result")
 CLIENT_TOKENS = _counter("client_tokens", "Tokens received.")
-CLIENT_DRAFTS = _counter("client_drafts", "Guessed tokens of this client's texts, by result.", "result")
+CLIENT_DRAFTS = _counter(
+    "client_drafts", "Guessed tokens of this client's texts, by proposer and result.", "proposer", "result"
+)
 FIRST_TOKEN_SECONDS = _histogram("client_first_token_seconds", "From the call to the first token.")
 TOKEN_SECONDS = _histogram("client_token_seconds", "From one token to the next.")
 AUDITS = _counter("audits", "Sessions of this client that were recomputed, by result.", "result")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from swarmnode.codec.messages import ANY_DRAFTS
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import home_of, wide_group
 from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate
@@ -58,6 +59,7 @@ class PeerView:
     parallel_speedup: float = 1.0  # as many times its decode speed do several sessions have together
     has_trained: bool = True  # its units are as they were trained, where anything is
     home: str = ""  # its address, of the open internet: peers with the same one share a line
+    draft_model: str = ""  # name of the model whose texts it guesses with; empty: none
 
     @property
     def assumed_units_per_s(self) -> float:
@@ -72,6 +74,10 @@ class PeerView:
     def has_room(self, tokens: int) -> bool:
         """Return whether the peer's caches take `tokens` more positions; True if the peer did not announce its free room."""
         return self.cache_tokens_free is None or tokens <= self.cache_tokens_free
+
+    def has_drafts(self, proposer: str) -> bool:
+        """Return whether the peer has the draft model that a client asks for by `proposer`, its name or ANY_DRAFTS."""
+        return self.draft_model != "" and proposer in (ANY_DRAFTS, self.draft_model)
 
     def __repr__(self) -> str:
         return f"<PeerView {self.peer[-8:]} {self.span} {self.state.name} {self.decode_units_per_s:.0f} units/s>"
@@ -168,6 +174,7 @@ def view_of(
             1.0 if trains else announcement.parallel_speedup,
             not trains or announcement.training_step > 0,
             home_of(announcement.addresses),
+            announcement.draft_model,
         )
         for announcement in announced
     )

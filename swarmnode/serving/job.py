@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from swarmnode.codec.messages import Input, Truncate, Want
 from swarmnode.codec.tensors import TensorInfo
-from swarmnode.compute.serving.sampling import Drawn, Sampler
+from swarmnode.compute.serving.sampling import Drawn, Guess, Sampler
 from swarmnode.errors import ErrorCode
 from swarmnode.measuring.meters import DECODE, PREFILL
 from swarmnode.net.interfaces import Buffer
@@ -40,13 +40,6 @@ class Sample:
 @dataclass(frozen=True)
 class Return:
     """Use of a job's output at the last hop in DRIVEN mode: the wanted outputs go to the client as they are."""
-
-
-class Guess(NamedTuple):
-    """Guessed token as the input at a position."""
-
-    position: int
-    id: int
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -158,13 +158,21 @@ class ServingStage(Stage):
         speeds = serving_section([[(part.units, part.speeds) for part in replica] for replica in self.replicas])
         server = self.server
         drafts = min(server.config.max_drafts, MAX_DRAFTS)
-        load = ServingLoad(sessions=server.load, cache_tokens_free=server.free_cache_tokens, drafts=drafts)
+        load = ServingLoad(
+            sessions=server.load,
+            cache_tokens_free=server.free_cache_tokens,
+            drafts=drafts,
+            draft_model="" if self.draft is None else self.draft.name,
+        )
         return self.hardware.section, speeds, load
 
     def readings(self) -> Readings:
         """Yield the metrics of this stage."""
         for part in self._parts:
-            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (part.worker.meter.label,))
+            label, experts = part.worker.meter.label, part.worker.runner.experts
+            yield Reading(table.SPEED, part.speeds.decode_units_per_s, (label,))
+            yield Reading(table.EXPERTS, experts.text, (label, "text"))
+            yield Reading(table.EXPERTS, experts.guesses, (label, "guesses"))
         yield from self.server.readings()
 
     async def drain(self, timeout_s: float) -> None:

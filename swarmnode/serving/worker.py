@@ -442,7 +442,8 @@ class Worker:
             raise ProtocolError("a token id is not in the vocabulary", code=ErrorCode.INVALID_REQUEST)
         wanted = job.wanted
         want = WANT_NOTHING if wanted == 0 else WANT_LAST if wanted == 1 else WANT_ALL
-        return StepInput(job.session, x, want=want, reorder=job.reorder, start=job.start, truncate_to=job.cut_to)
+        guessed = job.end - job.first_guessed
+        return StepInput(job.session, x, want, job.reorder, job.start, job.cut_to, guessed)
 
     def _encode(self, job: Job, y: Tensor, outputs: DeviceOutputs) -> Finish:
         """Launch the encoding of `y`: hidden_BTH, or at the last hop logits_BKV (hidden_BTH if the client holds the
@@ -470,7 +471,7 @@ class Worker:
 
     def _sample(self, job: Job, then: Sample, logits_BKV: Tensor, outputs: DeviceOutputs) -> Finish:
         first = job.end - job.wanted + 1  # logits at p draw the token at p + 1
-        draw = then.sampler.launch(logits_BKV, first, outputs, dict(job.guesses))
+        draw = then.sampler.launch(logits_BKV, first, outputs, job.guesses)
         return lambda fetched: JobResult(tokens=draw(fetched))
 
 

@@ -196,7 +196,7 @@ class AdapterParts:
     async def step(self, number: int, learning_rate: float, scale: float) -> None:
         """Update the weights, and begin the next step. Raises ProtocolError for another step than the present one."""
         for part in self._parts:
-            await self._on(part, _update, part.trainer, number, learning_rate, scale)
+            await self._on(part, part.trainer.step, number, learning_rate, scale)
 
     async def state(self, unit: int) -> bytes:
         """Return the weights and moments of one layer, and the number of updates, as a safetensors file."""
@@ -264,11 +264,6 @@ def _backward(part: _Part, number: int, came: Callable[[], Gradients]) -> ByPiec
         gradient = gradient.to(part.trainer.span.device)
     back = yield from part.trainer.backward_by_piece(number, gradient)
     return back, *rest
-
-
-def _update(trainer: AdapterTrainer, number: int, learning_rate: float, scale: float) -> None:
-    trainer.step(number, learning_rate, scale)
-    trainer.confirm()  # the owner rewinds to its checkpoint if another hop has not updated
 
 
 def _saved(part: _Part, unit: int, tensors: Callable[[], Mapping[str, Tensor]]) -> bytes:

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from swarmnode.cli.use.trace import hops_table, timeline_json, tokens_table
-from swarmnode.codec.measuring_messages import Trace, TraceStep
+from swarmnode.codec.measuring_messages import DraftCount, Trace, TraceStep
+from swarmnode.codec.messages import ProposerKind
+from swarmnode.measuring.meters import by_proposer
 from swarmnode.measuring.timeline import Timeline
 from tests.cli.command import assert_clear, invoke
 
@@ -28,7 +30,8 @@ def timeline(late_us: int = 0, slow_us: int = 0) -> Timeline:
         bob.append(
             TraceStep(6 + number, 1, came_us + was_late_us, 1_000, 19_000 + was_slow_us, 20_000 + was_slow_us, 2)
         )
-    return Timeline({BOB: Trace(3, 6, tuple(bob)), ALICE: Trace(0, 3, tuple(alice))})
+    drafts = DraftCount(ProposerKind.MODEL, 4, 1), DraftCount(ProposerKind.LOOKUP, 2), DraftCount(99, 0, 3)
+    return Timeline({BOB: Trace(3, 6, tuple(bob)), ALICE: Trace(0, 3, tuple(alice), drafts)})
 
 
 def rows(table: Table) -> list[list[str]]:
@@ -78,3 +81,14 @@ def test_for_scripts() -> None:
         ("leave", BOB): 0.0,
         ("way", None): 0.01,
     }
+
+
+def test_guesses_are_told_by_proposer() -> None:
+    told = {
+        "lookup": {"drafted": 2, "accepted": 2, "wasted": 0},
+        "model": {"drafted": 5, "accepted": 4, "wasted": 1},
+        "other": {"drafted": 3, "accepted": 0, "wasted": 3},
+    }
+    assert by_proposer(timeline().drafts) == told
+    first, last = timeline_json(ID, timeline(), 1)["hops"]
+    assert (first["drafts"], last["drafts"]) == (told, {})

@@ -16,7 +16,7 @@ from msgspec import inspect as types
 
 from swarmnode.codec.averaging_messages import Form, Group, MemberSpec, PathRate
 from swarmnode.codec.body import HopSpec
-from swarmnode.codec.measuring_messages import TraceStep
+from swarmnode.codec.measuring_messages import DraftCount, TraceStep
 from swarmnode.codec.messages import BODIES, AdapterTicket, Branch
 from swarmnode.codec.sampling import Grammar, Sampling
 from swarmnode.codec.spot_check_messages import BlockTiles, Crossing, MicrobatchRecord
@@ -46,6 +46,7 @@ NAMES: dict[type[msgspec.Struct], str] = {
     Grammar: "grammar",
     StateEntry: "state_entry",
     TraceStep: "trace_step",
+    DraftCount: "draft_count",
     Counted: "counted",
     MemberSpec: "member",
     Group: "group",

@@ -15,6 +15,9 @@ from swarmnode.config import StageConfig
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import Account
 from swarmnode.lending.lending import LendingState
+from swarmnode.measuring.draft_part import draft_name
+from swarmnode.measuring.meters import by_proposer
+from swarmnode.measuring.timeline import Timeline
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.serving.client.generation import Generation
@@ -63,13 +66,25 @@ def guesses(member: VirtualMember) -> dict[str, int]:
 
 
 @in_virtual_time
-async def test_a_good_draft_model_saves_turns(founded: Founded, tiny: TinyModel, tmp_path: Path) -> None:
+async def test_a_good_draft_model_saves_turns(
+    founded: Founded, tiny: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with swarm_of(founded, tmp_path, TWO, draft_model=str(tiny.folder)) as (swarm, client):
         result = await ask(client)
         assert result.ids == tiny.alone(PROMPT, NEW)
         assert result.accepted_drafts > NEW / 2
         assert guesses(swarm.members["n0"])["model"] > NEW / 2 and not guesses(swarm.members["n1"])
         assert stage_of(swarm.members["n1"]).draft is None, "it does not hold the first layers"
+        told, traces = by_proposer(result.drafts), await client.traces(bytes.fromhex(result.trace))
+        assert told["model"]["accepted"] == guesses(swarm.members["n0"])["model"], "the client knows the proposers"
+        assert by_proposer(Timeline(traces).drafts)["model"]["accepted"] == told["model"]["accepted"]
+        name = tiny.folder.name
+        assert {peer["name"]: peer["draft_model"] for peer in client.status()["peers"]} == {"n0": name, "n1": ""}
+        named = by_proposer((await ask(client, name)).drafts)
+        assert named["model"]["accepted"] > NEW / 2
+        assert not caplog.records
+        assert "model" not in by_proposer((await ask(client, "large")).drafts)
+        assert f"no draft model 'large' (it has {name})" in caplog.text
 
 
 @in_virtual_time
@@ -167,3 +182,16 @@ async def test_the_draft_model_ends_with_a_pause_and_comes_back(
         await sees_ready(client, 2)
         assert (await ask(client)).ids == tiny.alone(PROMPT, NEW)
         assert stage_of(first).draft not in (None, before) and guesses(first)["model"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("/home/me/SmolLM2-135M.Q4_1.gguf", "SmolLM2-135M.Q4_1"),
+        ("org/Small-0.5B@main", "Small-0.5B"),
+        ("./folder/", "folder"),
+        ("a\tb" + "x" * 60, "ab" + "x" * 46),
+    ],
+)
+def test_a_draft_model_has_a_short_name(model: str, name: str) -> None:
+    assert draft_name(model) == name

@@ -172,7 +172,7 @@ class ToyWorker:
                 token = outputs[position - begin]
                 return Drawn(position, (token,), sampler.is_final(position, token))
 
-            return JobResult(tokens=tuple(sampler.drawn_after(dict(job.guesses), first, draw, job.end + 1 - first)))
+            return JobResult(tokens=tuple(sampler.drawn_after(job.guesses, first, draw, job.end + 1 - first)))
         return JobResult(tensors=(pack(outputs[-1:]),)) if job.want == Want.LAST else JobResult()
 
 

@@ -11,9 +11,10 @@ from swarmnode.codec.body import EPOCH_TURNS, Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Drafts, End, Error, Input, Mode, Open, Output, Ready
 from swarmnode.codec.sampling import Sampling
-from swarmnode.errors import ErrorCode
+from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
+from swarmnode.serving.client.generation import drafts_in
 from swarmnode.serving.drafting.drafter import Drafter
 from swarmnode.serving.drafting.told import MtpDrafter
 from swarmnode.serving.session.session_streams import ids_input
@@ -166,7 +167,7 @@ async def test_guesses_that_are_taken_back_without_end_are_dropped_before_they_a
     session = last.server.session(SESSION)
     assert session is not None and session.cursor.accepted <= 11
     assert last.worker.queued < 4 and last.worker.dropped > 1000
-    assert len(session._taken_back._cuts) <= MOST and len(session._guessed_jobs._ids) <= 32
+    assert len(session._taken_back._cuts) <= MOST and len(session._guessed_jobs._guesses) <= 32
 
 
 @pytest.mark.parametrize("field", ["forced", "guesses"])
@@ -198,3 +199,20 @@ async def test_tokens_told_by_the_last_hop_that_the_model_does_not_have_are_not_
     channel.send(Input(info), seq=0, payload=(payload,))
     await asyncio.sleep(0.5)
     assert [(start, body.tensor.shape[1], body.guessed) for start, body in inputs] == [(0, 3, 0), (3, 4, 2)]
+
+
+@pytest.mark.parametrize(
+    "body", [Drafts((1, 2), 0, (1,)), Output((1,), wasted=2, wasted_by=(0, 1)), Output((1,), wasted_by=(1,))], ids=repr
+)
+def test_proposers_that_contradict_the_guesses_are_refused(body: Drafts | Output) -> None:
+    with pytest.raises(ProtocolError, match="proposer"):
+        body.check()
+
+
+def test_an_unknown_proposer_is_another_one() -> None:
+    output = Output((1,), guessed=True, wasted=3, proposer=900, wasted_by=(0, 1, *[0] * 13, 2))
+    assert dict(drafts_in(output)) == {
+        ("other", "accepted"): 1,
+        ("lookup", "wasted"): 1,
+        ("other", "wasted"): 2,
+    }

@@ -9,17 +9,18 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from swarmnode.codec.messages import Drafts, Input, Want
+from swarmnode.codec.messages import Drafts, Input, ProposerKind, Want
 from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.compute.serving.sampling import Drawn, Sampler
+from swarmnode.compute.serving.sampling import Drawn, Guess, Sampler
 from swarmnode.net.links.hop import Entry, until
 from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.serving.client.generation import drafts_in
 from swarmnode.serving.drafting.first_hop import DraftLead
 from swarmnode.serving.drafting.last_hop import GuessedJobs
 from swarmnode.serving.drafting.overtaken import TakenBack
-from swarmnode.serving.job import ForwardHidden, Guess, Job, cut, drop_from, entries_of, merge, take
-from swarmnode.serving.session.session_streams import InputCursor, ids_in, ids_input
+from swarmnode.serving.job import ForwardHidden, Job, cut, drop_from, entries_of, merge, take
+from swarmnode.serving.session.session_streams import InputCursor, ids_in, ids_input, output_of
 from tests.serving.drafting import Oracle, Steady
 
 
@@ -122,25 +123,43 @@ def test_what_is_no_token_id_is_not_read(ids: list[int]) -> None:
 
 def test_guesses_in_flight_are_bounded_and_judged_in_their_order() -> None:
     text, budget, counts = [*range(10, 60)], Steady(4), Counter[tuple[str, str]]()
-    lead = DraftLead(Oracle(text), budget, most=3, begin=0, clock=lambda: 1.0, counts=counts)
+    lead = DraftLead(Oracle(text), budget, most=3, begin=0, clock=lambda: 1.0, counts=[counts])
+
+    def proposed(limit: int) -> list[int]:
+        return [guess.id for guess in lead.propose(limit)]
+
     lead.know(text[:5])
-    assert lead.propose(100) == [], "nothing has come round the ring"
+    assert proposed(100) == [], "nothing has come round the ring"
     lead.heard(5)
-    assert lead.propose(100) == text[5:8] and lead.propose(100) == [], "three are in flight"
+    assert proposed(100) == text[5:8] and proposed(100) == [], "three are in flight"
     assert lead.judge(text[5]) and lead.judge(text[6]) and lead.end == 7
-    assert lead.propose(9) == [text[8]], "the text ends at position 9"
+    assert proposed(9) == [text[8]], "the text ends at position 9"
     assert not lead.judge(99) and lead.in_flight == 0
     assert (budget.accepted, budget.rejected) == (2, 2)
     assert counts == {("oracle", "accepted"): 2, ("oracle", "wasted"): 2}
     lead.cut(3)
     assert lead.end == 3
     lead.pause()
-    assert lead.propose(100) == []
+    assert proposed(100) == []
+
+
+class Eager(Oracle):
+    """Proposes more tokens than it was asked for."""
+
+    def propose(self, guessed: Sequence[int], count: int) -> list[int]:
+        return [7] * (count + 40)
+
+
+def test_of_too_many_guesses_the_first_ones_are_sent() -> None:
+    lead = DraftLead(Eager([1, 2]), Steady(4), most=3, begin=0, clock=lambda: 1.0, counts=[])
+    lead.know([1, 2])
+    lead.heard(2)
+    assert [guess.id for guess in lead.propose(100)] == [7] * 3 and lead.propose(100) == []
 
 
 def test_the_time_of_a_turn_is_that_of_the_position_before_the_token() -> None:
     now_s, budget = [0.0], Steady(4)
-    lead = DraftLead(Oracle([]), budget, most=4, begin=0, clock=lambda: now_s[0], counts=Counter())
+    lead = DraftLead(Oracle([]), budget, most=4, begin=0, clock=lambda: now_s[0], counts=[])
     lead.sent(10, 13)
     now_s[0] = 0.5
     lead.heard(11)
@@ -171,21 +190,34 @@ def test_a_job_waits_for_the_ids_of_its_turn() -> None:
     assert [(one.start, one.turn) for one in done[3:]] == [(9, 2)], "what waited was taken back"
     for start in range(100, 1000):
         jobs.hear(start, Drafts((1,), 2))
-    assert len(jobs._ids) <= 32
+    assert len(jobs._guesses) <= 32
 
 
 def drawn_by(sampler: Sampler, first: int, tokens: Sequence[int], guesses: dict[int, int]) -> list[Drawn]:
+    """Draw after guesses that the look-up made at even positions, and the model at odd ones."""
+    made = [Guess(at, token, ProposerKind.MODEL if at % 2 else ProposerKind.LOOKUP) for at, token in guesses.items()]
+
     def draw(position: int) -> Drawn:
         return Drawn(position, (tokens[position - first],), sampler.is_final(position, tokens[position - first]))
 
-    return list(sampler.drawn_after(guesses, first, draw, len(tokens)))
+    return list(sampler.drawn_after(made, first, draw, len(tokens)))
 
 
 def test_nothing_is_drawn_after_a_wrong_guess_until_a_sure_input() -> None:
     sampler = Sampler(Sampling(5, 100, stop_ids=(99,)), 100)
     first = drawn_by(sampler, 5, [10, 11, 12, 13], {5: 10, 6: 77, 7: 12})
-    assert [(one.position, one.guessed, one.wasted) for one in first] == [(5, False, 0), (6, True, 0)]
+    assert [(one.position, one.guess, one.wasted) for one in first] == [
+        (5, None, ()),
+        (6, Guess(5, 10, ProposerKind.MODEL), ()),
+    ]
     assert drawn_by(sampler, 9, [14], {8: 13}) == [], "its predecessor was wrong"
     again = drawn_by(sampler, 7, [20, 21], {7: 20})
-    assert [(one.ids[0], one.guessed, one.wasted) for one in again] == [(20, False, 3), (21, True, 0)]
+    assert [(one.ids[0], one.guess is not None, one.wasted) for one in again] == [
+        (20, False, (0, 2, 0, 1)),
+        (21, True, ()),
+    ]
+    assert [dict(drafts_in(output_of(one))) for one in again] == [
+        {("lookup", "wasted"): 2, ("model", "wasted"): 1},
+        {("model", "accepted"): 1},
+    ]
     assert [one.final for one in drawn_by(sampler, 9, [99, 1], {8: 21, 9: 99})] == [True], "the text has ended"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.codec.messages import LOOKUP
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.codec.tensors import AUTO, COMPRESSIONS
 from swarmnode.errors import UsageError
-from swarmnode.serving.drafting.drafter import LOOKUP
 from swarmnode.swarm.storage.user_file import read_user_file
 from swarmnode.terminal.option import of_same_names, option
 
@@ -61,8 +61,9 @@ class SamplingOptions:
     drafts: str = option(
         LOOKUP,
         "Write faster by guessing tokens ahead; the text stays the same. Guesses come from prompt, answer and schema (lookup), "
-        "or from anything that the first machine has (auto). The last machine sees wrong guesses.",
-        metavar="off|lookup|auto",
+        "also from a draft model of the first machine (auto, or the model's name; see `status`). The last machine sees wrong "
+        "guesses.",
+        metavar="off|lookup|auto|MODEL",
     )
     adapter: str = option(
         "",

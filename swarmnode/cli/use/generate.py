@@ -126,6 +126,8 @@ def tell_missing(client: SwarmClient) -> None:
 
 def generation_json(result: Any) -> dict[str, Any]:
     """Return a generation as a JSON object for scripts."""
+    from swarmnode.measuring.meters import by_proposer
+
     return {
         "ids": result.ids,
         "text": result.text,
@@ -138,7 +140,11 @@ def generation_json(result: Any) -> dict[str, Any]:
         "trace": result.trace,
         "longest_stall_s": round(result.longest_stall_s, 4),
         "tokens_per_turn": round(result.tokens_per_turn, 3),
-        "drafts": {"accepted": result.accepted_drafts, "wasted": result.wasted_drafts},
+        "drafts": {
+            "accepted": result.accepted_drafts,
+            "wasted": result.wasted_drafts,
+            "by_proposer": by_proposer(result.drafts),
+        },
         "logprobs": [[one._asdict() for one in token] for token in result.logprobs] or None,
     }
 

@@ -213,13 +213,15 @@ def status_table(status: dict[str, Any]) -> Table:
     far = any(peer["reached"] != "unknown" for peer in status["peers"])
     columns = ["id", "name", "state", "device", "layers", "of the model", "texts"]
     columns += ["reached"] * far + ["sends"] * trains
-    adapters = [one_line(f"adapters: {', '.join(status['adapters'])}")] if status["adapters"] else []
+    notes = [one_line(f"adapters: {', '.join(status['adapters'])}")] if status["adapters"] else []
+    if lent := sorted({model for peer in status["peers"] if (model := peer.get("draft_model"))}):
+        notes.append(one_line(f"draft models: {', '.join(lent)}"))
     if ungiven := status.get("ungiven"):  # a node of an earlier version does not say
-        adapters.append(
+        notes.append(
             f"no machine gives the weights of layers {', '.join(ranges(ungiven))} to new machines: the host's model file "
             "was moved or changed, or its bootstrap peer is away"
         )
-    caption = "\n".join([*adapters, *map(credit_line, status.get("credit", ()))]) or None
+    caption = "\n".join([*notes, *map(credit_line, status.get("credit", ()))]) or None
     table = new_table(title, columns, numbers=("texts",), caption=caption)
     table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
     for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):

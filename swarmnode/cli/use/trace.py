@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.swarm import THIS_SWARM
 from swarmnode.codec.measuring_messages import TRACE_ID_BYTES
-from swarmnode.terminal.console import HOME, JSON, LogOptions, command, fail, print_json
+from swarmnode.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def trace(
     """
     logs.begin()
     trace_id = parse_trace_id(session)
+    from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
     from swarmnode.measuring.timeline import Timeline
 
     timeline = Timeline(ask(swarm, home, lambda client: client.traces(trace_id)))
@@ -51,6 +52,8 @@ def trace(
     from swarmnode.terminal.tables import show
 
     show(hops_table(timeline), tokens_table(timeline.slowest(slowest)))
+    for proposer, count in by_proposer(timeline.drafts).items():
+        say(f"Guesses by {proposer}: {count['drafted']}, of them {count[ACCEPTED]} right and {count[WASTED]} in vain")
 
 
 def parse_trace_id(text: str) -> bytes:
@@ -138,6 +141,8 @@ def timeline_json(session: str, timeline: Timeline, slowest: int) -> dict[str, A
 
 def hop_json(stop: Stop) -> dict[str, Any]:
     """Return a hop as a JSON object for scripts; times in seconds."""
+    from swarmnode.measuring.meters import by_proposer
+
     wait, compute, batch = typical_of(stop)
     return {
         "peer": stop.peer,
@@ -145,6 +150,7 @@ def hop_json(stop: Stop) -> dict[str, Any]:
         "tokens": len(stop.decoded),
         "guessed": stop.guessed,
         "wasted": stop.wasted,
+        "drafts": by_proposer(stop.drafts),
         "wait_s": {"median": wait.median / 1e6, "worst": wait.worst / 1e6},
         "compute_s": {"median": compute.median / 1e6, "worst": compute.worst / 1e6},
         "batch": {"median": batch.median, "worst": batch.worst},

@@ -7,6 +7,7 @@ long for one pass goes alone and in chunks. The scheduler decides before which s
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
 from swarmnode.compute.serving.captured_works import CapturedWorks
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
+from swarmnode.compute.serving.experts import ExpertCounts, marks
 from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
 from swarmnode.compute.throttle import Throttle
 from swarmnode.config import PLAIN
@@ -57,7 +59,8 @@ class StepInput:
     `x` is ids_BT (int64) if the session's range starts with the embedding, else hidden_BTH. `want` says which logits are
     needed if it ends with the head (0 none, 1 the last position's, 2 all); hidden states always come back whole.
     Before the pass, the positions from `truncate_to` on are forgotten, and `reorder`, unless empty, permutes the session's rows.
-    Both stay in effect even if the pass fails. `start`, if given, must then be the session's next position.
+    Both stay in effect even if the pass fails. `start`, if given, must then be the session's next position. The last `guessed`
+    positions hold guesses.
     """
 
     session_id: Hashable
@@ -66,6 +69,7 @@ class StepInput:
     reorder: tuple[int, ...] = ()
     start: int | None = None
     truncate_to: int | None = None
+    guessed: int = 0
 
     @property
     def count(self) -> int:
@@ -123,6 +127,7 @@ class StageRunner:
         if ledger is not None:
             span.adapters.ledger = ledger
         is_captured = config.capture and span.device.type in ("cuda", "cpu")
+        self.experts = ExpertCounts(span.stack)
         self.captured = CapturedDecode(span, ledger) if is_captured else None
         self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
 
@@ -350,12 +355,31 @@ class StageRunner:
         keep_last = max((columns - work.count + work.head_positions for work in with_head), default=0)
         inputs = {member: work.x for member, work in works.items()}
         shape = StepShape(opened.start, opened.end, columns, keep_last, self._adapters_of(cohort))
-        output = self._forward(cohort, inputs, shape)
+        with self._look_at_experts(cohort, works, columns):
+            output = self._forward(cohort, inputs, shape)
         for member, work in works.items():
             y = output[member.row_slice]
             end = max(0, y.shape[1] - (columns - work.count))
             wanted = work.count if is_hidden else work.head_positions
             yield self._outcome(opened, work.session_id, member.length - work.count, y[:, end - wanted : end])
+
+    @contextlib.contextmanager
+    def _look_at_experts(
+        self, cohort: Cohort, works: Mapping[CachedSession, StepInput], columns: int
+    ) -> Iterator[None]:
+        """Count the experts of a pass with guesses, if it is due. Such a pass is not replayed."""
+        if not any(work.guessed for work in works.values()) or not self.experts.is_due():
+            yield
+            return
+        sizes = ((work.count, work.guessed) if (work := works.get(member)) else (0, 0) for member in cohort.members)
+        parts = [marks(member.rows, *size, columns) for member, size in zip(cohort.members, sizes, strict=True)]
+        sure_N, guessed_N = (torch.cat(some) for some in zip(*parts, strict=True))
+        captured, self.captured = self.captured, None
+        try:
+            with self.experts.looking(sure_N, guessed_N):
+                yield
+        finally:
+            self.captured = captured
 
     def _run_prompt(self, work: StepInput) -> StepOutput:
         """Run many new positions of one session in chunks. If a chunk fails, none of the positions is kept."""

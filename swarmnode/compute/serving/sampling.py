@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -217,20 +217,28 @@ def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return ordered[:count], ids[order][:count]
 
 
+class Guess(NamedTuple):
+    """Guessed token as the input at a position, and the number of its proposer (`codec.messages.ProposerKind`)."""
+
+    position: int
+    id: int
+    proposer: int = 0
+
+
 class Drawn(NamedTuple):
     """Tokens drawn at a position, one for each row. `final` says that nothing follows.
 
-    `logprobs` is in its wire format; empty if not wanted. `guessed` says that the input before was a guess, which was right;
-    `wasted` counts the wrong guesses since the token before. `forced` are the tokens that must follow by the grammar, and
-    `guesses` those that may follow by the model's own prediction layer.
+    `logprobs` is in its wire format; empty if not wanted. `guess` is the input before if that was a guess, which was right, else
+    None. `wasted` counts the wrong guesses since the token before, by the number of their proposer. `forced` are the tokens that
+    must follow by the grammar, and `guesses` those that may follow by the model's own prediction layer.
     """
 
     position: int
     ids: tuple[int, ...]
     final: bool
     logprobs: bytes = b""
-    guessed: bool = False
-    wasted: int = 0
+    guess: Guess | None = None
+    wasted: tuple[int, ...] = ()
     forced: tuple[int, ...] = ()
     guesses: tuple[int, ...] = ()
 
@@ -256,7 +264,7 @@ class Sampler:
         self._history = TokenHistory(parameters.prompt_length, max_length) if counts else None
         self._needs_all = counts or parameters.logprobs is not None or bool(parameters.logit_bias)
         self._latest: tuple[int, int] | None = None  # position and id of the token drawn last, unless it was final
-        self._wasted = 0  # wrong guesses since then
+        self._wasted: Counter[int] = Counter()  # wrong guesses since then, by proposer
 
     def __repr__(self) -> str:
         return f"<Sampler by {self._parameters!r}>"
@@ -287,11 +295,15 @@ class Sampler:
         return self._grammar.ends(self._history.drawn(position + 1).tolist())
 
     def launch(
-        self, logits_BKV: Tensor, first: int, outputs: DeviceOutputs, guesses: Mapping[int, int] = MappingProxyType({})
+        self,
+        logits_BKV: Tensor,
+        first: int,
+        outputs: DeviceOutputs,
+        guesses: Sequence[Guess] = (),
     ) -> Draw:
         """Add the needed outputs, and return a function that draws the tokens at K positions from `first` on.
 
-        `guesses` are the inputs, by position, that are only guesses. Nothing is drawn after a wrong one.
+        `guesses` are the inputs that are only guesses. Nothing is drawn after a wrong one.
         """
         if self._needs_all:
             place = outputs.add(logits_BKV)
@@ -311,21 +323,27 @@ class Sampler:
         )
 
     def drawn_after(
-        self, guesses: Mapping[int, int], first: int, draw: Callable[[int], Drawn], count: int
+        self, guesses: Sequence[Guess], first: int, draw: Callable[[int], Drawn], count: int
     ) -> Iterator[Drawn]:
         """Yield the tokens that `draw` returns for `count` positions from `first` on, in order, as far as the inputs before them
         are of the text.
 
         The input at a position of `guesses` is of the text only if the token drawn last, at this position, is the same.
         """
+        guessed = {guess.position: guess for guess in guesses}
         for position in range(first, first + count):
-            guess = guesses.get(position - 1)
-            if guess is not None and self._latest != (position - 1, guess):
-                self._wasted += 1
+            guess = guessed.get(position - 1)
+            if guess is not None and self._latest != (position - 1, guess.id):
+                self._wasted[guess.proposer] += 1
                 continue
-            drawn = draw(position)._replace(guessed=guess is not None, wasted=self._wasted)
-            self._latest, self._wasted = None if drawn.final else (position, drawn.ids[0]), 0
+            drawn = draw(position)._replace(guess=guess, wasted=self._take_wasted())
+            self._latest = None if drawn.final else (position, drawn.ids[0])
             yield drawn
+
+    def _take_wasted(self) -> tuple[int, ...]:
+        """Return the numbers of wrong guesses since the token before, by the number of their proposer, and count anew."""
+        wasted, self._wasted = self._wasted, Counter()
+        return tuple(wasted[proposer] for proposer in range(max(wasted, default=-1) + 1))
 
     def _drawn(self, position: int, ids: Sequence[int], logprobs: bytes = b"") -> Drawn:
         return Drawn(position, tuple(ids), self.is_final(position, ids[0]), logprobs)

@@ -7,14 +7,15 @@ import json
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.http.event_stream import event
 from swarmnode.gateway.page.replies import HistoryReply, HistorySample
+from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
 from swarmnode.metrics import table
-from swarmnode.metrics.metric import Histogram
+from swarmnode.metrics.metric import Histogram, Metric
 from swarmnode.serving.client.generation import Generation
 
 SWARM_PERIOD_S = 0.5  # changes within one period are sent together
@@ -34,6 +35,14 @@ LossOf = Callable[[str], float | None]
 called in a thread."""
 
 
+class Counts(NamedTuple):
+    """Tokens that a client has received, and guesses of its texts that were right and that were in vain."""
+
+    tokens: float
+    accepted: float
+    wasted: float
+
+
 class SwarmHistory:
     """History of one swarm: samples of the last hour, taken while `record` runs."""
 
@@ -42,7 +51,7 @@ class SwarmHistory:
         self._loss_of = loss_of
         self._now = now
         self._samples: deque[HistorySample] = deque(maxlen=KEPT)
-        self._tokens = self._generated()
+        self._counts = self._counted()
         self._speed: float | None = None
         self._waits = self._token_waits()  # at the last sample
 
@@ -57,11 +66,13 @@ class SwarmHistory:
         """Take a sample every `PERIOD_S` seconds, until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
-            status, tokens = self._client.status(), self._generated()
+            status, (tokens, accepted, wasted), before = self._client.status(), self._counted(), self._counts
             self._samples.append(
                 HistorySample(
                     at=self._now(),
-                    tokens_per_s=(tokens - self._tokens) / PERIOD_S,
+                    tokens_per_s=(tokens - before.tokens) / PERIOD_S,
+                    accepted_per_s=(accepted - before.accepted) / PERIOD_S,
+                    wasted_per_s=(wasted - before.wasted) / PERIOD_S,
                     sessions=len(self._client.running),
                     peers=len(status["peers"]),
                     missing=len(status["missing"]),
@@ -69,7 +80,7 @@ class SwarmHistory:
                     loss=await asyncio.to_thread(self._loss_of, status["swarm"]),
                 )
             )
-            self._tokens = tokens
+            self._counts = Counts(tokens, accepted, wasted)
             self._speed, self._waits = self.tokens_per_s, self._token_waits()
 
     @property
@@ -87,10 +98,16 @@ class SwarmHistory:
         waits = next((one.value for one in self._client.readings() if one.metric is table.TOKEN_SECONDS), None)
         return (waits.sum, waits.count) if isinstance(waits, Histogram) else (0.0, 0)
 
-    def _generated(self) -> float:
-        """Return the number of tokens that this client has received."""
-        counts = (one.value for one in self._client.readings() if one.metric is table.CLIENT_TOKENS)
-        return sum(count for count in counts if not isinstance(count, Histogram))
+    def _counted(self) -> Counts:
+        """Return the number of tokens that this client has received, and of its right and wrong guesses."""
+        tokens = self._sum(table.CLIENT_TOKENS)
+        return Counts(tokens, self._sum(table.CLIENT_DRAFTS, ACCEPTED), self._sum(table.CLIENT_DRAFTS, WASTED))
+
+    def _sum(self, metric: Metric, *labels: str) -> float:
+        """Return the sum of the client's readings of a metric that end with these labels."""
+        found = (one for one in self._client.readings() if one.metric is metric)
+        values = (one.value for one in found if one.labels[len(one.labels) - len(labels) :] == labels)
+        return sum(value for value in values if not isinstance(value, Histogram))
 
 
 class SwarmFeed:
@@ -180,8 +197,7 @@ def progress_of(trace: str, result: Generation) -> Picture:
         "reroutes": result.reroutes,
         "faults": [{"peer": peer, "cause": cause.lower()} for peer, cause in result.faults],
         "longest_stall_s": round(result.longest_stall_s, 3),
-        "accepted_drafts": result.accepted_drafts,
-        "wasted_drafts": result.wasted_drafts,
+        "drafts": by_proposer(result.drafts),
     }
 
 

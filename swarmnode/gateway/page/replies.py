@@ -19,9 +19,17 @@ class FaultReply(BaseModel):
     cause: str
 
 
+class DraftReply(BaseModel):
+    """Numbers of guessed tokens: all, those that were right, and those that were computed in vain."""
+
+    drafted: int
+    accepted: int
+    wasted: int
+
+
 class SessionReply(BaseModel):
-    """Text that is being generated. `longest_stall_s` is the longest wait for a token. Of the tokens, `accepted_drafts` were
-    guessed ahead; `wasted_drafts` more guesses were wrong."""
+    """Text that is being generated. `longest_stall_s` is the longest wait for a token. `drafts` are the tokens that were guessed
+    ahead, by proposer."""
 
     trace: str
     route: list[RouteHop]
@@ -30,8 +38,7 @@ class SessionReply(BaseModel):
     reroutes: int
     faults: list[FaultReply]
     longest_stall_s: float
-    accepted_drafts: int
-    wasted_drafts: int
+    drafts: dict[str, DraftReply]
 
 
 class PeerReply(BaseModel):
@@ -49,6 +56,7 @@ class PeerReply(BaseModel):
     since: float
     sessions: int
     cache_tokens_free: int
+    draft_model: str
     decode_units_per_s: float
     training_units_per_s: float
     training_step: int
@@ -105,11 +113,13 @@ class LinksReply(BaseModel):
 
 
 class HistorySample(BaseModel):
-    """Sample of the last hour. `tokens_per_s` counts the tokens that this gateway received; `loss` is null unless a node of this
-    machine trains in the swarm."""
+    """Sample of the last hour. `tokens_per_s` counts the tokens that this gateway received, and `accepted_per_s` and `wasted_per_s`
+    those that were guessed ahead, rightly and in vain. `loss` is null unless a node of this machine trains in the swarm."""
 
     at: float
     tokens_per_s: float
+    accepted_per_s: float
+    wasted_per_s: float
     sessions: int
     peers: int
     missing: int

@@ -119,14 +119,22 @@ def _candidates(
     """Return all possible hops (peers with layers) of a route, in an order drawn by the client, so that ties do not send all
     clients to the same peer."""
     ready = {peer.peer: peer for peer in view.peers if peer.state is State.READY and peer.peer not in avoid}
+    drafting = {name for name, peer in ready.items() if peer.has_drafts(size.proposer)}
     kept = [
-        Candidate(hop.peer, Span(hop.start, hop.end), _unit_s(ready[hop.peer], size, config), exact=True)
+        Candidate(
+            hop.peer, Span(hop.start, hop.end), _unit_s(ready[hop.peer], size, config), True, hop.peer in drafting
+        )
         for hop in keep
         if hop.peer in ready and _within(Span(hop.start, hop.end), ready[hop.peer].span)
     ]
     replay_s = config.replay_s if kept else 0.0
     fresh = [
-        Candidate(peer.peer, peer.span, _unit_s(peer, size, config) + replay_s + _full_s(peer, size, config))
+        Candidate(
+            peer.peer,
+            peer.span,
+            _unit_s(peer, size, config) + replay_s + _full_s(peer, size, config),
+            drafts=peer.peer in drafting,
+        )
         for peer in ready.values()
     ]
     clipped = [clip for candidate in [*kept, *fresh] if (clip := _clip(candidate, request.span))]
@@ -155,7 +163,7 @@ def _clip(candidate: Candidate, span: Span) -> Candidate | None:
     start, end = max(candidate.span.start, span.start), min(candidate.span.end, span.end)
     if start >= end or (candidate.exact and Span(start, end) != candidate.span):
         return None
-    return Candidate(candidate.peer, Span(start, end), candidate.unit_s, candidate.exact)
+    return replace(candidate, span=Span(start, end))
 
 
 def _check_covered(view: View, candidates: Sequence[Candidate], span: Span, avoid: Collection[PeerId]) -> None:
@@ -291,5 +299,5 @@ def _merge_repeats(
 def _exact(hop: HopSpec, candidates: Sequence[Candidate]) -> Candidate:
     """Return `hop` as an exact candidate, with the cheapest time per layer of the candidates that can be it."""
     span = Span(hop.start, hop.end)
-    able = [c.unit_s for c in candidates if c.peer == hop.peer and _clip(c, span) is not None]
-    return Candidate(hop.peer, span, min(able), exact=True)
+    able = [c for c in candidates if c.peer == hop.peer and _clip(c, span) is not None]
+    return replace(min(able, key=lambda candidate: candidate.unit_s), span=span, exact=True)

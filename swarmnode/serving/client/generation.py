@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypedDict
 
 from swarmnode.codec.body import (
     MAX_POSITIONS,
+    MAX_PROPOSER_CHARS,
     MAX_SEED,
     MAX_STOP_IDS,
     MAX_TEMPERATURE,
     MAX_TOKEN_ID,
     HopSpec,
 )
-from swarmnode.codec.messages import Mode, Output, Want
+from swarmnode.codec.messages import DRAFT_SOURCES, LOOKUP, NO_DRAFTS, Mode, Output, ProposerKind, Want
 from swarmnode.codec.sampling import (
     MAX_BIAS,
     MAX_BIASES,
@@ -37,7 +39,6 @@ from swarmnode.net.links.hop import Entry
 from swarmnode.serving.client.client_session import ClientSession, SessionStats
 from swarmnode.serving.client.prefix_cache import Beginnings, SharedText
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry
-from swarmnode.serving.drafting.drafter import DRAFT_SOURCES, LOOKUP, NO_DRAFTS
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 
@@ -116,7 +117,10 @@ class GenerateOptions:
                 all(-MAX_BIAS <= bias <= MAX_BIAS for bias in biases.values()),
                 f"biases must be between -{MAX_BIAS:g} and {MAX_BIAS:g}",
             ),
-            (self.drafts in DRAFT_SOURCES, f"drafts must be one of {', '.join(DRAFT_SOURCES)}"),
+            (
+                0 < len(self.drafts) <= MAX_PROPOSER_CHARS,
+                f"drafts must be one of {', '.join(DRAFT_SOURCES)}, or the name of a draft model",
+            ),
             (0 < grammar_bytes <= MAX_GRAMMAR_CHARS, f"a grammar has at most {MAX_GRAMMAR_CHARS} bytes"),
             (
                 self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
@@ -239,8 +243,17 @@ class Generation(SessionStats):
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
     cached_tokens: int = 0  # positions of the prompt that the first hop had from an earlier text
     whole: bool = False  # whether the text ended by itself, not at `max_new_tokens`
-    accepted_drafts: int = 0  # guessed tokens that were right
-    wasted_drafts: int = 0  # guessed tokens that the last hop computed in vain
+    drafts: Counter[tuple[str, str]] = field(default_factory=Counter)  # guessed tokens by proposer and result
+
+    @property
+    def accepted_drafts(self) -> int:
+        """Number of guessed tokens that were right."""
+        return sum(count for (_, result), count in self.drafts.items() if result == ACCEPTED)
+
+    @property
+    def wasted_drafts(self) -> int:
+        """Number of guessed tokens that the last hop computed in vain."""
+        return sum(count for (_, result), count in self.drafts.items() if result == WASTED)
 
     @property
     def tokens_per_turn(self) -> float:
@@ -358,10 +371,19 @@ class RingStream:
         else:
             meter.token.observe(elapsed_s - result.seconds)
         result.ids.append(output.ids[0])
-        result.accepted_drafts += output.guessed
-        result.wasted_drafts += output.wasted
-        meter.drafts[ACCEPTED] += output.guessed
-        meter.drafts[WASTED] += output.wasted
+        for draft, count in drafts_in(output):
+            result.drafts[draft] += count
+            meter.drafts[draft] += count
         result.trace = self.session.trace_id.hex()
         result.seconds = elapsed_s
         result.route = self.session.route
+
+
+def drafts_in(output: Output) -> Iterator[tuple[tuple[str, str], int]]:
+    """Yield the guesses that an output tells: (proposer, result), and their number. A last hop of an older version names no
+    proposer."""
+    if output.guessed:
+        yield (ProposerKind.numbered(output.proposer).label, ACCEPTED), 1
+    for number, count in enumerate(output.wasted_by or (output.wasted,)):
+        if count:
+            yield (ProposerKind.numbered(number).label, WASTED), count

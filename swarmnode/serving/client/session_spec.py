@@ -94,7 +94,7 @@ class SessionSpec:
         prompt: Token ids before the drawn tokens.
         width: Upper bound of token ids and of the width of outputs (logits or hidden states).
         adapter: Name of the swarm's adapter that changes the model; "" is the model alone.
-        proposer: Source of guesses in RING mode: "lookup" or "auto"; "" is none.
+        proposer: Source of guesses in RING mode: "lookup", "auto" or the name of a draft model; "" is none.
     """
 
     mode: Mode
@@ -114,8 +114,9 @@ class SessionSpec:
 
     @property
     def size(self) -> SessionSize:
-        """Size of the session for routing: positions of the prompt and positions after it, over all rows."""
-        return SessionSize(self.rows * self.prompt_tokens, self.rows * (self.max_length - self.prompt_tokens))
+        """Plan of the session for routing: positions of the prompt and positions after it, over all rows, and the proposer."""
+        new_tokens = self.rows * (self.max_length - self.prompt_tokens)
+        return SessionSize(self.rows * self.prompt_tokens, new_tokens, self.proposer)
 
     @property
     def follows_grammar(self) -> bool:

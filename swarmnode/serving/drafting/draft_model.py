@@ -29,9 +29,11 @@ CHUNK = 128  # positions of one pass: a prompt must not hold up the steps of oth
 
 
 class DraftModel:
-    """Small language model that writes guesses for several sessions. Made by `load`, ended by `close`. Used on the loop."""
+    """Small language model that writes guesses for several sessions. Made by `load`, ended by `close`. Used on the loop. `name` is
+    announced."""
 
-    def __init__(self, runner: StageRunner, executor: Executor, memory: Sequence[Reservation] = ()) -> None:
+    def __init__(self, name: str, runner: StageRunner, executor: Executor, memory: Sequence[Reservation] = ()) -> None:
+        self.name = name
         self._runner = runner
         self._executor = executor
         self._memory = memory
@@ -39,7 +41,7 @@ class DraftModel:
         self._limits: dict[int, int] = {}  # by session: its most positions; only the loop changes it
 
     def __repr__(self) -> str:
-        return f"<DraftModel {self._runner.span!r}, {len(self._limits)} sessions>"
+        return f"<DraftModel {self.name} {self._runner.span!r}, {len(self._limits)} sessions>"
 
     @classmethod
     async def load(cls, part: DraftPart, lent: LentDevice, executor: Executor, *, kv: str, capture: bool) -> DraftModel:
@@ -57,7 +59,8 @@ class DraftModel:
             await asyncio.to_thread(span.packings.at_once.run)
             passes = lent.ledger.count(Account.ACTIVATIONS, span.pass_bytes(CHUNK, 1))
             bounds = RunnerConfig(part.cache_bytes, prefill_positions=CHUNK, capture=capture, kv=kv)
-            model = cls(StageRunner(span, bounds, lent.throttle, lent.ledger), executor, (weights, passes))
+            runner = StageRunner(span, bounds, lent.throttle, lent.ledger)
+            model = cls(part.name, runner, executor, (weights, passes))
             undo.pop_all()
         return model
 

@@ -11,8 +11,6 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from swarmnode.codec.messages import Open
 
-NO_DRAFTS, LOOKUP, ANY_DRAFTS = DRAFT_SOURCES = "off", "lookup", "auto"  # a client's choices of guesses
-
 
 class Drafter(Protocol):
     """Proposer of tokens that may follow a text.

@@ -36,7 +36,7 @@ class DraftLead:
     """Text and guesses in flight of one session. At most `most` guesses are in flight.
 
     `begin` is the first position whose token it knows: earlier ones were computed before this session guessed. `clock` is in
-    seconds. `counts` are the stage's guesses by (proposer, result).
+    seconds. Guesses are counted in each of `counts` by (proposer, result).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class DraftLead:
         most: int,
         begin: int,
         clock: Callable[[], float],
-        counts: Counter[tuple[str, str]],
+        counts: Sequence[Counter[tuple[str, str]]],
     ) -> None:
         self.most = most
         self._counts = counts
@@ -127,7 +127,7 @@ class DraftLead:
         flight = self._flying[0]
         if flight.id == token:
             self._flying.popleft()
-            self._counts[flight.proposer, ACCEPTED] += 1
+            self._count(flight.proposer, ACCEPTED, 1)
             self._tell_budget(flight.proposer, 1, 0)
             self.know([token])
             return True
@@ -141,8 +141,12 @@ class DraftLead:
         wasted = Counter(flight.proposer for flight in self._flying)
         self._flying.clear()
         for proposer, count in wasted.items():
-            self._counts[proposer, WASTED] += count
+            self._count(proposer, WASTED, count)
         return wasted
+
+    def _count(self, proposer: str, result: str, count: int) -> None:
+        for counts in self._counts:
+            counts[proposer, result] += count
 
     def _tell_budget(self, proposer: str, accepted: int, rejected: int) -> None:
         """Tell the budget a verdict, except about forced tokens, which it does not limit."""
@@ -153,7 +157,7 @@ class DraftLead:
         """Take the tokens that the last hop says must stand at `position` and behind it by the grammar, and its own guesses."""
         self._foreseen = Foreseen(position, forced, guesses)
 
-    def propose(self, limit: int) -> list[int]:
+    def propose(self, limit: int) -> list[Flight]:
         """Return guesses for the positions after the text and the guesses in flight, below position `limit`. They are in flight
         from now on."""
         if not self._goes_on:
@@ -163,20 +167,21 @@ class DraftLead:
             if isinstance(self._drafter, SuggestedDrafter):
                 self._drafter.suggest(self._foreseen.guesses)
             self._foreseen = Foreseen(0)
-        ids = self._ask(self._forced, self._room(limit))
-        return ids + self._ask(self._drafter, min(self._room(limit), self._budget.count(self.in_flight)))
+        sure = self._ask(self._forced, self._room(limit))
+        return sure + self._ask(self._drafter, min(self._room(limit), self._budget.count(self.in_flight)))
 
     def _room(self, limit: int) -> int:
         """Return how many more guesses may be in flight, all below position `limit`."""
         return min(self.most, limit - self.end) - self.in_flight
 
-    def _ask(self, drafter: Drafter, count: int) -> list[int]:
+    def _ask(self, drafter: Drafter, count: int) -> list[Flight]:
         """Return at most `count` guesses of a drafter, which are in flight from now on."""
         if count <= 0:
             return []
         ids = drafter.propose([flight.id for flight in self._flying], count)[:count]
-        self._flying.extend(Flight(token, drafter.name) for token in ids)
-        return ids
+        flights = [Flight(token, drafter.name) for token in ids]
+        self._flying.extend(flights)
+        return flights
 
     def sent(self, start: int, end: int) -> None:
         """Note that the positions [start, end) leave now."""

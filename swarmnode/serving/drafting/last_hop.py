@@ -8,8 +8,9 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from swarmnode.codec.body import MAX_DRAFTS
-from swarmnode.codec.messages import Drafts
-from swarmnode.serving.job import Guess, Job, drop_from
+from swarmnode.codec.messages import Drafts, ProposerKind
+from swarmnode.compute.serving.sampling import Guess
+from swarmnode.serving.job import Job, drop_from
 
 
 class GuessedJobs:
@@ -22,11 +23,11 @@ class GuessedJobs:
     def __init__(self, submit: Callable[[Job], None]) -> None:
         self._submit = submit
         self._turn = 0
-        self._ids: dict[int, int] = {}  # guesses of the turn, by position
+        self._guesses: dict[int, Guess] = {}  # of the turn, by position
         self._waiting: deque[Job] = deque()
 
     def __repr__(self) -> str:
-        return f"<GuessedJobs: {len(self._ids)} ids of turn {self._turn}, {len(self._waiting)} inputs wait>"
+        return f"<GuessedJobs: {len(self._guesses)} ids of turn {self._turn}, {len(self._waiting)} inputs wait>"
 
     def hear(self, start: int, drafts: Drafts) -> None:
         """Take the ids of the guesses from position `start` on. Ids of an older turn are ignored; of more than MAX_DRAFTS
@@ -34,10 +35,12 @@ class GuessedJobs:
         if drafts.turn < self._turn:
             return
         if drafts.turn > self._turn:
-            self._turn, self._ids = drafts.turn, {}
-        self._ids.update(enumerate(drafts.ids, start))
-        for position in sorted(self._ids)[:-MAX_DRAFTS]:
-            del self._ids[position]
+            self._turn, self._guesses = drafts.turn, {}
+        proposers = drafts.proposers or (ProposerKind.OTHER,) * len(drafts.ids)
+        for position, (token, proposer) in enumerate(zip(drafts.ids, proposers, strict=True), start):
+            self._guesses[position] = Guess(position, token, ProposerKind.numbered(proposer))
+        for position in sorted(self._guesses)[:-MAX_DRAFTS]:
+            del self._guesses[position]
         self._go_on()
 
     def put(self, job: Job) -> None:
@@ -53,14 +56,14 @@ class GuessedJobs:
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._waiting and (guesses := self._guesses(self._waiting[0])) is not None:
+        while self._waiting and (guesses := self._guesses_of(self._waiting[0])) is not None:
             self._submit(replace(self._waiting.popleft(), guesses=guesses))
 
-    def _guesses(self, job: Job) -> tuple[Guess, ...] | None:
+    def _guesses_of(self, job: Job) -> tuple[Guess, ...] | None:
         """Return the guesses among the job's positions; None if some are not known yet, or their turn is over."""
         positions = range(job.first_guessed, job.end)
         if not positions:
             return ()
-        if job.turn != self._turn or not all(position in self._ids for position in positions):
+        if job.turn != self._turn or not all(position in self._guesses for position in positions):
             return None
-        return tuple(Guess(position, self._ids[position]) for position in positions)
+        return tuple(self._guesses[position] for position in positions)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.codec.messages import Open
+from swarmnode.codec.messages import ANY_DRAFTS, Open
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost, busiest
 from swarmnode.serving.drafting.choice import DrafterChoice
-from swarmnode.serving.drafting.drafter import ANY_DRAFTS, DraftBudget, Drafter
+from swarmnode.serving.drafting.drafter import DraftBudget, Drafter
 from swarmnode.serving.drafting.lookup import LookupDrafter
 from swarmnode.serving.drafting.model_drafter import ModelDrafter
 from swarmnode.serving.drafting.told import MtpDrafter
@@ -30,7 +30,9 @@ class BusyNode(Protocol):
 
 
 class OpensDrafters(Protocol):
-    """Source of drafters that a model computes for, like `DraftModel`."""
+    """Source of drafters that a model computes for, like `DraftModel`. `name` is the model's."""
+
+    name: str
 
     def open(self, max_length: int, took: Callable[[int, float], None]) -> ModelDrafter | None:
         """Return the drafter of a new session of at most `max_length` positions; None if too many sessions guess already.
@@ -65,7 +67,7 @@ class Proposers:
         drafters: list[Drafter] = [LookupDrafter()]
         if opened.proposer == ANY_DRAFTS:
             drafters.append(MtpDrafter())
-        if self._model is not None and opened.proposer == ANY_DRAFTS:
+        if self._model is not None and opened.proposer in (ANY_DRAFTS, self._model.name):
             drafter = self._model.open(opened.max_length, lambda *took: budget.proposer(ModelDrafter.name).took(*took))
             drafters += [] if drafter is None else [drafter]
         return DrafterChoice(drafters, budget), budget

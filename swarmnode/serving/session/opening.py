@@ -10,7 +10,7 @@ import itertools
 from collections import OrderedDict
 
 from swarmnode.codec.body import MAX_WANTED_POSITIONS
-from swarmnode.codec.messages import Attach, Error, Input, Mode, Open, Want
+from swarmnode.codec.messages import LOOKUP, Attach, Error, Input, Mode, Open, Want
 from swarmnode.codec.sampling import ID_BYTES, LOGPROB_BYTES, Sampling, unpack_text
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES
 from swarmnode.config import ServerConfig
@@ -18,7 +18,6 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import ENTRY_BYTES
 from swarmnode.net.links.switchboard import Channel
-from swarmnode.serving.drafting.drafter import ANY_DRAFTS
 from swarmnode.serving.drafting.lookup import MAX_TOKENS, TOKEN_BYTES
 from swarmnode.serving.drafting.model_drafter import TEXT_BYTES
 
@@ -106,7 +105,7 @@ def _drafting_bytes(opened: Open) -> int:
     """Return the bytes of the text so that the first hop can guess; 0 at other hops, or without guesses."""
     if opened.index > 0 or not opened.drafts:
         return 0
-    model_bytes = TEXT_BYTES if opened.proposer == ANY_DRAFTS else 0
+    model_bytes = TEXT_BYTES if opened.proposer != LOOKUP else 0
     return opened.max_length * (ID_BYTES + model_bytes) + min(opened.max_length, MAX_TOKENS) * TOKEN_BYTES
 
 

@@ -22,6 +22,7 @@ from swarmnode.codec.body import EPOCH_TURNS, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import Ran, trace_id
 from swarmnode.codec.messages import (
+    ANY_DRAFTS,
     Drafts,
     End,
     Error,
@@ -32,6 +33,7 @@ from swarmnode.codec.messages import (
     Mode,
     Open,
     Output,
+    ProposerKind,
     Ready,
     Truncate,
     Want,
@@ -47,7 +49,6 @@ from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.hop import Hop, until
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.serving.drafting.drafter import ANY_DRAFTS
 from swarmnode.serving.drafting.first_hop import DraftLead
 from swarmnode.serving.drafting.last_hop import GuessedJobs
 from swarmnode.serving.drafting.overtaken import TakenBack
@@ -55,7 +56,7 @@ from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, S
 from swarmnode.serving.link_codecs import LinkCodecs
 from swarmnode.serving.session.opening import check_input, is_last, text_of, units_of
 from swarmnode.serving.session.session_host import SessionHost, SessionPipeline
-from swarmnode.serving.session.session_streams import InputCursor, OutputStream, Ring, ids_in, ids_input
+from swarmnode.serving.session.session_streams import InputCursor, OutputStream, Ring, ids_in, ids_input, output_of
 from swarmnode.serving.session.transcript import Transcript
 
 log = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ class StageSession:
         drafting = self.host.drafting(self.opened) if self._feeds_itself and self.opened.drafts else None
         if drafting is None:
             return None
-        clock, counts = self.pipeline.clock, self.host.meter.drafts
+        clock, counts = self.pipeline.clock, (self.host.meter.drafts, self.trace.drafts)
         lead = DraftLead(*drafting, most=self.opened.drafts, begin=begin, clock=clock, counts=counts)
         lead.listen(self._feed_soon)
         return lead
@@ -385,13 +386,15 @@ class StageSession:
         known = self.cursor.next_ids()
         lead.know(known)
         guesses = lead.propose(self._last_input) if self._may_guess(len(known)) else []
+        ids = [guess.id for guess in guesses]
         start, end = self.cursor.accepted, self.cursor.accepted + len(known) + len(guesses)
         if start == end:
             return
         if guesses:
-            self._send_drafts(end - len(guesses), Drafts(tuple(guesses), self.cursor.turn))
+            proposers = tuple(ProposerKind.named(guess.proposer) for guess in guesses)
+            self._send_drafts(end - len(guesses), Drafts(tuple(ids), self.cursor.turn, proposers))
         lead.sent(start, end)
-        self._submit(end, (ids_input([*known, *guesses]),), Want.NOTHING, (), 0, guessed=lead.in_flight)
+        self._submit(end, (ids_input([*known, *ids]),), Want.NOTHING, (), 0, guessed=lead.in_flight)
 
     def _may_guess(self, known: int) -> bool:
         """Return whether guesses may follow `known` tokens that are about to be submitted: no token that the client has is
@@ -447,8 +450,7 @@ class StageSession:
             self._publish(job.end, Output(tensor=info), (payload,), at_once=alone)
         for drawn in result.tokens:
             logprobs = (drawn.logprobs,) if drawn.logprobs else ()
-            output = Output(drawn.ids, drawn.final, None, drawn.guessed, drawn.wasted, drawn.forced, drawn.guesses)
-            self._publish(drawn.position, output, logprobs, at_once=alone and drawn is result.tokens[-1])
+            self._publish(drawn.position, output_of(drawn), logprobs, at_once=alone and drawn is result.tokens[-1])
         asyncio.get_running_loop().call_soon(self._left, job, run, self.pipeline.clock())
 
     def _left(self, job: Job, run: Pass, sent_s: float) -> None:

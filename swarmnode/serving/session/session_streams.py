@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from swarmnode.codec.body import MAX_TOKEN_ID, Body
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import Attach, Open, Output, Truncate
+from swarmnode.codec.messages import Attach, Open, Output, ProposerKind, Truncate
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.compute.serving.sampling import Drawn
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.switchboard import Channel, Switchboard
@@ -158,6 +159,21 @@ class InputCursor:
     def waits(self) -> bool:
         """Whether tokens are here whose predecessors have not come yet."""
         return bool(self._ahead)
+
+
+def output_of(drawn: Drawn) -> Output:
+    """Return the OUTPUT of tokens that were drawn."""
+    guess = drawn.guess
+    return Output(
+        drawn.ids,
+        drawn.final,
+        guessed=guess is not None,
+        wasted=sum(drawn.wasted),
+        forced=drawn.forced,
+        guesses=drawn.guesses,
+        proposer=ProposerKind.OTHER if guess is None else guess.proposer,
+        wasted_by=drawn.wasted,
+    )
 
 
 class OutputStream:

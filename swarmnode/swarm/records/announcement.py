@@ -41,6 +41,7 @@ MAX_PARALLEL_SPEEDUP = 16.0  # of the cards in the largest machines; more is not
 MAX_CODECS = 16
 MAX_CODEC = 255
 MAX_ANNOUNCED_DRAFTS = 255
+MAX_DRAFT_MODEL_CHARS = 48
 COORDINATE_NUMBERS = 5
 MAX_COORDINATE = 1 << 20  # 105 s in steps of 0.1 ms: far beyond any round trip
 REMEMBERED_RECORDS = 1024
@@ -115,10 +116,11 @@ class Announcement(Signable, frozen=True):
     step_load: tuple[Measured, Measured, Measured] = (0, 0, 0)  # of the run being trained: a `StepLoad`
     drafts: Annotated[int, Meta(ge=0, le=MAX_ANNOUNCED_DRAFTS)] = 0  # most guesses in flight that it takes of a session
     pair_units_per_s: Figure = 0.0  # one position of a step of two, which a guess makes of a decode step
+    draft_model: Annotated[str, Meta(max_length=MAX_DRAFT_MODEL_CHARS)] = ""  # name of the model that it guesses with
     tune_percent: Annotated[int, Meta(ge=0, le=100)] = 0  # of its time for tuning adapters of others; 0: it takes none
 
     def rules(self) -> dict[str, bool]:
-        texts = (self.peer, self.name, self.device, self.number_format, *self.addresses)
+        texts = (self.peer, self.name, self.device, self.number_format, self.draft_model, *self.addresses)
         return {
             "control characters": all(text.isprintable() for text in texts),
             "number format": self.number_format.isascii(),

@@ -78,12 +78,13 @@ class WorkSpeeds(Section, frozen=True, kw_only=True):
 
 
 class ServingLoad(Section, frozen=True, kw_only=True):
-    """Section of an announcement: the number of sessions, the cache positions that are free, and the guesses that a session may
-    have in flight. Filled by the serving stage."""
+    """Section of an announcement: the number of sessions, the cache positions that are free, the guesses that a session may have
+    in flight, and the name of the draft model. Filled by the serving stage."""
 
     sessions: int | UnsetType = UNSET
     cache_tokens_free: int | UnsetType = UNSET
     drafts: int | UnsetType = UNSET
+    draft_model: str | UnsetType = UNSET
 
 
 class TuningOffer(Section, frozen=True, kw_only=True):

@@ -136,6 +136,12 @@ async def test_the_last_hour_is_sampled(founded: Founded, tmp_path: Path, monkey
         assert samples[0]["tokens_per_s"] == pytest.approx(LONG["max_tokens"] / feed.PERIOD_S)
         speed = (await served.http.get(SWARM)).json()["tokens_per_s"]
         assert speed > samples[0]["tokens_per_s"], "of a text, without the time in which none was written"
+        counted = {
+            f"{result}_per_s": sum(one.value for one in served.client.readings() if one.labels[1:] == (result,))
+            / feed.PERIOD_S
+            for result in ("accepted", "wasted")
+        }
+        assert counted.items() <= samples[0].items() and sum(counted.values()) > 0
         await asyncio.sleep(100)
         samples = (await served.http.get(f"{SWARM}/history")).json()["samples"]
         assert len(samples) == 5

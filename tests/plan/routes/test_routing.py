@@ -204,6 +204,31 @@ def test_a_long_prompt_goes_where_prompts_are_fast():
     assert hops_of(find_route(view, size=SessionSize(4000, 100))) == [("quick prompts", 0, 4)]
 
 
+def guesser(name, start, end, speed=100.0, model="small"):
+    return PeerView(name, Span(start, end), decode_units_per_s=speed, draft_model=model)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "speed", "first"),
+    [
+        ("auto", 85.0, "guesser"),
+        ("small", 85.0, "guesser"),
+        ("auto", 20.0, "plain"),
+        ("other", 85.0, "plain"),
+        ("lookup", 85.0, "plain"),
+        ("", 85.0, "plain"),
+    ],
+)
+def test_a_first_hop_with_the_wanted_draft_model_may_be_a_little_slower(proposer, speed, first):
+    view = View(4, (peer("plain", 0, 3), guesser("guesser", 0, 3, speed), peer("last", 3, 4)))
+    assert find_route(view, size=SessionSize(1, 100, proposer)).hops[0].peer == first
+
+
+def test_only_the_first_hop_is_chosen_for_its_draft_model():
+    view = View(4, (peer("first", 0, 2), guesser("guesser", 2, 4, 85.0), peer("plain", 2, 4)))
+    assert hops_of(find_route(view, size=SessionSize(1, 100, "auto"))) == [("first", 0, 2), ("plain", 2, 4)]
+
+
 def of_group(name, start, end, group, speed=100.0):
     return PeerView(name, Span(start, end), decode_units_per_s=speed, group=group)
 

@@ -62,16 +62,20 @@ def test_forced_tokens_go_ahead_without_a_budget_and_before_other_guesses() -> N
         def turn(self, took_s: float) -> None: ...
 
     counts: Counter[tuple[str, str]] = Counter()
-    lead = DraftLead(LookupDrafter(), NoBudget(), most=3, begin=0, clock=lambda: 0.0, counts=counts)
+    lead = DraftLead(LookupDrafter(), NoBudget(), most=3, begin=0, clock=lambda: 0.0, counts=[counts])
+
+    def proposed() -> list[int]:
+        return [guess.id for guess in lead.propose(100)]
+
     lead.know([9, 8, 9, 8])
     lead.heard(3)
     lead.foresee(5, (1, 2, 3, 4, 5))
-    assert lead.propose(100) == [], "the token before them is not known yet"
+    assert proposed() == [], "the token before them is not known yet"
     lead.know([7])
-    assert lead.propose(100) == [1, 2, 3]
+    assert proposed() == [1, 2, 3]
     assert lead.judge(1)
-    assert lead.propose(100) == [4]
+    assert proposed() == [4]
     assert not lead.judge(6), "a last hop that forces what it does not draw wastes work and nothing else"
     assert counts == {("forced", ACCEPTED): 1, ("forced", WASTED): 3}
     lead.know([6])
-    assert lead.propose(100) == []
+    assert proposed() == []

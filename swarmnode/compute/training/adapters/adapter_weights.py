@@ -11,20 +11,20 @@ from torch import Tensor
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.optimizer import update_adamw
 from swarmnode.compute.training.saved_activations import is_finite
-from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
+from swarmnode.errors import CheckpointError, NotFinite
 
 VECTORS = ("weight", "exp_avg", "exp_avg_sq")
 """Vectors of an adapter's state. The state's tensors are their parts, named "weight/NAME" and so on."""
 STEP = "step"
 """Name of the number of updates (int64) in a state"""
-STATE_COPIES = 2 + len(VECTORS)
-"""Numbers that an adapter's updates need for each weight: two moments, and the state before the last update"""
+MOMENTS = 2
+"""Numbers that an adapter's updates keep for each weight"""
 
 
 class AdapterWeights:
     """Trained tensors of an adapter, by name: float32 views of one vector each of weights, gradients and AdamW's moments.
 
-    `step` is the number of updates. The state before the last update is kept until the update is confirmed. `tensors` are the
+    `step` is the number of updates. `tensors` are the
     weights, and take gradients; they are written only by updates and loads. `unit` is the span's first, for errors.
     """
 
@@ -34,7 +34,6 @@ class AdapterWeights:
         self._shapes = {name: tensor.shape for name, tensor in sorted(starts.items())}
         self._weight_N = torch.empty(sum(shape.numel() for shape in self._shapes.values()), device=device)
         self._gradient_N, self._exp_avg_N, self._exp_avg_sq_N = (torch.zeros_like(self._weight_N) for _ in range(3))
-        self._before: tuple[Tensor, ...] | None = None
         self.tensors = self._views(self._weight_N)
         self.gradients = self._views(self._gradient_N)
         for name, tensor in self.tensors.items():
@@ -80,10 +79,8 @@ class AdapterWeights:
     def update(self, recipe: AdapterRecipe, learning_rate: float, factors: Mapping[str, Tensor], scale: float) -> None:
         """Update the weights by the step's gradient times `scale`, and set the sums to zero.
 
-        `factors` are matrices (R, R) that the gradients of some matrices (O, R) are multiplied with first. The state before the
-        update replaces an older one.
+        `factors` are matrices (R, R) that the gradients of some matrices (O, R) are multiplied with first.
         """
-        self._before = tuple(vector_N.clone() for vector_N in self._vectors)
         self._gradient_N.mul_(scale)
         for name, factor_RR in factors.items():
             self.gradients[name].copy_(self.gradients[name] @ factor_RR)
@@ -99,21 +96,6 @@ class AdapterWeights:
         self.step += 1
         self.discard()
 
-    def confirm(self) -> None:
-        """Forget the state before the last update."""
-        self._before = None
-
-    @torch.no_grad()
-    def undo(self) -> None:
-        """Go back to the state before the last update, with no gradient summed. Raises ProtocolError if there is none."""
-        if self._before is None:
-            raise ProtocolError(f"step {self.step} has no update to take back")
-        for vector_N, before_N in zip(self._vectors, self._before, strict=True):
-            vector_N.copy_(before_N)
-        self._before = None
-        self.step -= 1
-        self.discard()
-
     def state(self) -> dict[str, Tensor]:
         """Return weights, moments and the number of updates, by name: references, not copies."""
         named = zip(VECTORS, self._vectors, strict=True)
@@ -122,7 +104,7 @@ class AdapterWeights:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state, bit for bit, and forget gradients and the state before. Other tensors in `state` are ignored.
+        """Load a state, bit for bit, and forget gradients. Other tensors in `state` are ignored.
 
         Raises CheckpointError, changing nothing, if a tensor is missing, has another shape or dtype, or is NaN or infinite.
         """
@@ -140,5 +122,4 @@ class AdapterWeights:
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.step = int(state[STEP])
-        self._before = None
         self.discard()

@@ -11,7 +11,7 @@ from torch import Tensor
 from swarmnode.compute.model.adapters.adapter_file import PREFIX, units_of_layer
 from swarmnode.compute.model.adapters.changes import row_norms
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.adapter_weights import STATE_COPIES
+from swarmnode.compute.training.adapters.adapter_weights import MOMENTS
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.starts import PROMPT, start_of_a, start_of_prompt
 from swarmnode.compute.training.adapters.targets import target_layers
@@ -64,7 +64,7 @@ class AdapterLayers:
         return {
             Account.ADAPTERS: trained_bytes + FLOAT_BYTES * self.frozen_elements,
             Account.GRADIENTS: trained_bytes,
-            Account.OPTIMIZER: STATE_COPIES * trained_bytes,
+            Account.OPTIMIZER: MOMENTS * trained_bytes,
         }
 
     def names_in(self, start: int, end: int) -> list[str]:

@@ -284,7 +284,7 @@ class AdapterTrainer:
         return self._weights.gradient_square()
 
     def step(self, number: int, learning_rate: float, scale: float) -> None:
-        """Update the adapter by AdamW, and begin the next step. The state before is kept until `confirm` or `undo`.
+        """Update the adapter by AdamW, and begin the next step.
 
         Args:
             number: Number of updates before this one.
@@ -300,19 +300,6 @@ class AdapterTrainer:
             raise ProtocolError(f"a learning rate of {learning_rate} and a scale of {scale}: both must be from 0 on")
         self._forget_all()
         self._weights.update(self.recipe, learning_rate, self._corrections, scale)
-        self._refresh()
-
-    def confirm(self) -> None:
-        """Forget the state before the last update, which all spans have done."""
-        self._weights.confirm()
-
-    def undo(self) -> None:
-        """Take the last update back. Passes in flight and summed gradients are forgotten.
-
-        Raises ProtocolError if there is no update that was not confirmed.
-        """
-        self._forget_all()
-        self._weights.undo()
         self._refresh()
 
     def discard(self) -> None:

@@ -1,7 +1,7 @@
 // Texts that this gateway has in progress, with the machines that write them.
 
 import { fill, h, refill } from "./dom.js";
-import { pace, plural } from "./format.js";
+import { number, pace, plural } from "./format.js";
 import { KeptElements } from "./kept-elements.js";
 import { badge } from "./writers.js";
 
@@ -27,6 +27,12 @@ function showSession(row, { session, swarm }) {
     h("span", { class: "fine" }),
   ]);
   const moved = session.reroutes ? `, moved ${plural(session.reroutes, "time")}` : "";
-  const progress = `${plural(session.tokens, "token")}, ${pace(session.tokens_per_s)}${moved}`;
+  const progress = `${plural(session.tokens, "token")}, ${pace(session.tokens_per_s)}${moved}${guesses(session.drafts)}`;
   if (row.lastChild.textContent !== progress) row.lastChild.textContent = progress;
+}
+
+/** Say how many guessed tokens were right, by proposer. */
+function guesses(drafts) {
+  const told = Object.entries(drafts).map(([proposer, { drafted, accepted }]) => `${proposer} ${number(accepted)} of ${number(drafted)}`);
+  return told.length ? `; right guesses: ${told.join(", ")}` : "";
 }

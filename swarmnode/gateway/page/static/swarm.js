@@ -111,7 +111,8 @@ const writesText = (swarm) => otherTask(swarm.task) === null;
 
 /** Return the samples of the last hour, and the series that are drawn. */
 function seriesOf(samples) {
-  return { samples, tokens: samples.map((each) => each.tokens_per_s), losses: samples.map((each) => each.loss).filter((loss) => loss !== null) };
+  const [right, wrong] = ["accepted_per_s", "wasted_per_s"].map((name) => samples.map((each) => each[name]));
+  return { samples, tokens: samples.map((each) => each.tokens_per_s), guesses: { right, all: right.map((count, at) => count + wrong[at]) }, losses: samples.map((each) => each.loss).filter((loss) => loss !== null) };
 }
 
 function showHead(element, swarm) {
@@ -143,10 +144,14 @@ function figures(swarm, history) {
   return swarm.mode === "train" ? [...shown, ...training(swarm, history)] : shown;
 }
 
-function writing(busy, { tokens }) {
+function writing(busy, { tokens, guesses }) {
+  const { right, all } = guesses;
   return [
     { title: "Texts at machines", now: number(busy), note: "a text counts at each machine that works on it" },
     { title: "Tokens per second, by this gateway", now: number(tokens.at(-1) ?? 0, 1), points: tokens.length > 1 ? tokens : null, note: "a curve of the last hour appears here" },
+    ...(all.length > 1 && Math.max(...all) > 0
+      ? [{ title: "Right guesses per second, of all", now: `${number(right.at(-1), 1)} of ${number(all.at(-1), 1)}`, points: right, above: all }]
+      : []),
   ];
 }
 

@@ -74,13 +74,11 @@ class Route:
             trainer.step(step, learning_rate, clip_factor(self.recipe.clip, norm))
 
     def train(self, steps: range, rate: float = 1e-2, data: Callable[[int], Batch] = batch_of) -> list[float]:
-        """The losses of some steps, each confirmed."""
+        """The losses of some steps."""
         losses = []
         for step in steps:
             losses.append(self.gradients(data(step)))
             self.update(step, rate)
-            for trainer in self.trainers:
-                trainer.confirm()
         return losses
 
     def weights(self) -> dict[str, Tensor]:
