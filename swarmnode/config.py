@@ -87,6 +87,8 @@ class StageConfig:
     min_holders: int = 2  # back up the states of units that fewer nodes train on other peers' disks; below 2: none
     share: float = 1.0  # largest share of the time that serving may keep the device busy
     audit_share: float = 0.03  # share of the training compute spent on recomputing replicas' microbatches
+    # Of the device's time for tuning while sessions are served; 0: no tuning; None: by the swarm
+    tune_share: float | None = None
     draft_model: str = (
         ""  # small model whose texts are guesses: folder, GGUF file or hub id; OWN: its MTP layer; empty: none
     )

@@ -41,7 +41,7 @@ GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
         **places("host", "host create quantize bootstrap"),
         **{name: CommandPlace("host.members") for name in ("invite", "revoke", "members")},
     },
-    "Train": places("train", "train export"),
+    "Train": places("train", "train tune export"),
     "Plan and try": places("plan", "fit network plan simulate demo"),
 }
 _HIDDEN = {"hidden": True}

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Unpack
 
+    from swarmnode.client.tuning.client import TuningClient
     from swarmnode.compute.graph.layout import Layout
     from swarmnode.graph_serving.remote_module import RemoteModule
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
@@ -83,6 +84,7 @@ class SwarmClient(SwarmObserver):
         self.trust = trust
         self._files = ModelFiles(host, lambda: self.config.patience_s, most_positions=most_positions)
         self._module: asyncio.Task[RemoteModule] | None = None
+        self._tuning: TuningClient | None = None
         self._clock = host.clock.monotonic
         self._switchboard = board_of(host, SESSION_PROTOCOL, on_peer_lost=host.lost_neighbour)
         self.running: dict[str, Generation] = {}  # running generations, by trace
@@ -143,6 +145,8 @@ class SwarmClient(SwarmObserver):
         await self._claims.close()
         await self._receipts.close()
         await self._switchboard.close()
+        if self._tuning is not None:
+            await self._tuning.leave()
         if self._module is not None:
             await cancel_and_wait(self._module)
             if not self._module.cancelled() and self._module.exception() is None:
@@ -358,6 +362,14 @@ class SwarmClient(SwarmObserver):
         self._claims.show(itertools.islice(first_hops, MAX_SHOWN))
         return DirectoryRouter(self._host, self.units, span, ring=ring, trust=self.trust)
 
+    async def tuning(self) -> TuningClient:
+        """Return the client of this swarm that tunes adapters, for as long as this client is open. Raises UsageError if the swarm
+        serves no language model."""
+        if self._tuning is None:
+            client_class = await asyncio.to_thread(_import_tuning)
+            self._tuning = client_class(self._host, self.trust, self.config.patience_s)
+        return self._tuning
+
     # -- modules
 
     async def infer(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -552,6 +564,13 @@ def _import_module(folder: Path) -> tuple[type[RemoteModule], Layout]:
     from swarmnode.graph_serving.remote_module import RemoteModule
 
     return RemoteModule, Layout(read_graph(folder))
+
+
+def _import_tuning() -> type[TuningClient]:
+    """Import the client of tunings, which takes seconds as torch comes with it."""
+    from swarmnode.client.tuning.client import TuningClient
+
+    return TuningClient
 
 
 def _import_scores() -> Callable[

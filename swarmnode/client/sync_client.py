@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     import numpy as np
     from typing_extensions import Unpack
 
+    from swarmnode.client.tuning.tuned_lm import TunedCausalLM
+    from swarmnode.compute.training.adapters.recipe import AdapterRecipe
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
+    from swarmnode.tuning.client.remote_gradients import RemoteGradients
 
 T = TypeVar("T")
 
@@ -180,6 +183,37 @@ class SyncSwarm:
             UsageError: If the swarm has no language model, codec or adapter of this name.
         """
         return self.run(self._client.acausal_lm(hold_ends=hold_ends, compress=compress, adapter=adapter))
+
+    def tuned_lm(
+        self,
+        adapter: AdapterRecipe | Mapping[str, Any],
+        *,
+        rows: int = 16,
+        positions: int = 1024,
+        compress: str = "none",
+    ) -> TunedCausalLM:
+        """Return a new adapter of the swarm's model as a torch module, which trains in a loop of yours or under a Trainer.
+
+        Args:
+            adapter: Recipe of the adapter, or its fields, such as {"method": "lora", "rank": 16}.
+            rows: Most rows of a microbatch.
+            positions: Most tokens of a row.
+            compress: Codec of activations and gradients between machines.
+
+        Raises:
+            UsageError: If the swarm serves no language model, or it cannot have such an adapter.
+            NoRoute, Busy: If no machines tune within the client's patience.
+        """
+        from swarmnode.client.tuning.tuned_lm import TunedCausalLM
+        from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+
+        recipe = adapter if isinstance(adapter, AdapterRecipe) else AdapterRecipe(**adapter)
+
+        async def opened() -> RemoteGradients:
+            tuning = await self._client.tuning()
+            return await tuning.gradients(recipe, rows=rows, positions=positions, compress=compress)
+
+        return TunedCausalLM(self.run, self.run(opened()), recipe, None, self._client.manifest.name)
 
     def close(self) -> None:
         """Leave the swarm and end the thread. A second call does nothing."""

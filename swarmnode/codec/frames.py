@@ -100,6 +100,20 @@ class FrameKind(IntEnum):
     BACK_UP = 82
     INFER = 96
     INFERRED = 97
+    OPEN_ADAPTER = 112
+    ADAPTER_OPENED = 113
+    JOIN_ADAPTER = 114
+    TUNE_INPUT = 115
+    TUNE_LABELS = 116
+    TUNE_GRADIENT = 117
+    TUNE_LOSS = 118
+    TUNE_COUNTED = 119
+    GATHER = 120
+    GATHERED = 121
+    UPDATE = 122
+    UPDATED = 123
+    GET_ADAPTER = 124
+    ADAPTER_PIECE = 125
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):

@@ -61,6 +61,7 @@ from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
 from swarmnode.codec.training_fields import check_route, check_rules
 from swarmnode.codec.training_messages import TRAINING_BODIES
+from swarmnode.codec.tuning_messages import TUNING_BODIES
 from swarmnode.errors import ProtocolError
 
 PROOF_BYTES = 32
@@ -426,6 +427,7 @@ BODIES: dict[FrameKind, type[Body]] = {
     **SPOT_CHECK_BODIES,
     **STATE_BODIES,
     **INFERENCE_BODIES,
+    **TUNING_BODIES,
 }
 KIND_OF: dict[type[Body], FrameKind] = {body: kind for kind, body in BODIES.items()}
 

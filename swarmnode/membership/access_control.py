@@ -55,6 +55,7 @@ ANSWERS = {
     "session": Role.VOLUNTEER,
     "audit": Role.VOLUNTEER,
     "train": Role.VOLUNTEER,
+    "tune": Role.VOLUNTEER,
     "spot-check": Role.VOLUNTEER,
     "state": Role.VOLUNTEER,
     "probe": Role.VOLUNTEER,

@@ -94,6 +94,9 @@ EXPERTS = _counter(
     "span",
     "by",
 )
+# Tuning: of a stage that lends itself to adapters of others
+TUNED_ADAPTERS = _gauge("tuned_adapters", "Adapters of other peers that are being tuned here.", "span")
+TUNING_SECONDS = _counter("tuning_seconds", "Time in which the device tuned adapters of other peers.", "span")
 
 # Work that clients sign receipts for
 ANSWERS = _counter("answers", "Texts (passes of a module) that this node has worked on for others than its owner.")

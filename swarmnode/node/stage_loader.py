@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from swarmnode.checkpoints.shared_states import SharedStates
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.measuring.hardware import Workplace
+    from swarmnode.serving.serving_stage import ServingStage
     from swarmnode.serving.span_part import KeptSpan
     from swarmnode.weights.weights import Weights
 
@@ -60,7 +61,7 @@ class StageLoader:
         """Return a stage that serves `kept` again: layers whose weights were kept in memory during a pause."""
         from swarmnode.serving.serving_stage import ServingStage
 
-        return await ServingStage.take_up(self.place, kept)
+        return await self._with_tuning(await ServingStage.take_up(self.place, kept))
 
     async def _fetch(self, span: Span) -> Checkpoint:
         """Fetch the weights of `span`. Meanwhile prepare the hardware for serving."""
@@ -88,7 +89,7 @@ class StageLoader:
         place = self.place
         if place.hardware.mtp and span.end == checkpoint.units and not await self._fetch_mtp(checkpoint, span):
             place = replace(place, hardware=replace(place.hardware, mtp=False))
-        return await ServingStage.load(place, checkpoint, span)
+        return await self._with_tuning(await ServingStage.load(place, checkpoint, span))
 
     async def _fetch_mtp(self, checkpoint: Checkpoint, span: Span) -> bool:
         """Fetch the model's own prediction layer. Returns False, after a warning, if no peer has it."""
@@ -98,6 +99,13 @@ class StageLoader:
         if not found:
             log.warning("no peer has the prediction layer (MTP): this node guesses nothing with it")
         return found
+
+    async def _with_tuning(self, serving: ServingStage) -> Stage:
+        """Return the stage with a tuning server beside it, if the owner of this node lends a share for tuning."""
+        from swarmnode.tuning.stage import TuningStage, tune_share
+
+        share = tune_share(self.place.hardware.config.tune_share, self.place.host.swarm.manifest)
+        return await TuningStage.beside(self.place, serving, share) if share else serving
 
     async def _train(self, checkpoint: Checkpoint, span: Span) -> Stage:
         from swarmnode.training.worker.training_worker import TrainingWorker

@@ -29,6 +29,7 @@ from swarmnode.codec import (
     tensors,
     training_fields,
     training_messages,
+    tuning_messages,
 )
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
@@ -61,6 +62,7 @@ MODULES = (
         state_messages,
         training_fields,
         tensors,
+        tuning_messages,
     ),
     *(
         adapter_record,
@@ -213,6 +215,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
     }
     imported |= {f"spot_check_messages.MAX_{name}" for name in ("MASK_BYTES", "UNITS", "VALUES")}
     imported |= {"manifest.MAX_ADAPTER_CHARS"}
+    imported |= {f"tuning_messages.MAX_{name}" for name in ("MASK_BYTES", "ROWS", "VALUES")}
     imported |= {f"adapter_record.MAX_ADAPTER_{name}" for name in ("CHARS", "RECORD_BYTES")}
     imported |= {f"adapter_record.MAX_{name}" for name in ("CONFIG_BYTES", "WEIGHTS_BYTES", "SKEW_S")}
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
@@ -253,6 +256,7 @@ PAGES = {
         "records",
     ),
     **{NAMES[body]: "training" for body in (*training_messages.TRAINING_BODIES.values(), *PARTS) if body in NAMES},
+    **{NAMES[body]: "tuning" for body in tuning_messages.TUNING_BODIES.values()},
     **{NAMES[body]: "training" for body in spot_check_messages.SPOT_CHECK_BODIES.values()},
     **dict.fromkeys(
         (

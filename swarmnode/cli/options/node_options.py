@@ -165,6 +165,12 @@ class NodeOptions:
         metavar="SHARE",
         parse=partial(parse_share, zero=True),
     )
+    tune_share: float | None = option(
+        None,
+        "Tune adapters of others for this share of the time while texts are served; default: 30% in private swarms, else 0%.",
+        metavar="SHARE",
+        parse=partial(parse_share, zero=True),
+    )
     span: Span | None = option(
         None,
         "Hold layers A to B-1 (0: a language model's embedding); default: what the swarm needs most.",

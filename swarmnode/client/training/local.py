@@ -114,11 +114,19 @@ async def _founded(swarm: Swarm, home: Path, patience_s: float) -> tuple[Manifes
     """Return the manifest and the folder with all files: the founder's own folder if it is here, else files from peers."""
     if swarm.manifest is not None:
         check_trains(swarm.manifest)
-        if swarm.checkpoint is not None and swarm.checkpoint.is_dir():
-            await asyncio.to_thread(_verify, swarm.manifest, swarm.checkpoint)
-            return swarm.manifest, swarm.checkpoint
+    folder = await founders_folder(swarm)
+    if folder is not None and swarm.manifest is not None:
+        return swarm.manifest, folder
     async with await TrainingClient.join(swarm, home, patience_s=patience_s) as client:
         return client.manifest, await client.founded()
+
+
+async def founders_folder(swarm: Swarm) -> Path | None:
+    """Return the folder that the swarm was founded on; None if it is not here. Raises CheckpointError if a file has changed."""
+    if swarm.manifest is None or swarm.checkpoint is None or not swarm.checkpoint.is_dir():
+        return None
+    await asyncio.to_thread(_verify, swarm.manifest, swarm.checkpoint)
+    return swarm.checkpoint
 
 
 def _verify(manifest: Manifest, folder: Path) -> None:

@@ -56,13 +56,29 @@ def prepare(
         run, batches = _for_text(manifest, folder, data, settings, rules, begins=begins)
     else:
         run, batches = _for_graph(folder, data, settings, rules)
+    run = _completed(run, batches, rules)
+    if not run.weight_decay:
+        run = _without_recipe(run) or run  # so that machines of earlier versions can take part
+        check_run(run)
+    return run, batches
+
+
+def prepare_text(manifest: Manifest, folder: Path, data: Path, settings: Run, rules: DataRules) -> Prepared:
+    """Read the data for an adapter of the language model whose config and tokenizer are in `folder`, and complete the settings.
+
+    Raises UsageError if model, data and settings do not fit.
+    """
+    run, batches = _for_text(manifest, folder, data, settings, rules, begins=True)
+    return _completed(run, batches, rules), batches
+
+
+def _completed(run: Run, batches: Batches, rules: DataRules) -> Run:
+    """Return a run with the fingerprint of its data, and the steps of its epochs. Raises UsageError if it is not valid."""
     samples = batches.samples(run)  # raises if there is not one sample
     steps = steps_of(rules.epochs, samples, run.batch) if rules.epochs else run.steps
     run = msgspec.structs.replace(run, data=batches.fingerprint, steps=steps)
-    if not run.weight_decay:
-        run = _without_recipe(run) or run  # so that machines of earlier versions can take part
     check_run(run)
-    return run, batches
+    return run
 
 
 def _without_recipe(run: Run) -> Run | None:

@@ -117,6 +117,7 @@ class Announcement(Signable, frozen=True):
     drafts: Annotated[int, Meta(ge=0, le=MAX_ANNOUNCED_DRAFTS)] = 0  # most guesses in flight that it takes of a session
     pair_units_per_s: Figure = 0.0  # one position of a step of two, which a guess makes of a decode step
     draft_model: Annotated[str, Meta(max_length=MAX_DRAFT_MODEL_CHARS)] = ""  # name of the model that it guesses with
+    tune_percent: Annotated[int, Meta(ge=0, le=100)] = 0  # of its time for tuning adapters of others; 0: it takes none
 
     def rules(self) -> dict[str, bool]:
         texts = (self.peer, self.name, self.device, self.number_format, self.draft_model, *self.addresses)

@@ -87,6 +87,13 @@ class ServingLoad(Section, frozen=True, kw_only=True):
     draft_model: str | UnsetType = UNSET
 
 
+class TuningOffer(Section, frozen=True, kw_only=True):
+    """Section of an announcement with the share of its time that the peer lends to tuning adapters, in percent. Filled by the
+    tuning stage."""
+
+    tune_percent: int | UnsetType = UNSET
+
+
 class TrainingNews(Section, frozen=True, kw_only=True):
     """Section of an announcement with the step, load and codecs of the training. Filled by the training worker."""
 
@@ -119,7 +126,18 @@ class Hearsay(Section, frozen=True, kw_only=True):
     unit_us: dict[bytes, int] | UnsetType = UNSET
 
 
-SECTIONS = (Introduction, Place, Machine, WorkSpeeds, ServingLoad, TrainingNews, DiskOffer, PathNews, Hearsay)
+SECTIONS = (
+    Introduction,
+    Place,
+    Machine,
+    WorkSpeeds,
+    ServingLoad,
+    TuningOffer,
+    TrainingNews,
+    DiskOffer,
+    PathNews,
+    Hearsay,
+)
 
 
 def said(sections: Iterable[Section]) -> dict[str, Any]:

@@ -33,7 +33,8 @@ class AdapterLayers:
 
     def __init__(self, span: ModelSpan, recipe: AdapterRecipe) -> None:
         self.span, self.recipe = span, recipe
-        self.sizes = target_layers(span.model, recipe)
+        found = target_layers(span.model, recipe)
+        self.sizes = {layer: sizes for layer, sizes in found.items() if self._is_here(layer)}
         self.trained: Shapes = {}
         self.frozen: Shapes = {}
         for layer, (inputs, outputs) in self.sizes.items():
@@ -69,6 +70,10 @@ class AdapterLayers:
     def names_in(self, start: int, end: int) -> list[str]:
         """Return the names of the trained tensors in units [start, end)."""
         return [name for name in self.trained if start <= self._unit(name) < end]
+
+    def _is_here(self, layer: str) -> bool:
+        """Return whether a layer is one of the span's units: its model may hold more than a narrowed span."""
+        return self.span.start <= units_of_layer(self.span.family, layer)[0] < self.span.end
 
     def _unit(self, name: str) -> int:
         if name == PROMPT:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.training.adapters.activation_size import ActivationSize, KeptStorage
-from swarmnode.compute.training.adapters.adapter_weights import AdapterWeights
+from swarmnode.compute.training.adapters.adapter_weights import VECTORS, AdapterWeights
 from swarmnode.compute.training.adapters.labelled_positions import LabelledPositions
 from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, AdapterLayers, file_name
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
@@ -312,6 +312,10 @@ class AdapterTrainer:
     def state(self) -> dict[str, Tensor]:
         """Return the trained tensors, their moments and the number of updates: references, which the next update changes."""
         return self._weights.state()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the step's sums of gradients, by the names that `state` has for the weights: references."""
+        return {f"{VECTORS[0]}/{name}": gradient for name, gradient in self._weights.gradients.items()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load a state bit for bit; tensors of other spans in it are ignored. Passes in flight are forgotten.

@@ -1,0 +1,230 @@
+"""Command `swarmnode tune`: tune an adapter on the machines of a swarm that serves a model, or in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from swarmnode.cli.options.asking import TRUST, patience_option
+from swarmnode.cli.options.metrics import MetricsOptions
+from swarmnode.cli.options.swarm import SWARM, open_swarm
+from swarmnode.cli.train.data import DataOptions
+from swarmnode.cli.train.train import RecordOptions
+from swarmnode.config import SCHEDULES_BY_NAME
+from swarmnode.counting import counted
+from swarmnode.errors import UsageError
+from swarmnode.terminal.console import HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.option import option, path_option
+
+if TYPE_CHECKING:
+    from swarmnode.client.tuning.job import TunedAdapter, TuneSettings
+    from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+    from swarmnode.swarm.peers.standing import Trust
+    from swarmnode.swarm.records.run import Run
+    from swarmnode.swarm.storage.swarmfile import Swarm
+    from swarmnode.terminal.training_view import TrainingView
+
+METHODS = ("lora", "lora-fa", "dora", "prompt")
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """Options of the adapter. Each is the field of AdapterRecipe with the same name, except `targets`."""
+
+    method: str = option(
+        "lora",
+        "lora-fa trains one of LoRA's two matrices and keeps less in memory; dora also trains magnitudes; prompt trains a "
+        "soft prompt.",
+        choices=METHODS,
+    )
+    rank: int = option(16, "Rank of the adapter's matrices.")
+    alpha: float = option(32.0, "Factor of the adapter, divided by the rank.")
+    rslora: bool = option(False, "Divide --alpha by the root of the rank.", "--rslora")
+    targets: list[str] = option(
+        [], "Linear layers to change, by their names' ends, as q_proj; default: all. Repeatable.", metavar="NAME"
+    )
+    prompt_tokens: int = option(16, "With --method prompt: tokens of the soft prompt.")
+
+    def recipe(self, steps: TuneSteps) -> AdapterRecipe:
+        """Return the recipe of the adapter. Raises UsageError if an option is out of its bounds."""
+        from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+
+        fields = dataclasses.asdict(self)
+        targets: Sequence[str] = fields.pop("targets")
+        return AdapterRecipe(
+            **fields,
+            targets=ALL_LINEAR if not targets or ALL_LINEAR in targets else tuple(targets),
+            seed=steps.seed,
+            weight_decay=steps.weight_decay,
+            clip=steps.clip,
+        )
+
+
+@dataclass(frozen=True)
+class TuneSteps:
+    """Options of the steps. Each is the field of Run with the same name; `schedule` is the recipe's."""
+
+    steps: int = option(0, "Updates in the whole run.", show_default=False)
+    batch: int = option(16, "Samples per step.")
+    microbatch: int = option(0, "Samples that are computed together; default: 4.", show_default=False)
+    sequence: int = option(0, "Tokens per sample; default: 128.", show_default=False)
+    learning_rate: float = option(2e-4, "Highest learning rate.", "--lr")
+    schedule: str = option("cosine", "Learning rate after the warm-up.", metavar="|".join(SCHEDULES_BY_NAME))
+    warmup_steps: int = option(0, "Steps during which the learning rate rises.", "--warmup")
+    clip: float = option(1.0, "Largest norm of the whole gradient; 0 turns clipping off.")
+    weight_decay: float = option(0.0, "Weight decay of the adapter.")
+    seed: int = option(0, "Seed of the adapter's start and of the order of samples.")
+    checkpoint_steps: int = option(
+        20, "Fetch the adapter's state every this many steps; a lost machine costs at most these."
+    )
+
+    def run(self) -> Run:
+        """Return the settings of a run. Steps of 0, which follow from the epochs, are 1. Raises UsageError."""
+        from swarmnode.client.training.preparation import NO_DATA
+        from swarmnode.swarm.records.recipe import RECIPE, Recipe
+        from swarmnode.swarm.records.run import Run
+
+        fields = {**dataclasses.asdict(self), "steps": self.steps or 1, "schedule": RECIPE}
+        return Run(data=NO_DATA, recipe=Recipe(self.schedule, groups=()), **fields)
+
+
+@dataclass(frozen=True)
+class TuneAlone:
+    """Options of a tuning inside this process."""
+
+    local: bool = option(False, "Tune in this process instead, for comparison.")
+    threads: int = option(0, "With --local: CPU threads; default: all.", show_default=False)
+
+
+@dataclass(frozen=True)
+class TuneOutput:
+    """Options of the output, and of the values on their way between machines."""
+
+    out: Path | None = path_option("Write the adapter there, as peft does; its state is kept beside it.", metavar="DIR")
+    force: bool = option(False, "Replace an adapter in --out.")
+    window: int = option(4, "Microbatches in flight at once.", min=1, max=64)
+    codec: str = option(
+        "none", "How values between machines are encoded.", choices=("none", "bf16", "fp16", "int8", "int4")
+    )
+
+    @property
+    def folder(self) -> Path:
+        """Folder for the adapter. Raises UsageError if it is not given."""
+        if self.out is None:
+            raise UsageError("where shall the adapter go? Give --out with a folder")
+        return self.out.absolute()
+
+
+@command
+def tune(
+    *,
+    swarm: str = SWARM,
+    source: DataOptions,
+    adapter: AdapterOptions,
+    steps: TuneSteps,
+    output: TuneOutput,
+    alone: TuneAlone,
+    trust: Trust = TRUST,
+    records: RecordOptions,
+    patience: float = patience_option(60.0, "How long to wait for machines that tune."),
+    home: Path = HOME,
+    metrics: MetricsOptions,
+    logs: LogOptions,
+) -> None:
+    """Tune an adapter on your data with the machines of a swarm that serves the model. The result is a folder for peft.
+
+    Ctrl-C stops; the same command continues from there.
+
+    Example: swarmnode tune friends.swarm --data chats.jsonl --steps 200 --rank 16 --out ./my-adapter
+    """
+    logs.begin()
+    from swarmnode.client.training.preparation import check_early
+    from swarmnode.client.tuning.job import TuneSettings
+    from swarmnode.terminal.training_view import training_view
+
+    settings = TuneSettings(
+        source.path,
+        adapter.recipe(steps),
+        steps.run(),
+        source.rules(steps.steps),
+        output.folder,
+        window=output.window,
+        compress=output.codec,
+        force=output.force,
+    )
+    settings.check()
+    check_early(settings.data, settings.run)
+    place_of = _Place(open_swarm(swarm, home), metrics.watch(home, as_json=records.as_json), trust, patience, alone)
+    with training_view(as_json=records.as_json, log=records.log, tensorboard=records.tensorboard) as view:
+        done, stopped = _run(settings, place_of, view, source.eval_patience)
+    run = settings.run if view.run is None else view.run
+    _say_the_end(done, run.steps, settings, stopped, as_json=records.as_json)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Swarm to tune in, or to take the model from if `alone.local`."""
+
+    swarm: Swarm
+    watch: Any
+    trust: Trust
+    patience_s: float
+    alone: TuneAlone
+
+
+def _run(settings: TuneSettings, place: _Place, view: TrainingView, eval_patience: int) -> tuple[TunedAdapter, str]:
+    """Tune until the end or Ctrl-C. Returns the result, and why the tuning stopped early; empty if it did not."""
+    from swarmnode.client.training.listener import EarlyStopping, TrainerMeter
+    from swarmnode.client.tuning.client import TuningClient
+    from swarmnode.client.tuning.local import tune_here
+    from swarmnode.client.tuning.plan import TuningPlan
+    from swarmnode.terminal.tuning_text import plan_lines
+
+    watch, name = place.watch, place.swarm.name
+
+    def tell(plan: TuningPlan) -> None:
+        for line in plan_lines(plan):
+            view.note(line)
+
+    async def with_others(meter: TrainerMeter, stop: asyncio.Event) -> TunedAdapter:
+        join = TuningClient.join(place.swarm, watch.home, patience_s=place.patience_s, trust=place.trust)
+        async with await join as client, watch.over(name, lambda: [*meter.readings(), *client.readings()]):
+            return await client.tune(settings, meter, stop, tell)
+
+    async def here(meter: TrainerMeter, stop: asyncio.Event) -> TunedAdapter:
+        threads = place.alone.threads or None
+        async with watch.over(name, meter.readings):
+            return await tune_here(
+                place.swarm, watch.home, settings, meter, stop, tell, threads=threads, patience_s=place.patience_s
+            )
+
+    def feed(stop: asyncio.Event) -> Coroutine[Any, Any, TunedAdapter]:
+        view.on_failure = early.stop = stop.set  # stop the tuning if its steps cannot be shown or logged
+        return (here if place.alone.local else with_others)(TrainerMeter(early), stop)
+
+    early = EarlyStopping(view, eval_patience)
+    return run_async(feed), early.stopped
+
+
+def _say_the_end(done: TunedAdapter, steps: int, settings: TuneSettings, stopped: str, *, as_json: bool) -> None:
+    """Print the last line: on standard error if standard output is for scripts. Ends the command with exit code 1 if steps are
+    missing."""
+    lost = (
+        f" ({counted(done.steps_lost, 'step')} computed again after {counted(done.rewinds, 'fault')})"
+        if done.rewinds
+        else ""
+    )
+    if stopped:
+        say(
+            f"Stopped early after {counted(done.steps, 'step')}: {stopped}; the adapter is in {settings.out}",
+            err=as_json,
+        )
+    elif done.steps < steps:
+        fail(f"stopped after {done.steps} of {counted(steps, 'step')}{lost}; the same command continues")
+    else:
+        say(f"Done: {counted(done.steps, 'step')}{lost}; the adapter is in {settings.out}", err=as_json)

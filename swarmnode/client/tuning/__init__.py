@@ -1,0 +1,1 @@
+"""Tuning of adapters as users start it: with a swarm, or in this process."""

@@ -1,0 +1,137 @@
+"""Job of tuning one adapter: settings, data, the checkpoint on the disk, and the output, wherever the steps are computed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from swarmnode.client.training.listener import Listener
+from swarmnode.client.training.preparation import prepare_text
+from swarmnode.client.tuning.plan import TuningPlan, plan_of
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
+from swarmnode.compute.model.family import Family, family_of
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.targets import check_targets
+from swarmnode.compute.training.datasets.batches import Batches
+from swarmnode.data.rules import DataRules
+from swarmnode.errors import UsageError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.manifest import CAUSAL_LM, SERVE, Manifest
+from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.storage.small_files import check_free
+from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.tuning.client.output import write_adapter
+from swarmnode.tuning.client.saved_tuning import SavedTuning
+from swarmnode.tuning.client.tuner import AdapterRoute, AdapterTuner, RouteOpener
+
+
+@dataclass(frozen=True)
+class TuneSettings:
+    """Settings of a tuning. `run` counts steps and sizes and has the learning rate; `window` microbatches are in flight at once."""
+
+    data: Path
+    recipe: AdapterRecipe
+    run: Run
+    rules: DataRules
+    out: Path
+    window: int = 4
+    compress: str = "none"  # of values between hops
+    force: bool = False
+
+    def check(self) -> None:
+        """Raise UsageError if the output folder holds something else."""
+        check_free(self.out, force=self.force)
+
+    @property
+    def state_file(self) -> Path:
+        """File of the last checkpoint, beside the output folder."""
+        return self.out.with_name(f"{self.out.name}.tuning")
+
+
+@dataclass(frozen=True)
+class TunedAdapter:
+    """Result of a tuning: the number of steps that are done, and how many were computed again after faults."""
+
+    steps: int
+    rewinds: int
+    steps_lost: int
+
+
+def check_tunes(manifest: Manifest) -> None:
+    """Raise UsageError if the swarm serves no language model."""
+    if manifest.kind != CAUSAL_LM or manifest.mode != SERVE:
+        raise UsageError(
+            f"the swarm {manifest.name} serves no language model: adapters are tuned in a swarm that serves one; to train all "
+            "weights use `swarmnode train`"
+        )
+
+
+@dataclass(frozen=True)
+class TuningJob:
+    """Job of tuning one adapter for the model `base`. `batches` are the data, cut as `run` says."""
+
+    base: bytes  # id of the swarm
+    name: str  # of the swarm
+    family: Family
+    settings: TuneSettings
+    run: Run
+    batches: Batches
+
+    @classmethod
+    def prepare(cls, swarm: Swarm, manifest: Manifest, folder: Path, settings: TuneSettings) -> TuningJob:
+        """Read the data for the model whose config and tokenizer are in `folder`. Raises UsageError if something does not fit."""
+        check_tunes(manifest)
+        family = family_of(load_config(folder / CONFIG_FILE))
+        check_targets(family, settings.recipe)
+        run, batches = prepare_text(manifest, folder, settings.data, settings.run, settings.rules)
+        return cls(swarm.id, manifest.name, family, settings, run, batches)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows of a microbatch, and positions of a row with the soft prompt."""
+        recipe = self.settings.recipe
+        prompt = recipe.prompt_tokens if recipe.method == "prompt" else 0
+        return self.run.microbatch, self.run.sequence + prompt
+
+    async def run_on(
+        self,
+        routes: RouteOpener,
+        listener: Listener,
+        stop: asyncio.Event,
+        on_plan: Callable[[TuningPlan], None],
+        peers: Callable[[], Mapping[PeerId, Announcement]],
+        clock: Callable[[], float],
+    ) -> TunedAdapter:
+        """Go on from the checkpoint, if there is one, until the run is over or `stop` is set. The output is written at the end.
+
+        Raises UsageError if the checkpoint is of another job, NotFinite, NoRoute, Busy, LocalError if the disk is full.
+        """
+        settings, run = self.settings, self.run
+        saved = SavedTuning(settings.state_file, self.base, settings.recipe, run)
+        state = await asyncio.to_thread(saved.load)
+        listener.begun(run, self.batches.summary(run))
+
+        def opened(route: AdapterRoute) -> None:
+            on_plan(plan_of(settings.recipe, run, route.sizes, peers(), window=settings.window))
+
+        tuner = AdapterTuner(
+            routes,
+            settings.recipe,
+            run,
+            self.batches,
+            on_step=listener.step,
+            on_open=opened,
+            on_state=lambda state: asyncio.to_thread(saved.save, state),
+            clock=clock,
+            state=state,
+        )
+        steps = await tuner.tune(stop)
+        if steps == run.steps and tuner.state is not None:
+            write = partial(write_adapter, self.family, settings.recipe, tuner.state, settings.out, base=self.name)
+            await asyncio.to_thread(write)
+            settings.state_file.unlink(missing_ok=True)
+        return TunedAdapter(steps, tuner.rewinds, tuner.steps_lost)

@@ -1,0 +1,204 @@
+"""Bodies of `/swarmnode/tune/1`: tuning of adapters by the peers of a route (`protocol/tuning.md`).
+
+OPEN_ADAPTER, ADAPTER_OPENED    owner and hop; their conversation carries all but the next three
+JOIN_ADAPTER                    a hop and the next one
+TUNE_INPUT, TUNE_GRADIENT       there, and back
+TUNE_LABELS                     owner and last hop
+TUNE_LOSS, TUNE_COUNTED         reports of the last hop and the first one
+GATHER, GATHERED                the square of the gradient, before an update
+UPDATE, UPDATED                 the update itself
+GET_ADAPTER, ADAPTER_PIECE      the state of a hop's layers, in pieces; the owner also sends pieces to load
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from swarmnode.codec.body import MAX_ROWS, Body, Code, Epoch, HopIndex, SessionId, Step, Unit
+from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.training_fields import (
+    MAX_MASK_BYTES,
+    MAX_VALUES,
+    Index,
+    Norm,
+    Number,
+    Route,
+    Values,
+    check_route,
+    check_rules,
+    check_values,
+)
+
+TUNE_PROTOCOL = "/swarmnode/tune/1"
+MAX_RECIPE_BYTES = 4096
+MAX_WINDOW = 64  # microbatches in flight
+MAX_TUNED_POSITIONS = 1 << 20  # of one microbatch, all rows together
+MAX_ADAPTER_BYTES = 1 << 36  # of one hop's state
+PIECE_BYTES = 1 << 20
+
+Bytes = Annotated[int, Meta(ge=0, le=MAX_ADAPTER_BYTES)]
+
+
+class OpenAdapter(Body, frozen=True):
+    """Request to keep an adapter's weights and optimiser state for the receiver's layers of `route`.
+
+    `recipe` is the encoded AdapterRecipe. Microbatches have at most `rows` rows of `positions` tokens; at most `window` of them are
+    in flight. The adapter belongs to the sender, and ends with this conversation.
+    """
+
+    adapter: SessionId
+    epoch: Epoch
+    route: Route
+    index: HopIndex  # the receiver's place in the route
+    recipe: Annotated[bytes, Meta(min_length=1, max_length=MAX_RECIPE_BYTES)]
+    rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
+    positions: Annotated[int, Meta(ge=1, le=MAX_TUNED_POSITIONS)]
+    window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)]
+    codec: Code = 0  # of the values between hops
+
+    def check(self) -> None:
+        check_route("OPEN_ADAPTER", self.route, self.index)
+        check_rules(
+            "OPEN_ADAPTER", {"a microbatch within its bound": self.rows * self.positions <= MAX_TUNED_POSITIONS}
+        )
+
+
+class AdapterOpened(Body, frozen=True):
+    """Answer to OPEN_ADAPTER: the bytes that the hop keeps for the adapter, and those of passes in flight."""
+
+    adapter_bytes: Bytes = 0
+    pass_bytes: Bytes = 0
+
+
+class JoinAdapter(Body, frozen=True):
+    """First frame of a hop to the next one of the adapter's route. The receiver accepts it from the hop before it alone."""
+
+    adapter: SessionId
+    epoch: Epoch
+
+
+class TuneInput(Body, frozen=True):
+    """Microbatch `number` of `step` at the boundary before the receiver's layers. The payload is the values' payloads.
+
+    Without `learns` the microbatch goes forward only, for its loss.
+    """
+
+    step: Step
+    number: Index
+    values: Values
+    learns: bool = True
+
+    def check(self) -> None:
+        check_values(self.values)
+
+
+class TuneLabels(Body, frozen=True):
+    """Labels of a microbatch, for the last hop. The sum of their losses counts `share` in the step's loss."""
+
+    step: Step
+    number: Index
+    values: Values
+    share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+
+    def check(self) -> None:
+        check_values(self.values)
+
+
+class TuneGradient(Body, frozen=True):
+    """Gradients of a TUNE_INPUT's values, in order; `present` says which values have one."""
+
+    step: Step
+    number: Index
+    present: Annotated[tuple[bool, ...], Meta(max_length=MAX_VALUES)]
+    values: Values
+
+    def check(self) -> None:
+        check_rules("TUNE_GRADIENT", {"a gradient for each value that it names": sum(self.present) == len(self.values)})
+        check_values(self.values)
+
+
+class TuneLoss(Body, frozen=True):
+    """Report of the last hop to the owner: the sum of the losses of a microbatch's `labels` labels."""
+
+    step: Step
+    number: Index
+    loss: Number
+    labels: Annotated[int, Meta(ge=0, le=MAX_TUNED_POSITIONS)]
+
+
+class TuneCounted(Body, frozen=True):
+    """Report of the first hop to the owner: all hops have added the gradients of a microbatch to their sums."""
+
+    step: Step
+    number: Index
+
+
+class Gather(Body, frozen=True):
+    """Question for the square of a step's gradient, after its last microbatch."""
+
+    step: Step
+
+
+class Gathered(Body, frozen=True):
+    """Answer to GATHER: the gradient's sum of squares at the hop, and the counted microbatches as bits (little-endian)."""
+
+    step: Step
+    square: Norm
+    counted: Annotated[bytes, Meta(max_length=MAX_MASK_BYTES)]
+
+
+class Update(Body, frozen=True):
+    """Command to update the adapter with its gradient times `scale`, and to begin the next step."""
+
+    step: Step
+    learning_rate: Norm
+    scale: Norm
+
+
+class Updated(Body, frozen=True):
+    """Answer to UPDATE, and to the last piece of a state that the client sent: the hop is at the beginning of `step`."""
+
+    step: Step
+
+
+class GetAdapter(Body, frozen=True):
+    """Question for the weights and the optimiser state of the hop's layers, layer by layer, or for the sums of gradients."""
+
+    step: Step
+    gradients: bool = False
+
+
+class AdapterPiece(Body, frozen=True):
+    """Piece of the tensors of one layer, as bytes of a safetensors file of `size` bytes. `last`: of the last layer.
+
+    Sent by the hop as the answer to GET_ADAPTER; sent by the client to load a state of the beginning of `step`.
+    """
+
+    step: Step
+    unit: Unit
+    offset: Bytes
+    size: Bytes
+    last: bool = False
+
+    def check(self) -> None:
+        check_rules("ADAPTER_PIECE", {"an offset within its size": self.offset <= self.size})
+
+
+TUNING_BODIES: dict[FrameKind, type[Body]] = {
+    FrameKind.OPEN_ADAPTER: OpenAdapter,
+    FrameKind.ADAPTER_OPENED: AdapterOpened,
+    FrameKind.JOIN_ADAPTER: JoinAdapter,
+    FrameKind.TUNE_INPUT: TuneInput,
+    FrameKind.TUNE_LABELS: TuneLabels,
+    FrameKind.TUNE_GRADIENT: TuneGradient,
+    FrameKind.TUNE_LOSS: TuneLoss,
+    FrameKind.TUNE_COUNTED: TuneCounted,
+    FrameKind.GATHER: Gather,
+    FrameKind.GATHERED: Gathered,
+    FrameKind.UPDATE: Update,
+    FrameKind.UPDATED: Updated,
+    FrameKind.GET_ADAPTER: GetAdapter,
+    FrameKind.ADAPTER_PIECE: AdapterPiece,
+}

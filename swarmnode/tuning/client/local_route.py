@@ -1,0 +1,107 @@
+"""Adapter in this process: the same trainer and the same steps, without a swarm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.tuning_messages import AdapterOpened
+from swarmnode.compute.executor import Executor
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.segment import Values
+from swarmnode.errors import NetworkDown, PeerError
+from swarmnode.plan.view import Span
+from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice
+from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
+from swarmnode.tuning.pace import TuningPace
+
+HERE = "this machine"
+
+
+class LocalRoute:
+    """Adapter on a whole model in this process; see `AdapterRoute`."""
+
+    leaving = False
+
+    def __init__(self, parts: AdapterParts) -> None:
+        self._parts = parts
+
+    def __repr__(self) -> str:
+        return f"<LocalRoute {self._parts!r}>"
+
+    @property
+    def sizes(self) -> list[tuple[HopSpec, AdapterOpened]]:
+        """Bytes that the adapter takes; the only hop is this process."""
+        units = self._parts.units
+        hop = HopSpec(HERE, units.start, units.stop)
+        return [(hop, AdapterOpened(self._parts.adapter_bytes, self._parts.pass_bytes))]
+
+    async def compute(self, step: int, microbatches: Sequence[TunedMicrobatch]) -> dict[int, tuple[float, int]]:
+        """Return for each microbatch the sum of its labels' losses, and their number."""
+        found = {}
+        for one in microbatches:
+            inputs, labels = partial(_given, one.inputs), partial(_given, one.labels)
+            end = await self._parts.finish(one.number, inputs, labels, _nothing, one.share, learns=one.learns)
+            found[one.number] = end.loss, end.labels
+        return found
+
+    async def gather(self, step: int, numbers: Sequence[int]) -> float:
+        """Return the norm of the step's gradient."""
+        return math.sqrt(await self._parts.square())
+
+    async def update(self, step: int, learning_rate: float, scale: float) -> None:
+        """Update the adapter with its gradient times `scale`."""
+        await self._parts.step(step, learning_rate, scale)
+
+    async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
+        """Return the state at the beginning of `step`, or the sums of gradients in it."""
+        give = self._parts.gradients if gradients else self._parts.state
+        return AdapterState(step, {unit: await give(unit) for unit in self._parts.units})
+
+    async def load(self, state: AdapterState) -> None:
+        """Go on from a state."""
+        for unit, raw in sorted(state.layers.items()):
+            await self._parts.load(unit, raw)
+
+    async def close(self) -> None:
+        """Free the adapter."""
+        self._parts.close()
+
+
+class LocalOpener:
+    """Opener of a `LocalRoute` on a model's span, which computes on `executor`; see `RouteOpener`."""
+
+    def __init__(self, span: ModelSpan, executor: Executor, recipe: AdapterRecipe, size: tuple[int, int]) -> None:
+        self._device = TuningDevice(span, executor, TuningPace(executor, 1.0, lambda: False))
+        self._recipe = recipe
+        self._size = size
+
+    def __repr__(self) -> str:
+        return f"<LocalOpener on {self._device.span!r}>"
+
+    async def open(self, state: AdapterState | None) -> LocalRoute:
+        """Open the adapter here. Raises Full if there is no memory."""
+        span = self._device.span
+        parts = await AdapterParts.open([self._device], Span(span.start, span.end), self._recipe, HERE, self._size)
+        route = LocalRoute(parts)
+        if state is not None:
+            await route.load(state)
+        return route
+
+    def failed(self, error: PeerError | NetworkDown) -> None:
+        """Raise the error: there is no other place."""
+        raise error
+
+    def succeeded(self) -> None:
+        """Do nothing: no peer has to be forgiven."""
+
+
+def _given(values: Values) -> Values:
+    return values
+
+
+def _nothing(_gradients: object) -> None:
+    return None

@@ -1,0 +1,39 @@
+"""Output of a tuning: the weights of an adapter as a folder that peft reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.assemble import outline
+from swarmnode.compute.model.family import Family
+from swarmnode.compute.training.adapters.layers import A, file_name
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.saved_folder import save_adapter
+from swarmnode.compute.training.adapters.starts import start_of_a
+from swarmnode.compute.training.adapters.targets import target_layers
+from swarmnode.tuning.client.tuned_route import AdapterState
+
+WEIGHT = "weight/"
+"""Beginning of the names of weights in a state"""
+
+
+def adapter_tensors(family: Family, recipe: AdapterRecipe, state: AdapterState) -> dict[str, Tensor]:
+    """Return the weights of a state by the names that peft saves, with LoRA-FA's frozen matrices, which follow from the seed."""
+    found: dict[str, Tensor] = {}
+    for raw in state.layers.values():
+        tensors = safetensors.torch.load(raw)
+        found |= {name.removeprefix(WEIGHT): one for name, one in tensors.items() if name.startswith(WEIGHT)}
+    if recipe.method == "lora-fa":
+        model = outline(family, 0, family.units, dtype=torch.float32)
+        for layer, (inputs, _) in target_layers(model, recipe).items():
+            found[f"{layer}.{A}"] = start_of_a(recipe.seed, layer, recipe.rank, inputs)
+    return {file_name(name): tensor for name, tensor in sorted(found.items())}
+
+
+def write_adapter(family: Family, recipe: AdapterRecipe, state: AdapterState, out: Path, *, base: str) -> None:
+    """Write an adapter of the model named `base` into the folder `out`. Raises LocalError if it cannot be written."""
+    save_adapter(out, recipe, adapter_tensors(family, recipe, state), base=base)

@@ -1,0 +1,154 @@
+"""Routes of a swarm for an adapter: found by the router, opened at their hops, and judged after faults."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from swarmnode.codec.body import SESSION_ID_BYTES, HopSpec
+from swarmnode.codec.tuning_messages import OpenAdapter
+from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, NotFinite, PeerError, PeerRefused, UsageError
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.serving.client.blame import Blame, Verdict
+from swarmnode.serving.client.router import Router
+from swarmnode.tuning.client.tuned_route import AdapterState, TunedRoute
+
+AVOID_S = 1.0
+
+
+@dataclass(frozen=True)
+class AdapterRequest:
+    """Request for an adapter at every hop: its id, encoded recipe, and the sizes of its microbatches; see `OpenAdapter`."""
+
+    adapter: bytes
+    recipe: bytes
+    rows: int
+    positions: int
+    window: int
+    codec: int = 0
+
+    def to(self, route: Sequence[HopSpec], epoch: int) -> OpenAdapter:
+        """Return the message for the first hop of `route`."""
+        return OpenAdapter(
+            self.adapter,
+            epoch,
+            tuple(route),
+            0,
+            self.recipe,
+            self.rows,
+            self.positions,
+            self.window,
+            self.codec,
+        )
+
+
+class SwarmRoutes:
+    """Opener of routes through a swarm for one adapter.
+
+    `cannot_tune` returns the peers that do not lend themselves to tuning. While there is no route, `on_waiting` is called with the
+    reason.
+    """
+
+    def __init__(
+        self,
+        board: Switchboard,
+        router: Router,
+        request: AdapterRequest,
+        *,
+        cannot_tune: Callable[[], Collection[PeerId]],
+        on_waiting: Callable[[str, tuple[int, ...]], None],
+        clock: Callable[[], float],
+        patience_s: float,
+    ) -> None:
+        if len(request.adapter) != SESSION_ID_BYTES:
+            raise ValueError("an adapter's id has another length")
+        self._board = board
+        self._router = router
+        self._request = request
+        self._cannot_tune = cannot_tune
+        self._on_waiting = on_waiting
+        self._clock = clock
+        self._patience_s = patience_s
+        self._blame = Blame(clock, avoid_s=AVOID_S)
+        self._epoch = 0
+        self._route: Sequence[HopSpec] = ()
+        self._opened: TunedRoute | None = None
+        self._last: PeerError | NetworkDown | None = None
+
+    def __repr__(self) -> str:
+        return f"<SwarmRoutes at epoch {self._epoch}, {self._blame!r}>"
+
+    async def open(self, state: AdapterState | None) -> TunedRoute:
+        """Open the adapter on the best route. Raises PeerError if a hop fails, NoRoute or Busy if none is found in `patience_s`."""
+        for hop in [hop for hop in self._route if self._opened is not None and hop.peer in self._opened.leavers]:
+            self._blame.judge(hop, ErrorCode.DRAINING)
+        self._route = await self._find()
+        self._epoch += 1
+        self._opened = await TunedRoute.open(self._board, self._request.to(self._route, self._epoch), state)
+        return self._opened
+
+    async def _find(self) -> Sequence[HopSpec]:
+        deadline_s = self._clock() + self._patience_s
+        while True:
+            try:
+                avoided = self._blame.avoided | frozenset(self._cannot_tune())
+                return self._router.route(avoided, (), SessionSize())
+            except NoRoute as error:
+                left_s = deadline_s - self._clock()
+                if left_s <= 0:
+                    raise self._why(error) from self._last
+                self._on_waiting(str(error), ())
+                pardon_s = self._blame.pardon_s
+                await self._news(left_s if pardon_s is None else min(left_s, pardon_s + 0.01))
+
+    def _why(self, error: NoRoute) -> NoRoute | Busy:
+        if isinstance(self._last, PeerRefused) and self._last.code == ErrorCode.BUSY:
+            retry_s = self._last.retry_s or 1.0
+            return Busy("the machines that tune have no room at the moment; try again later", retry_s=retry_s)
+        if self._cannot_tune():
+            return NoRoute(
+                f"{error}; machines of this swarm tune only if their owners allow it (`run --tune-share 30%`)"
+            )
+        return error
+
+    async def _news(self, timeout_s: float) -> None:
+        changed = asyncio.ensure_future(self._router.changed())
+        try:
+            await asyncio.wait([changed], timeout=max(0.01, timeout_s))
+        finally:
+            changed.cancel()
+
+    def failed(self, error: PeerError | NetworkDown) -> None:
+        """Judge the hop that `error` names. Raises NotFinite or UsageError if the request fails at whichever peer computes it."""
+        self._last = error
+        hop = next((hop for hop in self._route if hop.peer == getattr(error, "peer", None)), None)
+        if hop is None:
+            self._blame.leave_out(self._route)
+            return
+        retry_s = (error.retry_s or 0.0) if isinstance(error, PeerRefused) else 0.0
+        verdict = self._blame.judge(hop, ErrorCode(error.code), retry_s=retry_s)
+        if verdict is Verdict.REQUEST:
+            raise _request_error(error, hop)
+        if verdict is Verdict.PEER:
+            self._router.suspect(hop.peer, str(error))
+
+    def succeeded(self) -> None:
+        """Forgive the peers of the route, which has finished a step, and suspect those that failed at the same work."""
+        self._last = None
+        for peer, code in self._blame.progress(self._route):
+            self._router.suspect(peer, f"it answered {code.name} to what others could compute")
+
+
+def _request_error(error: PeerError | NetworkDown, hop: HopSpec) -> NotFinite | UsageError:
+    """Return the error for a request that fails wherever it is computed."""
+    if error.code == ErrorCode.NOT_FINITE:
+        text = "the loss or a gradient is NaN or infinite wherever it is computed; lower --lr, or check the data"
+        return NotFinite(text, unit=hop.start)
+    if error.code == ErrorCode.INVALID_REQUEST:
+        return UsageError(
+            "the swarm's machines cannot tune such an adapter: check --method, --targets, --rank and --codec"
+        )
+    return UsageError(f"the tuning fails wherever it is computed; lately {error}")

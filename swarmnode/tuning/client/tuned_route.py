@@ -1,0 +1,325 @@
+"""Adapter open on a route: the owner's conversations with its hops, from `open` to `close`.
+
+The first error of any hop ends all waits here. The owner then opens the adapter on another route from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from swarmnode.codec.body import Body, HopSpec
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import End, Error, Fault
+from swarmnode.codec.tuning_messages import (
+    PIECE_BYTES,
+    AdapterOpened,
+    AdapterPiece,
+    Gather,
+    Gathered,
+    GetAdapter,
+    OpenAdapter,
+    TuneCounted,
+    TuneInput,
+    TuneLabels,
+    TuneLoss,
+    Update,
+    Updated,
+)
+from swarmnode.compress.codecs import encode_values
+from swarmnode.compute.training.segment import Values
+from swarmnode.errors import ErrorCode, NetworkDown, PeerLost, ProtocolError, refusal
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import cancel_and_wait
+
+T = TypeVar("T")
+
+FIRST_S, FLOOR_S, SLACK = 600.0, 20.0, 8.0
+"""Longest silence of all hops before the first answer; later `SLACK` times the longest one before, at least `FLOOR_S` (seconds)"""
+
+
+@dataclass(frozen=True)
+class TunedMicrobatch:
+    """Microbatch of a step. The sum of its labels' losses counts `share` in the step's loss. Without `learns` it is held out."""
+
+    number: int
+    inputs: Values
+    labels: Values
+    share: float
+    learns: bool = True
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """Weights and optimiser state of a whole adapter at the beginning of `step`: for each layer the bytes of a safetensors file."""
+
+    step: int
+    layers: Mapping[int, bytes]
+
+
+@dataclass(eq=False)
+class _Hop:
+    """Conversation with one hop, and the answers that the owner waits for."""
+
+    spec: HopSpec
+    channel: Channel
+    opened: asyncio.Future[AdapterOpened]
+    answer: asyncio.Future[Body] | None = None
+    pieces: dict[int, bytearray] = field(default_factory=dict)
+    given: asyncio.Future[dict[int, bytes]] | None = None
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Microbatch in flight: the reports on it that are `missing`."""
+
+    step: int
+    missing: set[type[Body]]
+    over: asyncio.Future[None]
+
+
+class TunedRoute:
+    """Adapter open on one route. Made by `open`, ended by `close`. `leavers` are the hops that asked to be left."""
+
+    def __init__(self, board: Switchboard, request: OpenAdapter) -> None:
+        self.request = request
+        self.leavers: set[PeerId] = set()
+        self._board = board
+        self._loop = asyncio.get_running_loop()
+        self._hops: list[_Hop] = []
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        self._losses: dict[int, tuple[float, int]] = {}
+        self._waits: dict[int, _Wait] = {}  # by microbatch
+        self._heard_s = self._loop.time()
+        self._longest_s = 0.0  # silence between two answers
+        self._answered = False
+
+    def __repr__(self) -> str:
+        peers = " ".join(f"{hop.peer[-8:]} {hop.start}:{hop.end}" for hop in self.request.route)
+        return f"<TunedRoute {peers}, epoch {self.request.epoch}>"
+
+    @classmethod
+    async def open(cls, board: Switchboard, request: OpenAdapter, state: AdapterState | None) -> TunedRoute:
+        """Open the adapter at all hops of the request's route, and load `state` if there is one.
+
+        Raises PeerLost, PeerRefused or ProtocolError with the peer that failed.
+        """
+        route = cls(board, request)
+        try:
+            for index, spec in enumerate(request.route):
+                await route._call(index, spec)
+            for hop in route._hops:
+                await route._wait(hop.opened)
+            if state is not None:
+                await route.load(state)
+        except BaseException:
+            await route.close()
+            raise
+        return route
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a hop asks to be left after the present step."""
+        return bool(self.leavers)
+
+    @property
+    def sizes(self) -> list[tuple[HopSpec, AdapterOpened]]:
+        """The hops with the bytes that each keeps."""
+        return [(hop.spec, hop.opened.result()) for hop in self._hops]
+
+    async def close(self) -> None:
+        """End the conversations: the hops free the adapter."""
+        for hop in self._hops:
+            hop.channel.close()
+        if self._failed.done() and not self._failed.cancelled():
+            self._failed.exception()  # marks it as retrieved
+        else:
+            self._failed.cancel()
+
+    # -- steps
+
+    async def compute(self, step: int, microbatches: Sequence[TunedMicrobatch]) -> dict[int, tuple[float, int]]:
+        """Have the route compute the microbatches of `step`. Returns for each the sum of its labels' losses, and their number."""
+        self._losses.clear()
+        window = asyncio.Semaphore(self.request.window)
+        feeding = [asyncio.ensure_future(self._feed(step, one, window)) for one in microbatches]
+        try:
+            for one in feeding:
+                await self._wait(one)
+        finally:
+            await cancel_and_wait(*feeding)
+        return dict(self._losses)
+
+    async def gather(self, step: int, numbers: Sequence[int]) -> float:
+        """Return the norm of the step's gradient. Raises ProtocolError if a hop counted other microbatches than `numbers`."""
+        answers = await self._ask_all(Gather(step), Gathered)
+        mask = sum(1 << number for number in numbers)
+        for hop, answer in zip(self._hops, answers, strict=True):
+            if answer.step != step or int.from_bytes(answer.counted, "little") != mask:
+                raise ProtocolError("the hop counted other microbatches", peer=hop.spec.peer)
+        return math.sqrt(math.fsum(answer.square for answer in answers))
+
+    async def update(self, step: int, learning_rate: float, scale: float) -> None:
+        """Update all hops' layers. Raises an error unless all have answered."""
+        for hop, answer in zip(
+            self._hops, await self._ask_all(Update(step, learning_rate, scale), Updated), strict=True
+        ):
+            if answer.step != step + 1:
+                raise ProtocolError("the hop is at another step", peer=hop.spec.peer)
+
+    async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
+        """Return the weights and optimiser state of all layers at the beginning of `step`, or the sums of gradients in it."""
+        layers: dict[int, bytes] = {}
+        for hop in self._hops:
+            hop.pieces.clear()
+            hop.given = self._loop.create_future()
+            hop.channel.send(GetAdapter(step, gradients))
+        for hop in self._hops:
+            assert hop.given is not None
+            layers |= await self._wait(hop.given)
+        return AdapterState(step, layers)
+
+    async def _feed(self, step: int, one: TunedMicrobatch, window: asyncio.Semaphore) -> None:
+        async with window:
+            missing: set[type[Body]] = {TuneLoss, TuneCounted} if one.learns else {TuneLoss}
+            wait = self._waits[one.number] = _Wait(step, missing, self._loop.create_future())
+            infos, payload = encode_values(one.labels)
+            self._hops[-1].channel.send(TuneLabels(step, one.number, infos, one.share), payload=payload, at_once=True)
+            infos, payload = encode_values(one.inputs)
+            self._hops[0].channel.send(TuneInput(step, one.number, infos, one.learns), payload=payload, at_once=True)
+            try:
+                await wait.over
+            finally:
+                del self._waits[one.number]
+
+    async def load(self, state: AdapterState) -> None:
+        """Go on from a state: the hops forget the sums of gradients."""
+        answers = []
+        for hop in self._hops:
+            answers.append(self._expect(hop))
+            units = [unit for unit in sorted(state.layers) if hop.spec.start <= unit < hop.spec.end]
+            for unit in units:
+                raw = state.layers[unit]
+                for offset in range(0, max(1, len(raw)), PIECE_BYTES):
+                    piece = raw[offset : offset + PIECE_BYTES]
+                    is_last = unit == units[-1] and offset + len(piece) == len(raw)
+                    body = AdapterPiece(state.step, unit, offset, len(raw), is_last)
+                    hop.channel.send(body, payload=[piece])
+                    await self._wait(hop.channel.drain())
+        for answer in answers:
+            await self._wait(answer)
+
+    # -- conversations
+
+    async def _call(self, index: int, spec: HopSpec) -> None:
+        request = msgspec.structs.replace(self.request, index=index)
+
+        def hear(frame: Frame, body: Body) -> None:
+            self._hear(index, frame.payload, body)
+
+        try:
+            channel = await self._board.call(spec.peer, hear, self._fail)
+        except NetworkDown as error:
+            raise PeerLost(str(error), peer=spec.peer) from error
+        self._hops.append(_Hop(spec, channel, self._loop.create_future()))
+        channel.send(request, at_once=True)
+
+    def _hear(self, index: int, payload: Buffer, body: Body) -> None:
+        hop, now_s = self._hops[index], self._loop.time()
+        if self._answered:
+            self._longest_s = max(self._longest_s, now_s - self._heard_s)
+        self._heard_s = now_s
+        last = len(self.request.route) - 1
+        if (isinstance(body, TuneLoss) and index == last) or (isinstance(body, TuneCounted) and index == 0):
+            self._answered = True
+            self._note(body)
+        elif isinstance(body, AdapterOpened) and not hop.opened.done():
+            hop.opened.set_result(body)
+        elif isinstance(body, AdapterPiece):
+            self._take(hop, body, payload)
+        elif isinstance(body, Fault) and body.code == ErrorCode.DRAINING and body.index == index and hop.channel.open:
+            self.leavers.add(hop.spec.peer)
+        elif isinstance(body, Fault):
+            blamed = self.request.route[min(body.index, len(self.request.route) - 1)].peer
+            self._fail(refusal(body.code, peer=blamed))
+        elif isinstance(body, Error):
+            self._fail(refusal(body.code, retry_s=body.retry_s, peer=hop.spec.peer))
+        elif isinstance(body, End):
+            self._fail(PeerLost("the hop ended the adapter", peer=hop.spec.peer))
+        elif hop.answer is not None and not hop.answer.done():
+            hop.answer.set_result(body)
+
+    def _note(self, body: TuneLoss | TuneCounted) -> None:
+        """Note a report on a microbatch, which is over once both reports are here; a held-out one has only a loss."""
+        wait = self._waits.get(body.number)
+        if wait is None or wait.step != body.step or type(body) not in wait.missing:
+            return
+        wait.missing.remove(type(body))
+        if isinstance(body, TuneLoss) and not math.isfinite(body.loss):
+            self._fail(refusal(ErrorCode.NOT_FINITE, peer=self.request.route[-1].peer))
+            return
+        if isinstance(body, TuneLoss):
+            self._losses[body.number] = body.loss, body.labels
+        if not wait.missing and not wait.over.done():
+            wait.over.set_result(None)
+
+    def _take(self, hop: _Hop, body: AdapterPiece, payload: Buffer) -> None:
+        """Take a piece of the tensors that a hop gives."""
+        held = hop.pieces.setdefault(body.unit, bytearray())
+        is_ours = hop.given is not None and not hop.given.done() and hop.spec.start <= body.unit < hop.spec.end
+        if not is_ours or body.offset != len(held) or len(held) + len(payload) > body.size:
+            self._fail(ProtocolError("a piece of a state that does not fit", peer=hop.spec.peer))
+            return
+        held += payload
+        if body.last and hop.given is not None:
+            hop.given.set_result({unit: bytes(raw) for unit, raw in hop.pieces.items()})
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _expect(self, hop: _Hop) -> asyncio.Future[Body]:
+        hop.answer = self._loop.create_future()
+        return hop.answer
+
+    async def _ask_all(self, question: Body, kind: type[T]) -> list[T]:
+        """Ask all hops, and return their answers in order. Raises ProtocolError for an answer of another kind."""
+        answers = [self._expect(hop) for hop in self._hops]
+        for hop in self._hops:
+            hop.channel.send(question, at_once=True)
+        found: list[T] = []
+        for hop, answer in zip(self._hops, answers, strict=True):
+            body = await self._wait(answer)
+            if not isinstance(body, kind):
+                raise ProtocolError(f"{type(body).__name__} is no answer", peer=hop.spec.peer)
+            found.append(body)
+        return found
+
+    async def _wait(self, work: Awaitable[T]) -> T:
+        """Wait for `work`. Raises the error of a hop that fails, or PeerLost if all hops are silent for too long."""
+        working: asyncio.Future[Any] = asyncio.ensure_future(work)
+        self._heard_s = max(self._heard_s, self._loop.time())
+        try:
+            while not working.done():
+                left_s = self._heard_s + self._patience_s - self._loop.time()
+                if left_s <= 0:
+                    raise PeerLost("no hop answers although all links are alive")
+                both: set[asyncio.Future[Any]] = {working, self._failed}
+                await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                if self._failed.done():
+                    self._failed.result()
+            result: T = working.result()
+            return result
+        finally:
+            if not working.done():
+                working.cancel()
+
+    @property
+    def _patience_s(self) -> float:
+        return max(FLOOR_S, SLACK * self._longest_s) if self._answered else FIRST_S

@@ -1,0 +1,186 @@
+"""Tuner: the steps of an adapter's training, its checkpoints, and the way back to the last one after a fault.
+
+The content of microbatch `number` of a step is a pure function of the data, the run and the two numbers. So steps that are computed
+again after a fault give what they would have given without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.tuning_messages import AdapterOpened
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.datasets.batches import Batches
+from swarmnode.compute.training.local import StepSummary
+from swarmnode.compute.training.optimizer import clip_factor
+from swarmnode.data.rows import NO_LABEL
+from swarmnode.errors import NetworkDown, PeerError
+from swarmnode.swarm.records.run import Run
+from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
+
+log = logging.getLogger(__name__)
+
+
+class AdapterRoute(Protocol):
+    """Place that computes an adapter's steps: hops of a swarm (`TunedRoute`), or this process (`LocalRoute`)."""
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a hop asks to be left after the present step."""
+
+    @property
+    def sizes(self) -> list[tuple[HopSpec, AdapterOpened]]:
+        """The hops with the bytes that each keeps."""
+
+    async def compute(self, step: int, microbatches: Sequence[TunedMicrobatch]) -> dict[int, tuple[float, int]]:
+        """Return for each microbatch the sum of its labels' losses, and their number."""
+
+    async def gather(self, step: int, numbers: Sequence[int]) -> float:
+        """Return the norm of the step's gradient, which is of the microbatches `numbers`."""
+
+    async def update(self, step: int, learning_rate: float, scale: float) -> None:
+        """Update the adapter with its gradient times `scale`."""
+
+    async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
+        """Return the state at the beginning of `step`, or the sums of gradients in it."""
+
+    async def load(self, state: AdapterState) -> None:
+        """Go on from a state, without gradients."""
+
+    async def close(self) -> None:
+        """Free the adapter."""
+
+
+class RouteOpener(Protocol):
+    """Source of routes for one adapter."""
+
+    async def open(self, state: AdapterState | None) -> AdapterRoute:
+        """Open the adapter on a route, with `state` if there is one. Raises PeerError if a hop fails, NoRoute if there is none."""
+
+    def failed(self, error: PeerError | NetworkDown) -> None:
+        """Note why the last route failed. Raises NotFinite or UsageError if no other route would help."""
+
+    def succeeded(self) -> None:
+        """Note that the last route has finished a step that none had finished before."""
+
+
+@dataclass(eq=False)
+class AdapterTuner:
+    """Trainer of one adapter. `state` is the last checkpoint, None before the first; `on_state` is called with each new one."""
+
+    opener: RouteOpener
+    recipe: AdapterRecipe
+    run: Run
+    batches: Batches
+    on_step: Callable[[StepSummary], None]
+    on_open: Callable[[AdapterRoute], None]
+    on_state: Callable[[AdapterState], Awaitable[None]]
+    clock: Callable[[], float]
+    state: AdapterState | None = None
+
+    def __post_init__(self) -> None:
+        self.rewinds = 0
+        self.steps_lost = 0  # computed again after faults
+        self._step = 0 if self.state is None else self.state.step
+        self._reported = self._step
+        self._route: AdapterRoute | None = None
+
+    def __repr__(self) -> str:
+        return f"<AdapterTuner at step {self._step} of {self.run.steps}, {self.rewinds} rewinds>"
+
+    async def tune(self, stop: asyncio.Event) -> int:
+        """Train until the run is over or `stop` is set. Returns the step of the last checkpoint.
+
+        Raises NotFinite, UsageError, NoRoute, Busy. The last checkpoint stands then.
+        """
+        try:
+            while self._saved_step < self.run.steps and not (stop.is_set() and self._saved_step == self._step):
+                try:
+                    await self._go_on(stop)
+                except (PeerError, NetworkDown) as error:
+                    await self._rewind(error)
+                    if stop.is_set():
+                        break
+        finally:
+            await self._leave()
+        return self._saved_step
+
+    @property
+    def _saved_step(self) -> int:
+        return 0 if self.state is None else self.state.step
+
+    async def _go_on(self, stop: asyncio.Event) -> None:
+        """Compute a step, unless `stop` is set, and fetch a checkpoint if one is due."""
+        if self._route is None:
+            self._route = await self.opener.open(self.state)
+            self.on_open(self._route)
+        route = self._route
+        if not stop.is_set():
+            await self._compute(route)
+        is_due = self._step % self.run.checkpoint_steps == 0 or self._step == self.run.steps
+        if is_due or route.leaving or stop.is_set():
+            self.state = await route.fetch(self._step)
+            await self.on_state(self.state)
+        if route.leaving:
+            await self._leave()
+
+    async def _compute(self, route: AdapterRoute) -> None:
+        run, step, began_s = self.run, self._step, self.clock()
+        microbatches, found = await self._pass(route)
+        learnt = [one for one in microbatches if one.learns]
+        loss = math.fsum(found[one.number][0] * one.share for one in learnt)
+        held_out = [found[one.number] for one in microbatches if not one.learns]
+        norm = await route.gather(step, [one.number for one in learnt])
+        await route.update(step, run.learning_rate_at(step), clip_factor(self.recipe.clip, norm))
+        self._step = step + 1
+        if self._step == run.steps and run.passes(run.steps):  # held-out data by the final weights
+            held_out = [*(await self._pass(route))[1].values()]
+        if self._step > self._reported:  # else the faults of a later step would be forgiven each time
+            self._reported = self._step
+            self.opener.succeeded()
+            self._report(step, loss, norm, self.clock() - began_s, held_out)
+
+    async def _pass(self, route: AdapterRoute) -> tuple[list[TunedMicrobatch], dict[int, tuple[float, int]]]:
+        """Have the route compute the microbatches of the present step. Returns them, and for each its losses and labels."""
+        numbers = self.run.passes(self._step)
+        microbatches = [await asyncio.to_thread(self._microbatch, number) for number in numbers]
+        return microbatches, await route.compute(self._step, microbatches)
+
+    def _report(self, step: int, loss: float, norm: float, step_s: float, held_out: list[tuple[float, int]]) -> None:
+        assert self._route is not None
+        tokens = self.run.batch * max(1, self.run.sequence)
+        peers = len({hop.peer for hop, _ in self._route.sizes})
+        summary = StepSummary(step, loss, step_s, tokens / max(step_s, 1e-9), peers, norm)
+        if held_out:
+            labels = sum(count for _, count in held_out)
+            summary = replace(summary, held_out_loss=math.fsum(loss for loss, _ in held_out) / max(1, labels))
+        self.on_step(summary)
+
+    def _microbatch(self, number: int) -> TunedMicrobatch:
+        """Return a microbatch of the present step, whose mean over labels counts as in a training of all weights."""
+        run = self.run
+        inputs, labels = self.batches.microbatch(self._step, number, run)
+        learns = number < run.microbatches
+        share = float(labels[1]) if learns and run.weighs_labels else 1.0
+        count = int((labels[0][:, 1:] != NO_LABEL).sum())
+        return TunedMicrobatch(number, inputs, labels[:1], share / run.microbatches / max(1, count), learns)
+
+    async def _rewind(self, error: PeerError | NetworkDown) -> None:
+        """Go back to the last checkpoint after a fault of the route."""
+        log.info("%r: %s", self, error)
+        self.rewinds += self._route is not None
+        await self._leave()
+        self.steps_lost += self._step - self._saved_step
+        self._step = self._saved_step
+        self.opener.failed(error)
+
+    async def _leave(self) -> None:
+        route, self._route = self._route, None
+        if route is not None:
+            await route.close()

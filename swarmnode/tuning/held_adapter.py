@@ -1,0 +1,410 @@
+"""Adapter that a node keeps for its owner: the hop's side of one conversation of `/swarmnode/tune/1`.
+
+The owner feeds microbatches, gathers squares, orders updates, and fetches states. The weights and the optimiser's memory live
+exactly as long as the conversation with the owner, so nothing remains on a node that its owner has lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Protocol, Union
+
+from swarmnode.codec.body import Body, HopSpec
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import End, Error, Fault
+from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.codec.tuning_messages import (
+    PIECE_BYTES,
+    AdapterOpened,
+    AdapterPiece,
+    Gather,
+    Gathered,
+    GetAdapter,
+    JoinAdapter,
+    OpenAdapter,
+    TuneCounted,
+    TuneGradient,
+    TuneInput,
+    TuneLabels,
+    TuneLoss,
+    Update,
+    Updated,
+)
+from swarmnode.compress.codecs import Encoded, decode_values, encode_values
+from swarmnode.compute.training.saved_activations import Gradients, is_finite
+from swarmnode.compute.training.segment import Values
+from swarmnode.errors import (
+    ErrorCode,
+    ExecutorDied,
+    NetworkDown,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    SwarmnodeError,
+    refusal,
+)
+from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
+from swarmnode.net.interfaces import Buffer
+from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.net.tasks import Tasks
+from swarmnode.tuning.adapter_parts import AdapterParts
+
+log = logging.getLogger(__name__)
+
+Key = tuple[int, int]
+"""(step, number) of a microbatch"""
+
+Sent = Union[tuple[tuple[bool, ...], Encoded], None]
+"""Gradients for the previous hop: which values have one, and those encoded"""
+
+
+class AdapterHost(Protocol):
+    """Interface to `TuningServer` (`server.py`): the members that an adapter uses."""
+
+    switchboard: Switchboard
+    meter: StageMeter
+
+    def ended(self, adapter: HeldAdapter) -> None:
+        """Free the place of an adapter that has ended."""
+
+    def note_pass(self, phase: str, seconds: float, adapter: HeldAdapter) -> None:
+        """Count a pass of one microbatch, which took `seconds` with its waiting."""
+
+
+class HeldAdapter:
+    """Adapter on this node, from `start` to `end`. `place` is its place among those of the node."""
+
+    def __init__(
+        self, host: AdapterHost, channel: Channel, opened: OpenAdapter, parts: AdapterParts, place: object
+    ) -> None:
+        self.opened = opened
+        self._clock = asyncio.get_running_loop().time
+        self.owner = channel.peer
+        self.ended = False
+        self.moved_s = self._clock()  # when the owner was last heard
+        self._host = host
+        self._channel = channel
+        self._parts = parts
+        self.place = place
+        self._tasks = Tasks(f"adapter of {channel.peer}", on_crash=None)
+        self._step = 0
+        self._counted = 0  # microbatches of the step, as bits
+        self._present: set[Key] = set()  # microbatches in flight
+        self._labels: dict[Key, asyncio.Future[tuple[TuneLabels, Buffer]]] = {}
+        self._answers: dict[Key, asyncio.Future[tuple[TuneGradient, Buffer]]] = {}
+        self._next: asyncio.Task[Channel] | None = None
+        self._loading = bytearray()  # the piece of a state that is incomplete
+        self._before: Channel | None = None  # from the previous hop
+        channel.on_frame = self._hear_owner
+        channel.on_lost = lambda _error: self.end()
+
+    def __repr__(self) -> str:
+        return f"<HeldAdapter {self.opened.adapter.hex()[:8]} of {self.owner} at step {self._step}, {len(self._present)} in flight>"
+
+    @property
+    def hop(self) -> HopSpec:
+        """Hop of the adapter's route that this node is."""
+        return self.opened.route[self.opened.index]
+
+    @property
+    def positions(self) -> int:
+        """Most positions of one microbatch."""
+        return self.opened.rows * self.opened.positions
+
+    @property
+    def _is_last(self) -> bool:
+        return self.opened.index + 1 == len(self.opened.route)
+
+    def start(self) -> None:
+        """Tell the owner that the adapter is open, with the bytes that it takes."""
+        parts = self._parts
+        self._channel.send(AdapterOpened(parts.adapter_bytes, self.opened.window * parts.pass_bytes))
+
+    def join(self, channel: Channel) -> None:
+        """Take microbatches from the previous hop on `channel`. A second channel replaces the first."""
+        channel.on_frame = self._hear_previous
+        channel.on_lost = lambda error: self._fail(error)
+        self._before = channel
+
+    def drain(self) -> None:
+        """Ask the owner to move the adapter to other peers; it still works here."""
+        if self._channel.open:
+            self._channel.send(Fault(self.opened.epoch, self.opened.index, ErrorCode.DRAINING))
+
+    def end(self, last: Body | None = None) -> None:
+        """End the conversation, with `last` (END by default), and free everything. Safe to call twice."""
+        if self.ended:
+            return
+        self.ended = True
+        self._channel.close(last)
+        if self._before is not None:
+            self._before.close()
+        if self._next is not None and self._next.done() and not self._next.cancelled() and not self._next.exception():
+            self._next.result().close()
+        waits: list[asyncio.Future[Any]] = [*self._labels.values(), *self._answers.values()]
+        for wait in waits:
+            wait.cancel()  # else the microbatches in flight would wait for ever
+        self._parts.close()
+        self._host.ended(self)
+
+    async def close(self) -> None:
+        """End, and wait for the running tasks."""
+        self.end(Error(ErrorCode.DRAINING))
+        await self._tasks.close()
+
+    # -- conversations
+
+    def _hear_owner(self, frame: Frame, body: Body) -> None:
+        self.moved_s = self._clock()
+        if isinstance(body, TuneInput) and self.opened.index == 0:
+            self._enter(body, frame.payload)
+        elif isinstance(body, TuneLabels) and self._is_last:
+            self._take_labels(body, frame.payload)
+        elif isinstance(body, Gather):
+            self._spawn(self._gather(body))
+        elif isinstance(body, Update):
+            self._spawn(self._update(body))
+        elif isinstance(body, GetAdapter):
+            self._spawn(self._give(body))
+        elif isinstance(body, AdapterPiece):
+            self._load(body, frame.payload)
+        elif isinstance(body, End | Error):
+            self.end()
+        else:
+            self._fail(ProtocolError(f"an unexpected {type(body).__name__}"))
+
+    def _hear_previous(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, TuneInput):
+            self._enter(body, frame.payload)
+        elif not isinstance(body, End | Error):  # the owner hears of a lost hop itself
+            self._fail(ProtocolError(f"an unexpected {type(body).__name__}"))
+
+    def _hear_next(self, frame: Frame, body: Body) -> None:
+        if isinstance(body, TuneGradient):
+            answer = self._answers.get((body.step, body.number))
+            if answer is not None and not answer.done():
+                answer.set_result((body, frame.payload))
+        elif isinstance(body, Error):
+            self._fail(refusal(ErrorCode(body.code), peer=self._next_peer))
+        elif isinstance(body, End):
+            self._fail(PeerLost("the next hop ended the adapter", peer=self._next_peer))
+
+    @property
+    def _next_peer(self) -> str:
+        return self.opened.route[self.opened.index + 1].peer
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self.ended:
+            work.close()
+            return
+        self._tasks.spawn(self._guarded(work), "step")
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`; an error of it is reported to the owner and ends the adapter."""
+        try:
+            await work
+        except (SwarmnodeError, ExecutorDied) as error:
+            self._fail(error)
+        except Exception:
+            log.exception("%r failed", self)
+            self._fail(ProtocolError("an adapter failed here", code=ErrorCode.INTERNAL))
+
+    def _fail(self, error: SwarmnodeError) -> None:
+        """End the adapter, and report the failed hop of the route and the reason to the owner."""
+        if self.ended:
+            return
+        log.info("%r: %s", self, error)
+        self._host.meter.faults[ErrorCode(error.code)] += 1
+        route, peer = self.opened.route, getattr(error, "peer", None)
+        index = next((place for place, hop in enumerate(route) if hop.peer == peer), self.opened.index)
+        self.end(Fault(self.opened.epoch, index, ErrorCode(error.code)))
+
+    # -- microbatches
+
+    def _enter(self, body: TuneInput, payload: Buffer) -> None:
+        """Begin a microbatch. A wrong step, a counted number, too many and too large microbatches end the adapter."""
+        key = (body.step, body.number)
+        is_counted = body.learns and self._counted >> body.number & 1
+        if body.step != self._step or is_counted or key in self._present:
+            self._fail(ProtocolError(f"microbatch {body.number} of step {body.step} does not belong here now"))
+        elif len(self._present) >= self.opened.window:
+            self._fail(ProtocolError("more microbatches than the window", code=ErrorCode.TOO_LARGE))
+        elif not self._fits(body):
+            self._fail(ProtocolError("a microbatch larger than those of the adapter", code=ErrorCode.TOO_LARGE))
+        else:
+            self._present.add(key)
+            self._spawn(self._pass(body, payload))
+
+    def _fits(self, body: TuneInput) -> bool:
+        """Return whether all values have at most the rows and positions that the owner asked for."""
+        opened, shapes = self.opened, [info.shape for info in body.values]
+        return bool(shapes) and all(
+            len(shape) >= 2 and shape[0] <= opened.rows and shape[1] <= opened.positions for shape in shapes
+        )
+
+    def _take_labels(self, body: TuneLabels, payload: Buffer) -> None:
+        future = self._labels_of((body.step, body.number))
+        if future.done() or len(self._labels) > self.opened.window:
+            self._fail(ProtocolError("more labels than microbatches"))
+        else:
+            future.set_result((body, payload))
+
+    def _labels_of(self, key: Key) -> asyncio.Future[tuple[TuneLabels, Buffer]]:
+        if key not in self._labels:
+            self._labels[key] = asyncio.get_running_loop().create_future()
+        return self._labels[key]
+
+    async def _pass(self, body: TuneInput, payload: Buffer) -> None:
+        """Take one microbatch there and, if it learns, back."""
+        key, number, began_s = (body.step, body.number), body.number, self._clock()
+        came = partial(self._decoded, body.values, payload, self._sender)
+        gradients: Sent = None
+        try:
+            if self._is_last:
+                gradients = await self._finish(body, came)
+            else:
+                encoded = await self._parts.forward(number, came, self._encoded, learns=body.learns)
+                self._host.note_pass(FORWARD, self._clock() - began_s, self)
+                answering = await self._send_on(body, encoded)
+                if body.learns:
+                    gradients = await self._turn(number, await answering)
+            if body.learns:
+                self._counted |= 1 << number
+        finally:
+            self._present.discard(key)
+            self._labels.pop(key, None)
+            self._answers.pop(key, None)
+            self._parts.forget(number)
+        if body.learns and not self.ended:
+            self._answer(body, gradients)
+
+    def _answer(self, body: TuneInput, gradients: Sent) -> None:
+        """Report a counted microbatch: to the owner from the first hop, else with the gradients to the previous hop."""
+        if self.opened.index == 0:
+            self._channel.send(TuneCounted(body.step, body.number), at_once=True)
+        elif self._before is not None and gradients is not None:
+            present, (infos, buffers) = gradients
+            self._before.send(TuneGradient(body.step, body.number, present, infos), payload=buffers, at_once=True)
+
+    @property
+    def _sender(self) -> str:
+        """Peer that microbatches come from: the previous hop, or the owner."""
+        return self.opened.route[self.opened.index - 1].peer if self.opened.index else self.owner
+
+    async def _finish(self, body: TuneInput, came: Callable[[], Values]) -> Sent:
+        """Compute the loss from the labels, and go back from it if the microbatch learns. The owner gets the loss."""
+        began_s = self._clock()
+        labels, payload = await self._labels_of((body.step, body.number))
+        given = partial(decode_values, labels.values, payload, "cpu")
+        end = await self._parts.finish(
+            body.number, came, given, self._encoded_gradients, labels.share, learns=body.learns
+        )
+        self._host.note_pass(BACKWARD, self._clock() - began_s, self)
+        if not self.ended:
+            report = TuneLoss(body.step, body.number, end.loss, end.labels)
+            self._channel.send(report, at_once=True)
+        return end.sent
+
+    async def _send_on(self, body: TuneInput, encoded: Encoded) -> asyncio.Future[tuple[TuneGradient, Buffer]]:
+        """Send the outputs to the next hop, and return the future of their gradients."""
+        if self._next is None:
+            self._next = self._tasks.spawn(self._call_next(), "call the next hop", awaited=True)
+        channel = await asyncio.shield(self._next)
+        answer = self._answers[body.step, body.number] = asyncio.get_running_loop().create_future()
+        channel.send(TuneInput(body.step, body.number, encoded[0], body.learns), payload=encoded[1], at_once=True)
+        return answer
+
+    async def _call_next(self) -> Channel:
+        try:
+            channel = await self._host.switchboard.call(self._next_peer, self._hear_next, self._fail)
+        except NetworkDown as error:
+            raise PeerLost(str(error), peer=self._next_peer) from error
+        if self.ended:
+            channel.close()
+            raise PeerLost("the adapter has ended")
+        channel.send(JoinAdapter(self.opened.adapter, self.opened.epoch))
+        return channel
+
+    async def _turn(self, number: int, answer: tuple[TuneGradient, Buffer]) -> Sent:
+        """Compute the gradients of the inputs from those of the outputs, which the next hop sent."""
+        (body, payload), began_s = answer, self._clock()
+
+        def came() -> Gradients:
+            flowing = iter(self._decoded(body.values, payload, self._next_peer))
+            return tuple(next(flowing) if present else None for present in body.present)
+
+        gradients = await self._parts.backward(number, came, self._encoded_gradients)
+        self._host.note_pass(BACKWARD, self._clock() - began_s, self)
+        return gradients
+
+    # on the thread of a device
+
+    def _decoded(self, infos: Sequence[TensorInfo], payload: Buffer, sender: str) -> Values:
+        """Return the values that a peer sent. Raises PeerRefused if they are NaN or infinite, ProtocolError if they do not fit."""
+        values = decode_values(infos, payload, self._parts.device)
+        if not is_finite(values):
+            raise PeerRefused(f"peer {sender} sent NaN or infinity", code=ErrorCode.NOT_FINITE, peer=sender)
+        return values
+
+    def _encoded(self, values: Values) -> Encoded:
+        return encode_values(values, Codec(self.opened.codec))
+
+    def _encoded_gradients(self, gradients: Gradients) -> Sent:
+        """Encode the gradients for the previous hop; None at the first hop, since the owner has no use for them."""
+        if self.opened.index == 0:
+            return None
+        present = tuple(one is not None for one in gradients)
+        return present, self._encoded(tuple(one for one in gradients if one is not None))
+
+    # -- steps
+
+    def _check_step(self, step: int) -> None:
+        if step != self._step or self._present:
+            raise ProtocolError(f"step {step} is not complete here: this hop is at step {self._step}")
+
+    async def _gather(self, body: Gather) -> None:
+        self._check_step(body.step)
+        square = await self._parts.square()
+        mask = self._counted.to_bytes((self._counted.bit_length() + 7) // 8, "little")
+        self._channel.send(Gathered(body.step, square, mask), at_once=True)
+
+    async def _update(self, body: Update) -> None:
+        self._check_step(body.step)
+        await self._parts.step(body.step, body.learning_rate, body.scale)
+        self._step, self._counted = body.step + 1, 0
+        self._channel.send(Updated(self._step), at_once=True)
+
+    async def _give(self, body: GetAdapter) -> None:
+        """Send the tensors of each layer in pieces."""
+        if body.step != self._step:
+            raise ProtocolError(f"this hop is at step {self._step}, not {body.step}")
+        units = self._parts.units
+        for unit in units:
+            raw = await (self._parts.gradients if body.gradients else self._parts.state)(unit)
+            for offset in range(0, max(1, len(raw)), PIECE_BYTES):
+                piece = raw[offset : offset + PIECE_BYTES]
+                is_last = unit == units[-1] and offset + len(piece) == len(raw)
+                self._channel.send(AdapterPiece(body.step, unit, offset, len(raw), is_last), payload=[piece])
+                await self._channel.drain()
+
+    def _load(self, body: AdapterPiece, payload: Buffer) -> None:
+        """Take a piece of a state. Each layer is loaded once its last piece is here."""
+        if self._present or body.offset != len(self._loading) or body.unit not in self._parts.units:
+            self._fail(ProtocolError("a piece of a state that does not belong here"))
+            return
+        if body.size > self._parts.most_state_bytes or body.offset + len(payload) > body.size:
+            self._fail(ProtocolError("a state larger than the adapter", code=ErrorCode.TOO_LARGE))
+            return
+        self._loading += payload
+        if len(self._loading) == body.size:
+            raw, self._loading = bytes(self._loading), bytearray()
+            self._spawn(self._loaded(body, raw))
+
+    async def _loaded(self, body: AdapterPiece, raw: bytes) -> None:
+        await self._parts.load(body.unit, raw)
+        if body.last:
+            self._step, self._counted = body.step, 0
+            self._channel.send(Updated(self._step), at_once=True)

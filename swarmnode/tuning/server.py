@@ -1,0 +1,232 @@
+"""Tuning server: keeps adapters of other peers on this node's layers, within quotas and the memory ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import Error
+from swarmnode.codec.tensors import SPARSE_CODECS
+from swarmnode.codec.tuning_messages import TUNE_PROTOCOL, JoinAdapter, OpenAdapter
+from swarmnode.config import ServerConfig
+from swarmnode.errors import Busy, ErrorCode, ExecutorDied, ProtocolError, UsageError
+from swarmnode.measuring.meters import TRAIN, StageMeter
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.limits.fair_share import FairShare
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.net.tasks import Tasks
+from swarmnode.peer.local_peer import LocalPeer, board_of
+from swarmnode.plan.view import Span
+from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice
+from swarmnode.tuning.held_adapter import HeldAdapter
+from swarmnode.tuning.recipe_bytes import decode_recipe
+
+ADAPTERS, ADAPTERS_OF_PEER = 16, 4
+WATCH_S = 5.0
+TUNED = (
+    "tuned "  # begins the name of an adapter in training among those of a span; no name of a swarm's adapter has spaces
+)
+
+log = logging.getLogger(__name__)
+
+
+class TuningServer:
+    """Server of one span's layers for the adapters of other peers. `start` opens it, `close` ends it.
+
+    An adapter is known by its owner's peer id, which the link has proved, and its own id. So no other peer can feed, read or update
+    it.
+    """
+
+    def __init__(
+        self, peer: LocalPeer, devices: Sequence[TuningDevice], config: ServerConfig, codecs: frozenset[int]
+    ) -> None:
+        """Create a server for layers that lie on `devices`, one after another. `codecs` are those that the swarm allows."""
+        self.draining = False
+        self._peer = peer
+        self._devices = devices
+        self._config = config
+        self._codecs = codecs - SPARSE_CODECS
+        self.span = Span(devices[0].span.start, devices[-1].span.end)
+        self._places: FairShare[object] = FairShare(ADAPTERS, of_peer=ADAPTERS_OF_PEER)
+        self._adapters: dict[tuple[PeerId, bytes], HeldAdapter] = {}
+        self._tasks = Tasks("tuning server", on_crash=peer.link_config.supervisor.ends_conversation)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._watching: asyncio.TimerHandle | None = None
+        self.meter = StageMeter(self.span, TRAIN)
+        self.switchboard = board_of(peer, TUNE_PROTOCOL, accept=self._accept, on_peer_lost=peer.lost_neighbour)
+
+    def __repr__(self) -> str:
+        return f"<TuningServer {'draining' if self.draining else 'serving'} {self.load} adapters on {self.span}>"
+
+    @property
+    def load(self) -> int:
+        """Number of adapters that are kept here."""
+        return len(self._adapters)
+
+    def readings(self) -> Readings:
+        """Yield the metrics of the passes and of the adapters."""
+        yield from self.meter.readings()
+        yield Reading(table.TUNED_ADAPTERS, self.load, (self.meter.label,))
+        yield Reading(table.TUNING_SECONDS, sum(device.pace.busy_s for device in self._devices), (self.meter.label,))
+
+    async def start(self) -> None:
+        """Start to accept adapters of other peers."""
+        await self.switchboard.start()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new adapters, ask the owners to move theirs, and wait for that, at most `timeout_s` seconds."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.finish(), timeout_s)
+
+    async def finish(self) -> None:
+        """Take no new adapters, ask the owners to move theirs, and wait until the last one has gone."""
+        self.draining = True
+        for adapter in list(self._adapters.values()):
+            adapter.drain()
+        await self._idle.wait()
+
+    def take_on(self) -> None:
+        """Accept new adapters again after draining."""
+        self.draining = False
+
+    async def close(self) -> None:
+        """End all adapters and links."""
+        self.draining = True
+        if self._watching is not None:
+            self._watching.cancel()
+        await self._tasks.close()
+        await asyncio.gather(*(adapter.close() for adapter in list(self._adapters.values())))
+        await self.switchboard.close()
+
+    # -- services for adapters
+
+    def ended(self, adapter: HeldAdapter) -> None:
+        """Free the place of an adapter that has ended."""
+        self._places.leave(adapter.place)
+        key = (adapter.owner, adapter.opened.adapter)
+        if self._adapters.get(key) is adapter:
+            del self._adapters[key]
+        if not self._adapters:
+            self._idle.set()
+
+    def note_pass(self, phase: str, seconds: float, adapter: HeldAdapter) -> None:
+        """Count a pass of one microbatch, which took `seconds` with its waiting."""
+        units = adapter.hop.end - adapter.hop.start
+        tokens = adapter.positions
+        self.meter.note_hop(phase, seconds)
+        self.meter.note_pass(phase, seconds, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
+
+    # -- incoming conversations
+
+    def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
+        if isinstance(body, OpenAdapter):
+            self._tasks.spawn(self._open_or_refuse(channel, body), "open an adapter")
+        else:
+            with self._refusing(channel):
+                self._joining(channel, body).join(channel)
+
+    @contextlib.contextmanager
+    def _refusing(self, channel: Channel) -> Iterator[None]:
+        """Answer a conversation's first frame with an error code if the `with` block raises ProtocolError, Busy or ExecutorDied."""
+        try:
+            yield
+        except (ProtocolError, Busy, ExecutorDied) as error:
+            log.info("refused an adapter of %s: %s", channel.peer, error)
+            retry_s = error.retry_s if isinstance(error, Busy) else 0.0
+            code = ErrorCode.BUSY if isinstance(error, Busy) else error.code
+            channel.close(Error(ErrorCode(code), retry_s))
+
+    async def _open_or_refuse(self, channel: Channel, body: OpenAdapter) -> None:
+        try:
+            with self._refusing(channel):
+                await self._open(channel, body)
+        except Exception:  # such as out of memory on a card
+            log.exception("an adapter of %s failed to open", channel.peer)
+            channel.close(Error(ErrorCode.INTERNAL))
+
+    async def _open(self, channel: Channel, body: OpenAdapter) -> None:
+        """Keep an adapter for the sender. A newer epoch of the same adapter replaces the older one.
+
+        Raises ProtocolError if the adapter can never be had here, Busy if there is no room now.
+        """
+        self._check(body)
+        key = (channel.peer, body.adapter)
+        older = self._adapters.get(key)
+        if older is not None and body.epoch <= older.opened.epoch:
+            raise ProtocolError("a newer epoch of this adapter is open", code=ErrorCode.STALE)
+        if older is not None:
+            older.end(Error(ErrorCode.STALE))
+        place = object()
+        self._make_place(place, channel.claimant)
+        try:
+            parts = await self._parts(body, f"{TUNED}{channel.peer[-8:]} {body.adapter.hex()} {body.epoch}")
+            if not channel.open or self.draining:
+                parts.close()
+                raise ProtocolError("the owner has gone, or this node leaves", code=ErrorCode.DRAINING)
+        except BaseException:
+            self._places.leave(place)
+            raise
+        adapter = self._adapters[key] = HeldAdapter(self, channel, body, parts, place)
+        self._idle.clear()
+        self._watch()
+        adapter.start()
+
+    def _make_place(self, place: object, claimant: Claimant) -> None:
+        """Take a place for a new adapter; the owner with most gives one up if all are taken. Raises Busy if there is none."""
+        yielding = self._places.take(place, claimant)
+        if yielding is place:
+            raise Busy("there is no place for more adapters", retry_s=self._config.retry_s)
+        for adapter in [adapter for adapter in self._adapters.values() if adapter.place is yielding]:
+            adapter.end(Error(ErrorCode.BUSY, self._config.retry_s))
+
+    async def _parts(self, body: OpenAdapter, owner: str) -> AdapterParts:
+        """Make the adapter on this node's devices. Raises ProtocolError for a recipe that does not fit the model, Full."""
+        hop = body.route[body.index]
+        try:
+            recipe = decode_recipe(body.recipe)
+            size = (body.rows, body.positions)
+            return await AdapterParts.open(self._devices, Span(hop.start, hop.end), recipe, owner, size)
+        except UsageError as error:
+            raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
+
+    def _check(self, body: OpenAdapter) -> None:
+        """Raise ProtocolError if the adapter is not for this node, or this node leaves."""
+        hop = body.route[body.index]
+        if hop.peer != self._peer.network.peer_id:
+            raise ProtocolError("the route does not lead here")
+        if self.draining:
+            raise ProtocolError("this node pauses or leaves", code=ErrorCode.DRAINING)
+        if not self.span.start <= hop.start < hop.end <= self.span.end:
+            raise ProtocolError("its layers are not here", code=ErrorCode.WRONG_SPAN)
+        if body.codec not in self._codecs:
+            raise ProtocolError("the swarm does not allow the codec", code=ErrorCode.INVALID_REQUEST)
+
+    def _joining(self, channel: Channel, body: Body) -> HeldAdapter:
+        """Return the adapter that a previous hop feeds. Raises ProtocolError if no adapter here has the sender as previous hop."""
+        if not isinstance(body, JoinAdapter):
+            raise ProtocolError("a conversation that does not begin with an adapter")
+        for (_owner, number), adapter in self._adapters.items():
+            opened = adapter.opened
+            before = opened.route[opened.index - 1].peer if opened.index else None
+            if number == body.adapter and opened.epoch == body.epoch and before == channel.peer:
+                return adapter
+        raise ProtocolError("no adapter here expects this peer", code=ErrorCode.NO_SESSION)
+
+    def _watch(self) -> None:
+        """End adapters whose owners were silent for `forgotten_s`, while there are any."""
+        if self._watching is None and self._adapters:
+            self._watching = asyncio.get_running_loop().call_later(WATCH_S, self._look)
+
+    def _look(self) -> None:
+        self._watching, since_s = None, asyncio.get_running_loop().time() - self._config.forgotten_s
+        for adapter in [adapter for adapter in self._adapters.values() if adapter.moved_s <= since_s]:
+            adapter.end(Error(ErrorCode.BUSY, self._config.retry_s))
+        self._watch()

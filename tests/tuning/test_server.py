@@ -1,0 +1,242 @@
+"""A hop's tuning server and peers that ask too much of it, or for another peer's adapter, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from swarmnode.codec.body import Body, HopSpec
+from swarmnode.codec.messages import Error, Fault
+from swarmnode.codec.tuning_messages import (
+    TUNE_PROTOCOL,
+    AdapterOpened,
+    AdapterPiece,
+    Gather,
+    Gathered,
+    GetAdapter,
+    JoinAdapter,
+    OpenAdapter,
+    TuneCounted,
+    TuneInput,
+    TuneLabels,
+    TuneLoss,
+    Update,
+    Updated,
+)
+from swarmnode.compress.codecs import encode_values
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.config import ServerConfig
+from swarmnode.errors import ErrorCode, PeerError
+from swarmnode.ledger import MemoryLedger
+from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.memory.network import FakeWorld
+from swarmnode.tuning.adapter_parts import TuningDevice
+from swarmnode.tuning.pace import TuningPace
+from swarmnode.tuning.recipe_bytes import encode_recipe
+from swarmnode.tuning.server import ADAPTERS_OF_PEER, TuningServer
+from tests.compute.inline_executor import InlineExecutor
+from tests.net.virtual import in_virtual_time
+from tests.peer.toy_peer import HELLO, ToyPeer
+from tests.tiny import TinyModel
+from tests.training.scene import Talk
+
+ID = bytes(16)
+RECIPE = AdapterRecipe(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))
+IDS = torch.arange(16).reshape(2, 8)
+ROOM = 1 << 26
+UNITS = 4
+
+
+@pytest.fixture(scope="module")
+def span(tmp_path_factory: pytest.TempPathFactory) -> ModelSpan:
+    """The whole of a tiny model: one hop is a route."""
+    tiny = TinyModel.save(tmp_path_factory.mktemp("tiny"), layers=UNITS - 2)
+    return load_span(Checkpoint(tiny.folder), 0, UNITS, check=False)
+
+
+class Scene:
+    """A server, and two peers."""
+
+    def __init__(self, span: ModelSpan) -> None:
+        world = FakeWorld(seed=1)
+        self.networks = [world.join() for _ in range(3)]
+        self.peer, *self.others = (network.peer_id for network in self.networks)
+        span.adapters.ledger = self.ledger = MemoryLedger(ROOM)
+        self.executor = InlineExecutor()
+        device = TuningDevice(span, self.executor, TuningPace(self.executor, 1.0, lambda: False))
+        config = ServerConfig(forgotten_s=60.0)
+        self.server = TuningServer(ToyPeer(self.networks[0], LinkConfig(), HELLO), [device], config, frozenset({0, 1}))
+        self.boards = [Switchboard(network, TUNE_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[1:]]
+
+    def opening(self, **changes: Any) -> OpenAdapter:
+        route = (HopSpec(self.peer, 0, UNITS),)
+        return msgspec.structs.replace(OpenAdapter(ID, 1, route, 0, encode_recipe(RECIPE), 2, 8, 2), **changes)
+
+    async def open(self, board: int = 0, **changes: Any) -> tuple[Talk, Body | PeerError]:
+        talk = await Talk.begin(self.boards[board], self.peer)
+        return talk, await talk.ask(self.opening(**changes))
+
+    @property
+    def held(self) -> int:
+        return self.ledger.used_bytes
+
+
+@asynccontextmanager
+async def scene_of(span: ModelSpan) -> AsyncIterator[Scene]:
+    scene = Scene(span)
+    await scene.server.start()
+    for network in scene.networks[1:]:
+        await network.connect(await scene.networks[0].addresses(), timeout_s=1)
+    yield scene
+    for board in scene.boards:
+        await board.close()
+    await scene.server.close()
+    await asyncio.sleep(1.0)
+    assert scene.held == 0, "nothing stays behind"
+    await scene.executor.close()
+    for network in scene.networks:
+        await network.close()
+
+
+def feed(talk: Talk, number: int = 0, *, step: int = 0, ids: torch.Tensor = IDS) -> None:
+    infos, payload = encode_values((ids,))
+    talk.send(TuneLabels(step, number, infos, 1 / 14), payload)
+    talk.send(TuneInput(step, number, infos), payload)
+
+
+async def one_step(talk: Talk) -> float:
+    """A step of one microbatch; its loss."""
+    feed(talk)
+    loss = await talk.next()
+    assert isinstance(loss, TuneLoss) and loss.labels == 14
+    assert isinstance(await talk.next(), TuneCounted)
+    gathered = await talk.ask(Gather(0))
+    assert isinstance(gathered, Gathered) and gathered.counted == b"\x01" and gathered.square > 0
+    assert await talk.ask(Update(0, 1e-2, 1.0)) == Updated(1)
+    return loss.loss
+
+
+async def state_of(talk: Talk, step: int) -> list[bytes]:
+    """The files of all layers, as the hop gives them."""
+    frames: list[AdapterPiece] = []
+    talk.send(GetAdapter(step))
+    while not frames or not frames[-1].last:
+        body = await talk.next()
+        assert isinstance(body, AdapterPiece)
+        frames.append(body)
+    return [bytes(frame.size) for frame in frames]
+
+
+@in_virtual_time
+async def test_two_peers_with_the_same_id_have_an_adapter_each(span: ModelSpan) -> None:
+    async with scene_of(span) as scene:
+        (one, first), (other, second) = await scene.open(0), await scene.open(1)
+        assert isinstance(first, AdapterOpened) and isinstance(second, AdapterOpened) and first.adapter_bytes > 0
+        loss = await one_step(one)
+        assert isinstance(await other.ask(Gather(1)), Fault), "the other one is at its own first step"
+        _, again = await scene.open(1, epoch=2)
+        assert isinstance(again, AdapterOpened)
+        later, _ = await scene.open(0, adapter=bytes([1] * 16))
+        assert await one_step(later) == loss, "what one owner trained is not in another adapter"
+        thief = await Talk.begin(scene.boards[1], scene.peer)
+        refused = await thief.ask(JoinAdapter(ID, 1))
+        assert refused == Error(ErrorCode.NO_SESSION), "only the hop before it may feed an adapter"
+
+
+BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
+    "a recipe of no method": ({"recipe": b"\x81\xa6method\xa3sft"}, ErrorCode.MALFORMED),
+    "a rank beyond all bounds": ({"recipe": b"\x81\xa4rank\xce\xff\xff\xff\xff"}, ErrorCode.MALFORMED),
+    "layers that are not here": ({"units": (0, UNITS + 1)}, ErrorCode.WRONG_SPAN),
+    "a route to another peer": ({"peer": "elsewhere"}, ErrorCode.MALFORMED),
+    "a codec that the swarm forbids": ({"codec": 3}, ErrorCode.INVALID_REQUEST),
+    "more memory than there is": ({"recipe": encode_recipe(AdapterRecipe(rank=4096))}, ErrorCode.BUSY),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@in_virtual_time
+async def test_an_adapter_that_cannot_be_had_is_refused(span: ModelSpan, name: str) -> None:
+    changes, code = BAD[name]
+    async with scene_of(span) as scene:
+        start, end = changes.get("units", (0, UNITS))
+        peer = str(changes.get("peer", scene.peer))
+        given = {key: value for key, value in changes.items() if key not in ("peer", "units")}
+        _, answer = await scene.open(route=(HopSpec(peer, start, end),), **given)
+        assert isinstance(answer, Error) and answer.code == code
+
+
+@in_virtual_time
+async def test_a_peer_has_so_many_adapters_and_no_more(span: ModelSpan) -> None:
+    async with scene_of(span) as scene:
+        for number in range(ADAPTERS_OF_PEER):
+            _, answer = await scene.open(adapter=bytes([number] * 16))
+            assert isinstance(answer, AdapterOpened)
+        _, answer = await scene.open(adapter=bytes([99] * 16))
+        assert isinstance(answer, Error) and answer.code == ErrorCode.BUSY
+        _, other = await scene.open(1)
+        assert isinstance(other, AdapterOpened), "others have their own"
+
+
+@pytest.mark.parametrize(
+    ("what", "code"),
+    [
+        ("twice", ErrorCode.MALFORMED),
+        ("another step", ErrorCode.MALFORMED),
+        ("too many", ErrorCode.TOO_LARGE),
+        ("too long", ErrorCode.TOO_LARGE),
+        ("vocabulary", ErrorCode.MALFORMED),
+        ("early update", ErrorCode.MALFORMED),
+        ("foreign state", ErrorCode.INVALID_REQUEST),
+        ("large state", ErrorCode.TOO_LARGE),
+    ],
+)
+@in_virtual_time
+async def test_an_owner_that_breaks_a_rule_loses_its_adapter(span: ModelSpan, what: str, code: ErrorCode) -> None:
+    async with scene_of(span) as scene:
+        talk, _ = await scene.open()
+        if what == "twice":
+            feed(talk)
+            assert isinstance(await talk.next(), TuneLoss) and isinstance(await talk.next(), TuneCounted)
+            feed(talk)
+        elif what == "another step":
+            feed(talk, step=1)
+        elif what == "too many":
+            infos, payload = encode_values((IDS,))
+            for number in range(3):
+                talk.send(TuneInput(0, number, infos), payload)
+        elif what == "too long":
+            feed(talk, ids=IDS.repeat(1, 2))
+        elif what == "vocabulary":
+            feed(talk, ids=IDS + (1 << 20))
+        elif what == "early update":
+            talk.send(Update(1, 1e-2, 1.0))
+        elif what == "foreign state":
+            for unit in range(UNITS):
+                talk.send(AdapterPiece(0, unit, 0, 16, unit == UNITS - 1), [bytes(16)])
+        else:
+            talk.send(AdapterPiece(0, 0, 0, 1 << 35), [bytes(16)])
+        answer = await talk.next()
+        assert isinstance(answer, Fault) and answer.code == code and answer.index == 0
+        assert scene.server.load == 0
+
+
+@in_virtual_time
+async def test_an_adapter_whose_owner_is_silent_expires(span: ModelSpan) -> None:
+    async with scene_of(span) as scene:
+        talk, _ = await scene.open()
+        await asyncio.sleep(50.0)
+        assert len(await state_of(talk, 0)) == UNITS and scene.held > 0
+        await asyncio.sleep(50.0)
+        assert scene.held > 0
+        await asyncio.sleep(20.0)
+        assert isinstance(await talk.next(), Error) and scene.server.load == 0 and scene.held == 0
