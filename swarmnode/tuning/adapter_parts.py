@@ -86,18 +86,17 @@ class AdapterParts:
         Raises Full if there is no room on a device, UsageError if the layers cannot have such an adapter.
         """
         parts: list[_Part] = []
+        used = [one for one in devices if one.span.start < units.end and units.start < one.span.end]
         try:
-            for device in devices:
-                if device.span.start < units.end and units.start < device.span.end:
-                    span = narrowed(device.span, units)
-                    make = partial(AdapterTrainer, span, recipe, name=owner)
-                    trainer = await device.executor.call(Urgency.FORWARD, make, kind="open an adapter", owner=owner)
-                    parts.append(_Part(device, trainer, sum(AdapterLayers(span, recipe).memory_bytes().values())))
+            for device in used:
+                make = partial(_make, parts, device, narrowed(device.span, units), recipe, owner)
+                await device.executor.call(Urgency.FORWARD, make, kind="open an adapter", owner=owner)
             opened = cls(parts, owner)
             opened.pass_bytes = sum([await opened._on(part, part.trainer.activation_bytes, *size) for part in parts])
         except BaseException:
-            for part in parts:
-                part.device.executor.call(Urgency.CONTROL, part.trainer.close, kind="let an adapter go", owner=owner)
+            for device in used:  # each behind a part that its thread still makes for a caller that was cancelled
+                let_go = partial(_close_on, parts, device)
+                device.executor.call(Urgency.CONTROL, let_go, kind="let an adapter go", owner=owner)
             raise
         return opened
 
@@ -113,7 +112,7 @@ class AdapterParts:
 
     @property
     def most_state_bytes(self) -> int:
-        """Upper bound of the bytes of one layer's state."""
+        """Upper bound of the bytes of a state of all layers."""
         return self.adapter_bytes + SLACK_BYTES
 
     def close(self) -> None:
@@ -233,6 +232,17 @@ def unit_of(family: Family, name: str) -> int:
 # -- on the thread of a part's device
 
 
+def _make(parts: list[_Part], device: TuningDevice, span: ModelSpan, recipe: AdapterRecipe, owner: str) -> None:
+    trainer = AdapterTrainer(span, recipe, name=owner)
+    parts.append(_Part(device, trainer, sum(AdapterLayers(span, recipe).memory_bytes().values())))
+
+
+def _close_on(parts: Sequence[_Part], device: TuningDevice) -> None:
+    for part in parts:
+        if part.device is device:
+            part.trainer.close()
+
+
 def _same(values: T) -> T:
     return values
 
@@ -278,6 +288,6 @@ def _load(part: _Part, unit: int, raw: bytes) -> None:
         part.loading |= safetensors.torch.load(raw)
         if unit == part.units[-1]:
             state, part.loading = part.loading, {}
-            part.trainer.load({name: tensor.to(part.trainer.span.device) for name, tensor in state.items()})
+            part.trainer.load(state)
     except (safetensors.SafetensorError, CheckpointError) as error:
         raise ProtocolError(f"a state that does not fit: {error}", code=ErrorCode.INVALID_REQUEST) from error

@@ -46,6 +46,7 @@ from swarmnode.errors import (
     SwarmnodeError,
     refusal,
 )
+from swarmnode.ledger import Account
 from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.switchboard import Channel, Switchboard
@@ -68,7 +69,7 @@ class AdapterHost(Protocol):
     meter: StageMeter
 
     def ended(self, adapter: HeldAdapter) -> None:
-        """Free the place of an adapter that has ended."""
+        """Free the place of an adapter that has ended, and close it."""
 
     def note_pass(self, phase: str, seconds: float, adapter: HeldAdapter) -> None:
         """Count a pass of one microbatch, which took `seconds` with its waiting."""
@@ -96,7 +97,11 @@ class HeldAdapter:
         self._labels: dict[Key, asyncio.Future[tuple[TuneLabels, Buffer]]] = {}
         self._answers: dict[Key, asyncio.Future[tuple[TuneGradient, Buffer]]] = {}
         self._next: asyncio.Task[Channel] | None = None
-        self._loading = bytearray()  # the piece of a state that is incomplete
+        self._obeys = False  # whether a command of the owner is under way
+        self._loading = bytearray()  # the file of layer `_due`, as far as it came
+        self._due = self.hop.start
+        self._loaded_bytes = 0  # of the files of the present state before it
+        self._memory = host.switchboard.ledger.count(Account.CHECKPOINTS)  # of a state that comes or goes
         self._before: Channel | None = None  # from the previous hop
         channel.on_frame = self._hear_owner
         channel.on_lost = lambda _error: self.end()
@@ -151,9 +156,9 @@ class HeldAdapter:
         self._host.ended(self)
 
     async def close(self) -> None:
-        """End, and wait for the running tasks."""
-        self.end(Error(ErrorCode.DRAINING))
+        """Cancel the tasks of an adapter that has ended, and wait for them."""
         await self._tasks.close()
+        self._memory.release()
 
     # -- conversations
 
@@ -164,11 +169,11 @@ class HeldAdapter:
         elif isinstance(body, TuneLabels) and self._is_last:
             self._take_labels(body, frame.payload)
         elif isinstance(body, Gather):
-            self._spawn(self._gather(body))
+            self._obey(self._gather(body))
         elif isinstance(body, Update):
-            self._spawn(self._update(body))
+            self._obey(self._update(body))
         elif isinstance(body, GetAdapter):
-            self._spawn(self._give(body))
+            self._obey(self._give(body))
         elif isinstance(body, AdapterPiece):
             self._load(body, frame.payload)
         elif isinstance(body, End | Error):
@@ -202,6 +207,21 @@ class HeldAdapter:
             return
         self._tasks.spawn(self._guarded(work), "step")
 
+    def _obey(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin a command. The owner awaits the answer to each one before the next, which bounds the states in memory."""
+        if self._obeys:
+            work.close()
+            self._fail(ProtocolError("a command before the answer to the last one"))
+        else:
+            self._obeys = True
+            self._spawn(self._obeyed(work))
+
+    async def _obeyed(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        finally:
+            self._obeys = False
+
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`; an error of it is reported to the owner and ends the adapter."""
         try:
@@ -232,23 +252,25 @@ class HeldAdapter:
             self._fail(ProtocolError(f"microbatch {body.number} of step {body.step} does not belong here now"))
         elif len(self._present) >= self.opened.window:
             self._fail(ProtocolError("more microbatches than the window", code=ErrorCode.TOO_LARGE))
-        elif not self._fits(body):
+        elif not self._fits(body.values):
             self._fail(ProtocolError("a microbatch larger than those of the adapter", code=ErrorCode.TOO_LARGE))
         else:
             self._present.add(key)
             self._spawn(self._pass(body, payload))
 
-    def _fits(self, body: TuneInput) -> bool:
+    def _fits(self, values: Sequence[TensorInfo]) -> bool:
         """Return whether all values have at most the rows and positions that the owner asked for."""
-        opened, shapes = self.opened, [info.shape for info in body.values]
+        opened, shapes = self.opened, [info.shape for info in values]
         return bool(shapes) and all(
             len(shape) >= 2 and shape[0] <= opened.rows and shape[1] <= opened.positions for shape in shapes
         )
 
     def _take_labels(self, body: TuneLabels, payload: Buffer) -> None:
         future = self._labels_of((body.step, body.number))
-        if future.done() or len(self._labels) > self.opened.window:
-            self._fail(ProtocolError("more labels than microbatches"))
+        if body.step != self._step or future.done() or len(self._labels) > self.opened.window:
+            self._fail(ProtocolError("more labels than microbatches, or those of another step"))
+        elif not self._fits(body.values):
+            self._fail(ProtocolError("labels larger than the adapter's microbatches", code=ErrorCode.TOO_LARGE))
         else:
             future.set_result((body, payload))
 
@@ -336,7 +358,10 @@ class HeldAdapter:
             flowing = iter(self._decoded(body.values, payload, self._next_peer))
             return tuple(next(flowing) if present else None for present in body.present)
 
-        gradients = await self._parts.backward(number, came, self._encoded_gradients)
+        try:
+            gradients = await self._parts.backward(number, came, self._encoded_gradients)
+        except ProtocolError as error:  # the gradients do not fit
+            raise ProtocolError(str(error), code=error.code, peer=error.peer or self._next_peer) from error
         self._host.note_pass(BACKWARD, self._clock() - began_s, self)
         return gradients
 
@@ -384,27 +409,37 @@ class HeldAdapter:
         units = self._parts.units
         for unit in units:
             raw = await (self._parts.gradients if body.gradients else self._parts.state)(unit)
+            self._memory.count(len(raw))
             for offset in range(0, max(1, len(raw)), PIECE_BYTES):
+                await self._channel.drain()
                 piece = raw[offset : offset + PIECE_BYTES]
                 is_last = unit == units[-1] and offset + len(piece) == len(raw)
                 self._channel.send(AdapterPiece(body.step, unit, offset, len(raw), is_last), payload=[piece])
-                await self._channel.drain()
+        self._memory.release()
 
     def _load(self, body: AdapterPiece, payload: Buffer) -> None:
-        """Take a piece of a state. Each layer is loaded once its last piece is here."""
-        if self._present or body.offset != len(self._loading) or body.unit not in self._parts.units:
+        """Take a piece of a state, whose layers come in order. Each layer is loaded once its last piece is here."""
+        came = len(self._loading) + len(payload)
+        is_over = came == body.size and body.unit == self._parts.units[-1]
+        if self._present or body.unit != self._due or body.offset != len(self._loading) or body.last != is_over:
             self._fail(ProtocolError("a piece of a state that does not belong here"))
-            return
-        if body.size > self._parts.most_state_bytes or body.offset + len(payload) > body.size:
+        elif came > body.size or self._loaded_bytes + body.size > self._parts.most_state_bytes:
             self._fail(ProtocolError("a state larger than the adapter", code=ErrorCode.TOO_LARGE))
-            return
+        else:
+            self._take(body, payload)
+
+    def _take(self, body: AdapterPiece, payload: Buffer) -> None:
+        self._memory.count(self._loaded_bytes + body.size)
         self._loading += payload
         if len(self._loading) == body.size:
             raw, self._loading = bytes(self._loading), bytearray()
+            self._loaded_bytes += len(raw)
+            self._due = self.hop.start if body.last else body.unit + 1
             self._spawn(self._loaded(body, raw))
 
     async def _loaded(self, body: AdapterPiece, raw: bytes) -> None:
         await self._parts.load(body.unit, raw)
         if body.last:
-            self._step, self._counted = body.step, 0
+            self._step, self._counted, self._loaded_bytes = body.step, 0, 0
+            self._memory.release()
             self._channel.send(Updated(self._step), at_once=True)

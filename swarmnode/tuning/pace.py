@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
+from functools import partial
 from typing import TypeVar
 
 from swarmnode.compute.executor import Executor, Urgency
@@ -16,8 +18,8 @@ class TuningPace:
     """Pace of tuning passes on one device.
 
     While `serves` returns true, the device computes one piece of a pass (a layer) at a time, and rests from tuning after each, so
-    that tuning takes `share` of the time. A session's step then waits for one piece at most. Otherwise a pass is one item of the
-    executor.
+    that tuning takes `share` of the time. Otherwise a pass goes on until a session comes. So a session's step waits for one piece
+    at most.
     """
 
     def __init__(self, executor: Executor, share: float, serves: Callable[[], bool]) -> None:
@@ -34,37 +36,29 @@ class TuningPace:
     async def run(self, urgency: Urgency, work: ByPiece[T], *, kind: str, owner: str, size: int) -> T:
         """Do all pieces of `work` on the device, and return its result. Raises ExecutorDied, and whatever the work raises."""
         while True:
-            is_shared = self._serves()
-            if not is_shared:
-                ended = await self._call(urgency, work, kind, owner, size, most=None)
-            else:
-                async with self._turn:
-                    await self._rest()
-                    ended = await self._call(urgency, work, kind, owner, size, most=1)
+            async with self._turn if self._serves() else nullcontext():
+                await self._rest()
+                ended = await self._executor.call(
+                    urgency, partial(self._timed, work), kind=kind, owner=owner, size=size
+                )
             if ended:
                 return ended[0]
-
-    async def _call(
-        self, urgency: Urgency, work: ByPiece[T], kind: str, owner: str, size: int, *, most: int | None
-    ) -> list[T]:
-        pieces = lambda: self._timed(work, most)  # noqa: E731
-        return await self._executor.call(urgency, pieces, kind=kind, owner=owner, size=size)
 
     async def _rest(self) -> None:
         wait_s = self._free_at_s - self._executor.clock()
         if wait_s > 0 and self._serves():
             await asyncio.sleep(wait_s)
 
-    def _timed(self, work: ByPiece[T], most: int | None) -> list[T]:
-        """Do at most `most` pieces on the device's thread (None: all), and note how long the device rests from tuning afterwards.
+    def _timed(self, work: ByPiece[T]) -> list[T]:
+        """Do a piece on the device's thread, and all others unless sessions run. Note how long the device then rests from tuning.
 
         Returns a list with the result; empty if the work goes on.
         """
         began_s = self._executor.began_s
         try:
-            while most is None or most > 0:
+            next(work)
+            while not self._serves():
                 next(work)
-                most = None if most is None else most - 1
             return []
         except StopIteration as ended:
             return [ended.value]

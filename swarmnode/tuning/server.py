@@ -56,7 +56,9 @@ class TuningServer:
         self.span = Span(devices[0].span.start, devices[-1].span.end)
         self._places: FairShare[object] = FairShare(ADAPTERS, of_peer=ADAPTERS_OF_PEER)
         self._adapters: dict[tuple[PeerId, bytes], HeldAdapter] = {}
+        self._opening: set[tuple[PeerId, bytes]] = set()
         self._tasks = Tasks("tuning server", on_crash=peer.link_config.supervisor.ends_conversation)
+        self._endings = Tasks("adapters that end", on_crash=peer.link_config.supervisor.ends_conversation)
         self._idle = asyncio.Event()
         self._idle.set()
         self._watching: asyncio.TimerHandle | None = None
@@ -103,7 +105,10 @@ class TuningServer:
         if self._watching is not None:
             self._watching.cancel()
         await self._tasks.close()
-        await asyncio.gather(*(adapter.close() for adapter in list(self._adapters.values())))
+        for adapter in list(self._adapters.values()):
+            adapter.end(Error(ErrorCode.DRAINING))
+        await self._endings.idle()
+        await self._endings.close()
         await self.switchboard.close()
 
     # -- services for adapters
@@ -111,6 +116,7 @@ class TuningServer:
     def ended(self, adapter: HeldAdapter) -> None:
         """Free the place of an adapter that has ended."""
         self._places.leave(adapter.place)
+        self._endings.spawn(adapter.close(), "end an adapter")
         key = (adapter.owner, adapter.opened.adapter)
         if self._adapters.get(key) is adapter:
             del self._adapters[key]
@@ -162,22 +168,36 @@ class TuningServer:
         older = self._adapters.get(key)
         if older is not None and body.epoch <= older.opened.epoch:
             raise ProtocolError("a newer epoch of this adapter is open", code=ErrorCode.STALE)
+        if key in self._opening:
+            raise Busy("this adapter is being opened", retry_s=self._config.retry_s)
         if older is not None:
             older.end(Error(ErrorCode.STALE))
         place = object()
         self._make_place(place, channel.claimant)
+        self._opening.add(key)
         try:
             parts = await self._parts(body, f"{TUNED}{channel.peer[-8:]} {body.adapter.hex()} {body.epoch}")
-            if not channel.open or self.draining:
+            try:
+                self._check_waited(channel, place)
+            except (ProtocolError, Busy):
                 parts.close()
-                raise ProtocolError("the owner has gone, or this node leaves", code=ErrorCode.DRAINING)
+                raise
         except BaseException:
             self._places.leave(place)
             raise
+        finally:
+            self._opening.discard(key)
         adapter = self._adapters[key] = HeldAdapter(self, channel, body, parts, place)
         self._idle.clear()
         self._watch()
         adapter.start()
+
+    def _check_waited(self, channel: Channel, place: object) -> None:
+        """Raise ProtocolError or Busy if the adapter has no owner or no place any more once its parts are made."""
+        if not channel.open or self.draining:
+            raise ProtocolError("the owner has gone, or this node leaves", code=ErrorCode.DRAINING)
+        if place not in self._places:
+            raise Busy("the place went to an owner with fewer adapters", retry_s=self._config.retry_s)
 
     def _make_place(self, place: object, claimant: Claimant) -> None:
         """Take a place for a new adapter; the owner with most gives one up if all are taken. Raises Busy if there is none."""

@@ -52,7 +52,7 @@ class TunedCausalLM(nn.Module):
         Args:
             input_ids: ids_BT (int64).
             attention_mask: (B, T), 0 for padding, which must be on the right. It has no labels.
-            labels: ids_BT, -100 where none counts; by default `input_ids`.
+            labels: ids_BT, -100 for positions without a label; by default `input_ids`.
             num_items_in_batch: Number of labels of the whole step, if it has several microbatches.
 
         Returns:

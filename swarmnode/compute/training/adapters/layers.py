@@ -61,8 +61,9 @@ class AdapterLayers:
     def memory_bytes(self) -> dict[Account, int]:
         """Return the bytes that the adapter takes until it is closed, by account."""
         trained_bytes = FLOAT_BYTES * self.elements
+        corrections_bytes = FLOAT_BYTES * len(self.frozen) * self.recipe.rank**2
         return {
-            Account.ADAPTERS: trained_bytes + FLOAT_BYTES * self.frozen_elements,
+            Account.ADAPTERS: trained_bytes + FLOAT_BYTES * self.frozen_elements + corrections_bytes,
             Account.GRADIENTS: trained_bytes,
             Account.OPTIMIZER: MOMENTS * trained_bytes,
         }
