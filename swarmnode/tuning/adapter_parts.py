@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
-import safetensors
 import safetensors.torch
 from torch import Tensor
 
@@ -25,11 +24,11 @@ from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
 from swarmnode.plan.view import Span
 from swarmnode.tuning.pace import ByPiece, TuningPace
+from swarmnode.tuning.state_bytes import SLACK_BYTES, decode_state
 
 T = TypeVar("T")
 KIND = "tune"
 STEP = "step"
-SLACK_BYTES = 1 << 20  # for the header of a state's file
 
 
 @dataclass(frozen=True)
@@ -285,9 +284,9 @@ def _saved(part: _Part, unit: int, tensors: Callable[[], Mapping[str, Tensor]]) 
 
 def _load(part: _Part, unit: int, raw: bytes) -> None:
     try:
-        part.loading |= safetensors.torch.load(raw)
+        part.loading |= decode_state(raw)
         if unit == part.units[-1]:
             state, part.loading = part.loading, {}
             part.trainer.load(state)
-    except (safetensors.SafetensorError, CheckpointError) as error:
+    except CheckpointError as error:
         raise ProtocolError(f"a state that does not fit: {error}", code=ErrorCode.INVALID_REQUEST) from error

@@ -156,14 +156,15 @@ def tune(
         window=output.window,
         compress=output.codec,
         force=output.force,
+        eval_patience=source.eval_patience,
     )
     settings.check()
     check_early(settings.data, settings.run)
     place_of = _Place(open_swarm(swarm, home), metrics.watch(home, as_json=records.as_json), trust, patience, alone)
     with training_view(as_json=records.as_json, log=records.log, tensorboard=records.tensorboard) as view:
-        done, stopped = _run(settings, place_of, view, source.eval_patience)
+        done = _run(settings, place_of, view)
     run = settings.run if view.run is None else view.run
-    _say_the_end(done, run.steps, settings, stopped, as_json=records.as_json)
+    _say_the_end(done, run.steps, settings, as_json=records.as_json)
 
 
 @dataclass(frozen=True)
@@ -177,9 +178,9 @@ class _Place:
     alone: TuneAlone
 
 
-def _run(settings: TuneSettings, place: _Place, view: TrainingView, eval_patience: int) -> tuple[TunedAdapter, str]:
-    """Tune until the end or Ctrl-C. Returns the result, and why the tuning stopped early; empty if it did not."""
-    from swarmnode.client.training.listener import EarlyStopping, TrainerMeter
+def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdapter:
+    """Tune until the end or Ctrl-C."""
+    from swarmnode.client.training.listener import TrainerMeter
     from swarmnode.client.tuning.client import TuningClient
     from swarmnode.client.tuning.local import tune_here
     from swarmnode.client.tuning.plan import TuningPlan
@@ -204,14 +205,13 @@ def _run(settings: TuneSettings, place: _Place, view: TrainingView, eval_patienc
             )
 
     def feed(stop: asyncio.Event) -> Coroutine[Any, Any, TunedAdapter]:
-        view.on_failure = early.stop = stop.set  # stop the tuning if its steps cannot be shown or logged
-        return (here if place.alone.local else with_others)(TrainerMeter(early), stop)
+        view.on_failure = stop.set  # stop the tuning if its steps cannot be shown or logged
+        return (here if place.alone.local else with_others)(TrainerMeter(view), stop)
 
-    early = EarlyStopping(view, eval_patience)
-    return run_async(feed), early.stopped
+    return run_async(feed)
 
 
-def _say_the_end(done: TunedAdapter, steps: int, settings: TuneSettings, stopped: str, *, as_json: bool) -> None:
+def _say_the_end(done: TunedAdapter, steps: int, settings: TuneSettings, *, as_json: bool) -> None:
     """Print the last line: on standard error if standard output is for scripts. Ends the command with exit code 1 if steps are
     missing."""
     lost = (
@@ -219,9 +219,9 @@ def _say_the_end(done: TunedAdapter, steps: int, settings: TuneSettings, stopped
         if done.rewinds
         else ""
     )
-    if stopped:
+    if done.stopped:
         say(
-            f"Stopped early after {counted(done.steps, 'step')}: {stopped}; the adapter is in {settings.out}",
+            f"Stopped early after {counted(done.steps, 'step')}: {done.stopped}; the adapter is in {settings.out}",
             err=as_json,
         )
     elif done.steps < steps:

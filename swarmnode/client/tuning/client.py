@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -11,8 +10,7 @@ from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.listener import Listener
 from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, check_tunes
 from swarmnode.client.tuning.plan import TuningPlan
-from swarmnode.codec.body import SESSION_ID_BYTES
-from swarmnode.codec.tensors import check_compression, codec_named
+from swarmnode.codec.tensors import check_compression
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import family_of
@@ -30,7 +28,7 @@ from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.tuning.client.remote_gradients import RemoteGradients
 from swarmnode.tuning.client.route_opener import AdapterRequest, SwarmRoutes
-from swarmnode.tuning.recipe_bytes import encode_recipe
+from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.weights.weights import Weights
 
 
@@ -80,11 +78,11 @@ class TuningClient(SwarmObserver):
         check_compression(compress, self.manifest.codecs)
         self._host.check_welcome(Role.CLIENT)
         folder = await self._weights.small_files()
-        await asyncio.to_thread(lambda: check_targets(family_of(load_config(folder / CONFIG_FILE)), recipe))
-        prompt = recipe.prompt_tokens if recipe.method == "prompt" else 0
-        return RemoteGradients(
-            self._routes(recipe, (rows, positions + prompt), 1, compress, lambda _why, _missing: None)
-        )
+        family = await asyncio.to_thread(lambda: family_of(load_config(folder / CONFIG_FILE)))
+        await asyncio.to_thread(check_targets, family, recipe)
+        shapes = await asyncio.to_thread(StateShapes.of, family, recipe)
+        request = AdapterRequest.of(recipe, (rows, positions + recipe.prompt_positions), 1, compress)
+        return RemoteGradients(self._routes(request, shapes, lambda _why, _missing: None))
 
     async def tune(
         self,
@@ -104,7 +102,9 @@ class TuningClient(SwarmObserver):
         self._host.check_welcome(Role.CLIENT)
         folder = await self._weights.small_files()
         job = await asyncio.to_thread(TuningJob.prepare, self.swarm, self.manifest, folder, settings)
-        routes = self._routes(settings.recipe, job.size, settings.window, settings.compress, listener.waiting)
+        shapes = await asyncio.to_thread(StateShapes.of, job.family, settings.recipe)
+        request = AdapterRequest.of(settings.recipe, job.size, settings.window, settings.compress)
+        routes = self._routes(request, shapes, listener.waiting)
         return await self._host.supervisor.watch(
             job.run_on(routes, listener, stop, on_plan, self._host.directory.peers, self._host.clock.monotonic)
         )
@@ -114,22 +114,15 @@ class TuningClient(SwarmObserver):
         return await self._weights.everything()
 
     def _routes(
-        self,
-        recipe: AdapterRecipe,
-        size: tuple[int, int],
-        window: int,
-        compress: str,
-        on_waiting: Callable[[str, tuple[int, ...]], None],
+        self, request: AdapterRequest, shapes: StateShapes, on_waiting: Callable[[str, tuple[int, ...]], None]
     ) -> SwarmRoutes:
-        request = AdapterRequest(
-            secrets.token_bytes(SESSION_ID_BYTES), encode_recipe(recipe), *size, window, codec_named(compress)
-        )
         units = self.manifest.model.units
         router = DirectoryRouter(self._host, units, Span(0, units), ring=False, trust=self._trust)
         return SwarmRoutes(
             self._board,
             router,
             request,
+            shapes,
             cannot_tune=self._cannot_tune,
             on_waiting=on_waiting,
             clock=self._host.clock.monotonic,

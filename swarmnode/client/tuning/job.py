@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from swarmnode.client.training.listener import Listener
+from swarmnode.client.training.listener import EarlyStopping, Listener
 from swarmnode.client.training.preparation import prepare_text
 from swarmnode.client.tuning.plan import TuningPlan, plan_of
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
@@ -41,6 +41,7 @@ class TuneSettings:
     window: int = 4
     compress: str = "none"  # of values between hops
     force: bool = False
+    eval_patience: int = 0  # evaluations without a lower loss of held-out data, after which the tuning ends; 0: never
 
     def check(self) -> None:
         """Raise UsageError if the output folder holds something else."""
@@ -54,11 +55,15 @@ class TuneSettings:
 
 @dataclass(frozen=True)
 class TunedAdapter:
-    """Result of a tuning: the number of steps that are done, and how many were computed again after faults."""
+    """Result of a tuning: the number of steps that are done, and how many were computed again after faults.
+
+    `stopped` says why the adapter was written before the last step; empty if it was not.
+    """
 
     steps: int
     rewinds: int
     steps_lost: int
+    stopped: str = ""
 
 
 def check_tunes(manifest: Manifest) -> None:
@@ -93,9 +98,7 @@ class TuningJob:
     @property
     def size(self) -> tuple[int, int]:
         """Rows of a microbatch, and positions of a row with the soft prompt."""
-        recipe = self.settings.recipe
-        prompt = recipe.prompt_tokens if recipe.method == "prompt" else 0
-        return self.run.microbatch, self.run.sequence + prompt
+        return self.run.microbatch, self.run.sequence + self.settings.recipe.prompt_positions
 
     async def run_on(
         self,
@@ -106,13 +109,17 @@ class TuningJob:
         peers: Callable[[], Mapping[PeerId, Announcement]],
         clock: Callable[[], float],
     ) -> TunedAdapter:
-        """Go on from the checkpoint, if there is one, until the run is over or `stop` is set. The output is written at the end.
+        """Go on from the checkpoint, if there is one, until the run is over or `stop` is set.
+
+        The output is written at the end of the run, also at an early one by `settings.eval_patience`.
 
         Raises UsageError if the checkpoint is of another job, NotFinite, NoRoute, Busy, LocalError if the disk is full.
         """
         settings, run = self.settings, self.run
         saved = SavedTuning(settings.state_file, self.base, settings.recipe, run)
         state = await asyncio.to_thread(saved.load)
+        early = EarlyStopping(listener, settings.eval_patience)
+        early.stop = stop.set
         listener.begun(run, self.batches.summary(run))
 
         def opened(route: AdapterRoute) -> None:
@@ -123,15 +130,17 @@ class TuningJob:
             settings.recipe,
             run,
             self.batches,
-            on_step=listener.step,
+            on_step=early.step,
             on_open=opened,
             on_state=lambda state: asyncio.to_thread(saved.save, state),
             clock=clock,
             state=state,
         )
         steps = await tuner.tune(stop)
-        if steps == run.steps and tuner.state is not None:
+        is_over = steps == run.steps or bool(early.stopped)
+        if is_over and tuner.state is not None:
             write = partial(write_adapter, self.family, settings.recipe, tuner.state, settings.out, base=self.name)
             await asyncio.to_thread(write)
             settings.state_file.unlink(missing_ok=True)
-        return TunedAdapter(steps, tuner.rewinds, tuner.steps_lost)
+        stopped = early.stopped if steps < run.steps and tuner.state is not None else ""
+        return TunedAdapter(steps, tuner.rewinds, tuner.steps_lost, stopped)

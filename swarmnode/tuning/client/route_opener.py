@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.body import SESSION_ID_BYTES, HopSpec
+from swarmnode.codec.tensors import codec_named
 from swarmnode.codec.tuning_messages import OpenAdapter
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, NotFinite, PeerError, PeerRefused, UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.serving.client.blame import Blame, Verdict
 from swarmnode.serving.client.router import Router
+from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedRoute
+from swarmnode.tuning.recipe_bytes import encode_recipe
 
 AVOID_S = 1.0
 
@@ -29,6 +34,12 @@ class AdapterRequest:
     positions: int
     window: int
     codec: int = 0
+
+    @classmethod
+    def of(cls, recipe: AdapterRecipe, size: tuple[int, int], window: int, compress: str) -> AdapterRequest:
+        """Return a request with a new id. `size` is the rows and positions of a microbatch, `compress` the name of a codec."""
+        adapter = secrets.token_bytes(SESSION_ID_BYTES)
+        return cls(adapter, encode_recipe(recipe), *size, window, codec_named(compress))
 
     def to(self, route: Sequence[HopSpec], epoch: int) -> OpenAdapter:
         """Return the message for the first hop of `route`."""
@@ -48,8 +59,8 @@ class AdapterRequest:
 class SwarmRoutes:
     """Opener of routes through a swarm for one adapter.
 
-    `cannot_tune` returns the peers that do not lend themselves to tuning. While there is no route, `on_waiting` is called with the
-    reason.
+    `shapes` are those of the adapter's states, and `cannot_tune` returns the peers that do not lend themselves to tuning. While
+    there is no route, `on_waiting` is called with the reason.
     """
 
     def __init__(
@@ -57,17 +68,17 @@ class SwarmRoutes:
         board: Switchboard,
         router: Router,
         request: AdapterRequest,
+        shapes: StateShapes,
         *,
         cannot_tune: Callable[[], Collection[PeerId]],
         on_waiting: Callable[[str, tuple[int, ...]], None],
         clock: Callable[[], float],
         patience_s: float,
     ) -> None:
-        if len(request.adapter) != SESSION_ID_BYTES:
-            raise ValueError("an adapter's id has another length")
         self._board = board
         self._router = router
         self._request = request
+        self._shapes = shapes
         self._cannot_tune = cannot_tune
         self._on_waiting = on_waiting
         self._clock = clock
@@ -87,7 +98,8 @@ class SwarmRoutes:
             self._blame.judge(hop, ErrorCode.DRAINING)
         self._route = await self._find()
         self._epoch += 1
-        self._opened = await TunedRoute.open(self._board, self._request.to(self._route, self._epoch), state)
+        request = self._request.to(self._route, self._epoch)
+        self._opened = await TunedRoute.open(self._board, request, self._shapes, state)
         return self._opened
 
     async def _find(self) -> Sequence[HopSpec]:

@@ -37,11 +37,12 @@ from swarmnode.errors import ErrorCode, NetworkDown, PeerLost, ProtocolError, re
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.tuning.client.state_shapes import StateShapes
 
 T = TypeVar("T")
 
 FIRST_S, FLOOR_S, SLACK = 600.0, 20.0, 8.0
-"""Longest silence of all hops before the first answer; later `SLACK` times the longest one before, at least `FLOOR_S` (seconds)"""
+"""Longest silence of all hops (seconds) before the first answer; later `SLACK` times the longest one before, within both bounds"""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class _Hop:
     channel: Channel
     opened: asyncio.Future[AdapterOpened]
     answer: asyncio.Future[Body] | None = None
-    pieces: dict[int, bytearray] = field(default_factory=dict)
+    files: dict[int, bytes] = field(default_factory=dict)  # of the state that comes: complete ones,
+    file: bytearray = field(default_factory=bytearray)  # and the next one, as far as it came
     given: asyncio.Future[dict[int, bytes]] | None = None
 
 
@@ -87,8 +89,9 @@ class _Wait:
 class TunedRoute:
     """Adapter open on one route. Made by `open`, ended by `close`. `leavers` are the hops that asked to be left."""
 
-    def __init__(self, board: Switchboard, request: OpenAdapter) -> None:
+    def __init__(self, board: Switchboard, request: OpenAdapter, shapes: StateShapes) -> None:
         self.request = request
+        self._shapes = shapes
         self.leavers: set[PeerId] = set()
         self._board = board
         self._loop = asyncio.get_running_loop()
@@ -105,12 +108,14 @@ class TunedRoute:
         return f"<TunedRoute {peers}, epoch {self.request.epoch}>"
 
     @classmethod
-    async def open(cls, board: Switchboard, request: OpenAdapter, state: AdapterState | None) -> TunedRoute:
+    async def open(
+        cls, board: Switchboard, request: OpenAdapter, shapes: StateShapes, state: AdapterState | None
+    ) -> TunedRoute:
         """Open the adapter at all hops of the request's route, and load `state` if there is one.
 
         Raises PeerLost, PeerRefused or ProtocolError with the peer that failed.
         """
-        route = cls(board, request)
+        route = cls(board, request, shapes)
         try:
             for index, spec in enumerate(request.route):
                 await route._call(index, spec)
@@ -174,16 +179,25 @@ class TunedRoute:
                 raise ProtocolError("the hop is at another step", peer=hop.spec.peer)
 
     async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
-        """Return the weights and optimiser state of all layers at the beginning of `step`, or the sums of gradients in it."""
+        """Return the weights and optimiser state of all layers at the beginning of `step`, or the sums of gradients in it.
+
+        Raises ProtocolError if a hop gives other tensors than those of the adapter, NaN or infinity.
+        """
         layers: dict[int, bytes] = {}
         for hop in self._hops:
-            hop.pieces.clear()
+            hop.files, hop.file = {}, bytearray()
             hop.given = self._loop.create_future()
             hop.channel.send(GetAdapter(step, gradients))
         for hop in self._hops:
             assert hop.given is not None
-            layers |= await self._wait(hop.given)
+            files = await self._wait(hop.given)
+            await asyncio.to_thread(self._check, hop, files, step, gradients)
+            layers |= files
         return AdapterState(step, layers)
+
+    def _check(self, hop: _Hop, files: Mapping[int, bytes], step: int, gradients: bool) -> None:
+        for unit, raw in files.items():
+            self._shapes.check(unit, raw, step, gradients=gradients, peer=hop.spec.peer)
 
     async def _feed(self, step: int, one: TunedMicrobatch, window: asyncio.Semaphore) -> None:
         async with window:
@@ -231,15 +245,11 @@ class TunedRoute:
         channel.send(request, at_once=True)
 
     def _hear(self, index: int, payload: Buffer, body: Body) -> None:
-        hop, now_s = self._hops[index], self._loop.time()
-        if self._answered:
-            self._longest_s = max(self._longest_s, now_s - self._heard_s)
-        self._heard_s = now_s
-        last = len(self.request.route) - 1
+        hop, last = self._hops[index], len(self.request.route) - 1
         if (isinstance(body, TuneLoss) and index == last) or (isinstance(body, TuneCounted) and index == 0):
-            self._answered = True
             self._note(body)
         elif isinstance(body, AdapterOpened) and not hop.opened.done():
+            self._note_progress()
             hop.opened.set_result(body)
         elif isinstance(body, AdapterPiece):
             self._take(hop, body, payload)
@@ -253,7 +263,15 @@ class TunedRoute:
         elif isinstance(body, End):
             self._fail(PeerLost("the hop ended the adapter", peer=hop.spec.peer))
         elif hop.answer is not None and not hop.answer.done():
+            self._note_progress()
             hop.answer.set_result(body)
+
+    def _note_progress(self) -> None:
+        """Note the time of a frame that was waited for. Others do not count, else a hop could hide that another one hangs."""
+        now_s = self._loop.time()
+        if self._answered:
+            self._longest_s = max(self._longest_s, now_s - self._heard_s)
+        self._heard_s = now_s
 
     def _note(self, body: TuneLoss | TuneCounted) -> None:
         """Note a report on a microbatch, which is over once both reports are here; a held-out one has only a loss."""
@@ -261,6 +279,8 @@ class TunedRoute:
         if wait is None or wait.step != body.step or type(body) not in wait.missing:
             return
         wait.missing.remove(type(body))
+        self._answered = True
+        self._note_progress()
         if isinstance(body, TuneLoss) and not math.isfinite(body.loss):
             self._fail(refusal(ErrorCode.NOT_FINITE, peer=self.request.route[-1].peer))
             return
@@ -270,15 +290,18 @@ class TunedRoute:
             wait.over.set_result(None)
 
     def _take(self, hop: _Hop, body: AdapterPiece, payload: Buffer) -> None:
-        """Take a piece of the tensors that a hop gives."""
-        held = hop.pieces.setdefault(body.unit, bytearray())
-        is_ours = hop.given is not None and not hop.given.done() and hop.spec.start <= body.unit < hop.spec.end
-        if not is_ours or body.offset != len(held) or len(held) + len(payload) > body.size:
+        """Take a piece of the tensors that a hop gives. The files of its layers come in order."""
+        unit, came = hop.spec.start + len(hop.files), len(hop.file) + len(payload)
+        is_due = hop.given is not None and not hop.given.done() and body.unit == unit and body.offset == len(hop.file)
+        if not is_due or not len(payload) or came > body.size or came > self._shapes.most_bytes(unit):
             self._fail(ProtocolError("a piece of a state that does not fit", peer=hop.spec.peer))
             return
-        held += payload
-        if body.last and hop.given is not None:
-            hop.given.set_result({unit: bytes(raw) for unit, raw in hop.pieces.items()})
+        self._note_progress()
+        hop.file += payload
+        if came == body.size:
+            hop.files[unit], hop.file = bytes(hop.file), bytearray()
+        if len(hop.files) == hop.spec.end - hop.spec.start and hop.given is not None:
+            hop.given.set_result(hop.files)
 
     def _fail(self, error: Exception) -> None:
         if not self._failed.done():
@@ -322,4 +345,4 @@ class TunedRoute:
 
     @property
     def _patience_s(self) -> float:
-        return max(FLOOR_S, SLACK * self._longest_s) if self._answered else FIRST_S
+        return min(FIRST_S, max(FLOOR_S, SLACK * self._longest_s)) if self._answered else FIRST_S

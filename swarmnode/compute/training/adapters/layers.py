@@ -14,7 +14,7 @@ from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.training.adapters.adapter_weights import MOMENTS
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.starts import PROMPT, start_of_a, start_of_prompt
-from swarmnode.compute.training.adapters.targets import target_layers
+from swarmnode.compute.training.adapters.targets import Sizes, target_layers
 from swarmnode.compute.training.adapters.trained_changes import TrainedChange, TrainedDora, TrainedLora
 from swarmnode.ledger import Account
 
@@ -37,11 +37,10 @@ class AdapterLayers:
         self.sizes = {layer: sizes for layer, sizes in found.items() if self._is_here(layer)}
         self.trained: Shapes = {}
         self.frozen: Shapes = {}
-        for layer, (inputs, outputs) in self.sizes.items():
-            (self.frozen if recipe.method == "lora-fa" else self.trained)[f"{layer}.{A}"] = (recipe.rank, inputs)
-            self.trained[f"{layer}.{B}"] = (outputs, recipe.rank)
-            if recipe.method == "dora":
-                self.trained[f"{layer}.{MAGNITUDE}"] = (outputs,)
+        for layer, sizes in self.sizes.items():
+            trained, frozen = shapes_of(layer, sizes, recipe)
+            self.trained |= trained
+            self.frozen |= frozen
         if recipe.method == "prompt" and span.has_embedding:
             self.trained[PROMPT] = (recipe.prompt_tokens, span.hidden_size)
 
@@ -118,6 +117,17 @@ class AdapterLayers:
         if self.recipe.method != "dora":
             return lora
         return TrainedDora(lora, tensors[f"{layer}.{MAGNITUDE}"], self.span.model.get_submodule(layer))
+
+
+def shapes_of(layer: str, sizes: Sizes, recipe: AdapterRecipe) -> tuple[Shapes, Shapes]:
+    """Return the names and shapes of a layer's tensors: those that take gradients, and those that keep their start."""
+    inputs, outputs = sizes
+    a_shape: Shapes = {f"{layer}.{A}": (recipe.rank, inputs)}
+    trained: Shapes = {f"{layer}.{B}": (outputs, recipe.rank)}
+    if recipe.method == "lora-fa":
+        return trained, a_shape
+    magnitude: Shapes = {f"{layer}.{MAGNITUDE}": (outputs,)} if recipe.method == "dora" else {}
+    return {**a_shape, **trained, **magnitude}, {}
 
 
 def file_name(name: str) -> str:

@@ -70,6 +70,11 @@ class AdapterRecipe:
         """Factor of the product of the two matrices."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
+    @property
+    def prompt_positions(self) -> int:
+        """Positions that a soft prompt takes before a row's tokens; 0 for other methods."""
+        return self.prompt_tokens if self.method == "prompt" else 0
+
     def epsilon_at(self, step: int) -> float:
         """Return the term that the update after `step` others adds to AdamW's divisor.
 

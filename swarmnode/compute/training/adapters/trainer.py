@@ -158,7 +158,7 @@ class AdapterTrainer:
             Full: There is no room for the activations.
         """
         tokens = self._check_inputs(number, inputs, positions_BS)
-        rows, length = inputs.shape[0], tokens[1] + self._prompt_tokens
+        rows, length = inputs.shape[0], tokens[1] + self.recipe.prompt_positions
         saved_bytes = 0 if evaluates else self.activation_bytes(rows, length)
         one = self._passes[number] = _Pass(tokens, evaluates, self._reserve(saved_bytes, rows * length))
         try:
@@ -342,7 +342,7 @@ class AdapterTrainer:
     def activation_bytes(self, rows: int, positions: int) -> int:
         """Return the bytes that a pass keeps until its gradient comes, for rows of some positions with the soft prompt."""
         if self._size is None:
-            self._size = ActivationSize.measured(self._kept_bytes, self._prompt_tokens)
+            self._size = ActivationSize.measured(self._kept_bytes, self.recipe.prompt_positions)
         return self._size.of(rows, positions)
 
     def _reserve(self, saved_bytes: int, positions: int) -> Reservation:
@@ -365,7 +365,7 @@ class AdapterTrainer:
         known = [*self.span.model.parameters(), *self.span.model.buffers(), *self._frozen.values()]
         kept = KeptStorage([*known, *self._weights.tensors.values()])
         one = _Pass(torch.Size(()), False, self._ledger.count(Account.ACTIVATIONS))
-        x = torch.zeros(1, positions - self._prompt_tokens, dtype=torch.int64, device=self.span.device)
+        x = torch.zeros(1, positions - self.recipe.prompt_positions, dtype=torch.int64, device=self.span.device)
         if not self.span.has_embedding:
             x = torch.zeros(1, positions, self.span.hidden_size, dtype=self.span.dtype, device=self.span.device)
         with kept.watching():
@@ -375,23 +375,19 @@ class AdapterTrainer:
 
     # -- pieces
 
-    @property
-    def _prompt_tokens(self) -> int:
-        return self.recipe.prompt_tokens if self.recipe.method == "prompt" else 0
-
     def _check_inputs(self, number: int, inputs: Tensor, positions_BS: Tensor | None) -> torch.Size:
         """Return the shape (B, S) of a microbatch's tokens. Raises ProtocolError if inputs do not fit."""
         if number in self._passes:
             raise ProtocolError(f"microbatch {number} is in flight already")
-        if positions_BS is not None and self._prompt_tokens:
+        if positions_BS is not None and self.recipe.prompt_positions:
             raise ProtocolError("a soft prompt goes before rows of one document only; train with --no-pack")
         check_values(self.span, (inputs,) if positions_BS is None else (inputs, positions_BS), self.span.start)
         rows, length = inputs.shape[:2]
-        tokens = length if self.span.has_embedding else length - self._prompt_tokens
+        tokens = length if self.span.has_embedding else length - self.recipe.prompt_positions
         limit = self.span.position_limit
-        if tokens < 1 or (limit is not None and tokens + self._prompt_tokens > limit):
+        if tokens < 1 or (limit is not None and tokens + self.recipe.prompt_positions > limit):
             raise ProtocolError(
-                f"rows of {tokens} tokens behind a prompt of {self._prompt_tokens} do not fit the model"
+                f"rows of {tokens} tokens behind a prompt of {self.recipe.prompt_positions} do not fit the model"
             )
         return torch.Size((rows, tokens))
 
@@ -408,7 +404,7 @@ class AdapterTrainer:
 
     def _embedded(self, ids_BS: Tensor) -> Tensor:
         """Return the inputs of the first unit: ids, or the soft prompt and the embeddings of ids."""
-        if not self._prompt_tokens:
+        if not self.recipe.prompt_positions:
             return ids_BS
         embedded_BSH: Tensor = self.span.model.get_input_embeddings()(ids_BS)
         prompt_PH = self._weights.tensors[PROMPT].to(embedded_BSH.dtype)

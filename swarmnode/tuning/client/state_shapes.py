@@ -1,0 +1,76 @@
+"""Shapes of an adapter's state, which its owner derives from the model's config: a hop that gives another state is caught."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.model.adapters.adapter_file import units_of_layer
+from swarmnode.compute.model.assemble import outline
+from swarmnode.compute.model.family import Family
+from swarmnode.compute.training.adapters.adapter_weights import STEP, VECTORS
+from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, Shapes, shapes_of
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.starts import PROMPT
+from swarmnode.compute.training.adapters.targets import target_layers
+from swarmnode.compute.training.saved_activations import is_finite
+from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
+from swarmnode.tuning.state_bytes import SLACK_BYTES, decode_state
+
+WEIGHTS, *_, SQUARES = VECTORS
+
+
+@dataclass(frozen=True)
+class StateShapes:
+    """Names and shapes of an adapter's trained tensors, by unit of the model. Made by `of`."""
+
+    units: Mapping[int, Shapes]
+
+    @classmethod
+    def of(cls, family: Family, recipe: AdapterRecipe) -> StateShapes:
+        """Return the shapes for a model of `family`, whose weights are not needed."""
+        model = outline(family, 0, family.units, dtype=torch.float32)
+        units: dict[int, Shapes] = {unit: {} for unit in range(family.units)}
+        for layer, sizes in target_layers(model, recipe).items():
+            units[units_of_layer(family, layer)[0]] |= shapes_of(layer, sizes, recipe)[0]
+        if recipe.method == "prompt":
+            units[0][PROMPT] = (recipe.prompt_tokens, int(model.config.hidden_size))
+        return cls(units)
+
+    def most_bytes(self, unit: int) -> int:
+        """Return an upper bound of the bytes of a unit's file."""
+        return len(VECTORS) * FLOAT_BYTES * sum(map(prod, self.units[unit].values())) + SLACK_BYTES
+
+    def check(self, unit: int, raw: bytes, step: int, *, gradients: bool, peer: str) -> None:
+        """Check the file that `peer` gave for a unit: its state at the beginning of `step`, or its sums of gradients.
+
+        Raises ProtocolError if names, shapes or the step are others, or values are NaN, infinite, or no squares.
+        """
+        kinds = (WEIGHTS,) if gradients else VECTORS
+        wanted = {f"{kind}/{name}": shape for kind in kinds for name, shape in self.units[unit].items()}
+        if not gradients:
+            wanted[STEP] = ()
+        try:
+            found = decode_state(raw)
+        except CheckpointError as error:
+            raise ProtocolError(str(error), peer=peer) from None
+        if {name: tuple(tensor.shape) for name, tensor in found.items()} != wanted or not _is_state(found, step):
+            raise ProtocolError(f"the state of unit {unit} is not that of the adapter at step {step}", peer=peer)
+        if not is_finite([tensor for name, tensor in found.items() if name != STEP]):
+            text = f"the state of unit {unit} holds NaN or infinity"
+            raise ProtocolError(text, code=ErrorCode.NOT_FINITE, peer=peer)
+
+
+def _is_state(found: Mapping[str, Tensor], step: int) -> bool:
+    """Return whether dtypes, the number of updates and the signs of squares are those of a state at `step`."""
+    floats = {name: tensor for name, tensor in found.items() if name != STEP}
+    is_at_step = STEP not in found or (found[STEP].dtype == torch.int64 and int(found[STEP]) == step)
+    return (
+        is_at_step
+        and all(tensor.dtype == torch.float32 for tensor in floats.values())
+        and not any(bool((tensor < 0).any()) for name, tensor in floats.items() if name.startswith(f"{SQUARES}/"))
+    )
