@@ -236,6 +236,18 @@ async def test_a_tuning_that_was_stopped_goes_on_and_only_with_the_same_settings
 
 
 @in_virtual_time
+async def test_a_tuning_whose_held_out_loss_no_longer_falls_is_over(founded: Founded, tmp_path: Path) -> None:
+    settings = replace(
+        settings_in(tmp_path, learning_rate=0.0),
+        rules=DataRules(held_out_share=0.2, evaluate_every=1),
+        eval_patience=1,
+    )
+    done = await tune_here(founded.swarm, tmp_path, settings, Heard(), asyncio.Event())
+    assert done.steps == 2 and "lowest" in done.stopped
+    assert settings.out.exists() and not settings.state_file.exists()
+
+
+@in_virtual_time
 async def test_a_loss_that_is_nan_ends_the_tuning_after_a_second_try(founded: Founded, tmp_path: Path) -> None:
     async with swarm_of(founded, tmp_path, TWO_BY_TWO) as swarm, owner_of(swarm) as client:
         heard = Heard()

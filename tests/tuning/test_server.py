@@ -67,12 +67,12 @@ def span(tmp_path_factory: pytest.TempPathFactory) -> ModelSpan:
 class Scene:
     """A server, and two peers."""
 
-    def __init__(self, span: ModelSpan) -> None:
+    def __init__(self, span: ModelSpan, cost_s: float) -> None:
         world = FakeWorld(seed=1)
         self.networks = [world.join() for _ in range(3)]
         self.peer, *self.others = (network.peer_id for network in self.networks)
         span.adapters.ledger = self.ledger = MemoryLedger(ROOM)
-        self.executor = InlineExecutor()
+        self.executor = InlineExecutor(lambda _item: cost_s)
         device = TuningDevice(span, self.executor, TuningPace(self.executor, 1.0, lambda: False))
         config = ServerConfig(forgotten_s=60.0)
         self.server = TuningServer(ToyPeer(self.networks[0], LinkConfig(), HELLO), [device], config, frozenset({0, 1}))
@@ -92,8 +92,8 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(span: ModelSpan) -> AsyncIterator[Scene]:
-    scene = Scene(span)
+async def scene_of(span: ModelSpan, cost_s: float = 0.0) -> AsyncIterator[Scene]:
+    scene = Scene(span, cost_s)
     await scene.server.start()
     for network in scene.networks[1:]:
         await network.connect(await scene.networks[0].addresses(), timeout_s=1)
@@ -198,6 +198,9 @@ async def test_a_peer_has_so_many_adapters_and_no_more(span: ModelSpan) -> None:
         ("early update", ErrorCode.MALFORMED),
         ("foreign state", ErrorCode.INVALID_REQUEST),
         ("large state", ErrorCode.TOO_LARGE),
+        ("layers out of order", ErrorCode.MALFORMED),
+        ("commands at once", ErrorCode.MALFORMED),
+        ("labels of another step", ErrorCode.MALFORMED),
     ],
 )
 @in_virtual_time
@@ -223,6 +226,14 @@ async def test_an_owner_that_breaks_a_rule_loses_its_adapter(span: ModelSpan, wh
         elif what == "foreign state":
             for unit in range(UNITS):
                 talk.send(AdapterPiece(0, unit, 0, 16, unit == UNITS - 1), [bytes(16)])
+        elif what == "layers out of order":
+            talk.send(AdapterPiece(0, 1, 0, 16), [bytes(16)])
+        elif what == "commands at once":
+            for _ in range(2):
+                talk.send(GetAdapter(0))
+        elif what == "labels of another step":
+            infos, payload = encode_values((IDS,))
+            talk.send(TuneLabels(1, 0, infos, 1.0), payload)
         else:
             talk.send(AdapterPiece(0, 0, 0, 1 << 35), [bytes(16)])
         answer = await talk.next()
@@ -240,3 +251,34 @@ async def test_an_adapter_whose_owner_is_silent_expires(span: ModelSpan) -> None
         assert scene.held > 0
         await asyncio.sleep(20.0)
         assert isinstance(await talk.next(), Error) and scene.server.load == 0 and scene.held == 0
+
+
+@pytest.mark.parametrize("wait_s", [0.5, 1.5])
+@in_virtual_time
+async def test_what_happens_while_an_adapter_opens_leaves_nothing_behind(span: ModelSpan, wait_s: float) -> None:
+    """A second request for it is refused meanwhile, and so is the first one if the server ends: each item takes a second."""
+    async with scene_of(span, cost_s=1.0) as scene:
+        talk, twin = await Talk.begin(scene.boards[0], scene.peer), await Talk.begin(scene.boards[0], scene.peer)
+        talk.send(scene.opening())
+        answer = await twin.ask(scene.opening(epoch=2))
+        assert isinstance(answer, Error) and answer.code == ErrorCode.BUSY
+        await asyncio.sleep(wait_s)
+        assert scene.server.load == 0
+        await scene.server.close()
+        await asyncio.sleep(5.0)
+        assert scene.held == 0
+
+
+@in_virtual_time
+async def test_an_adapter_that_ends_takes_its_passes_along(span: ModelSpan) -> None:
+    async with scene_of(span, cost_s=1.0) as scene:
+        talk, _ = await scene.open()
+        feed(talk)
+        talk.send(TuneInput(0, 1, encode_values((IDS,))[0]), encode_values((IDS,))[1])  # whose labels never come
+        await asyncio.sleep(0.5)
+        ended = next(iter(scene.server._adapters.values()))
+        assert len(ended._tasks) == 2
+        assert talk.channel is not None
+        talk.channel.close()
+        await asyncio.sleep(5.0)
+        assert (len(ended._tasks), scene.server.load, scene.held) == (0, 0, 0)
