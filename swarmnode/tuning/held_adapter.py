@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, Union
 
@@ -288,7 +289,8 @@ class HeldAdapter:
             if self._is_last:
                 gradients = await self._finish(body, came)
             else:
-                encoded = await self._parts.forward(number, came, self._encoded, learns=body.learns)
+                with _blaming(self._sender):
+                    encoded = await self._parts.forward(number, came, self._encoded, learns=body.learns)
                 self._host.note_pass(FORWARD, self._clock() - began_s, self)
                 answering = await self._send_on(body, encoded)
                 if body.learns:
@@ -358,10 +360,8 @@ class HeldAdapter:
             flowing = iter(self._decoded(body.values, payload, self._next_peer))
             return tuple(next(flowing) if present else None for present in body.present)
 
-        try:
+        with _blaming(self._next_peer):
             gradients = await self._parts.backward(number, came, self._encoded_gradients)
-        except ProtocolError as error:  # the gradients do not fit
-            raise ProtocolError(str(error), code=error.code, peer=error.peer or self._next_peer) from error
         self._host.note_pass(BACKWARD, self._clock() - began_s, self)
         return gradients
 
@@ -443,3 +443,13 @@ class HeldAdapter:
             self._step, self._counted, self._loaded_bytes = body.step, 0, 0
             self._memory.release()
             self._channel.send(Updated(self._step), at_once=True)
+
+
+@contextmanager
+def _blaming(sender: str) -> Iterator[None]:
+    """Name the sender of values in a ProtocolError of the `with` block, in which they are computed with."""
+    try:
+        yield
+    except ProtocolError as error:
+        error.peer = error.peer or sender
+        raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -25,11 +26,13 @@ from swarmnode.config import ServerConfig
 from swarmnode.data.rules import DataRules, DataSummary
 from swarmnode.errors import NoRoute, NotFinite, UsageError
 from swarmnode.ledger import Account
+from swarmnode.swarm.records.manifest import FileContent
 from swarmnode.swarm.records.recipe import RECIPE, Recipe
 from swarmnode.swarm.records.run import Run
 from swarmnode.tuning.client.tuned_route import TunedMicrobatch
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
+from tests.node.test_chat import save_tokenizer
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm
 from tests.tiny import PROMPT, TinyModel
 
@@ -233,6 +236,20 @@ async def test_a_tuning_that_was_stopped_goes_on_and_only_with_the_same_settings
         assert (await client.tune(settings, heard, asyncio.Event())).steps == STEPS
         assert heard.losses == pytest.approx(alone, rel=1e-5)
         assert settings.out.exists() and not settings.state_file.exists()
+
+
+def test_rows_behind_a_soft_prompt_have_one_sample_each(founded: Founded, tmp_path: Path) -> None:
+    manifest, checkpoint = founded.swarm.manifest, founded.swarm.checkpoint
+    assert manifest is not None and checkpoint is not None
+    shutil.copy(checkpoint / "config.json", tmp_path)
+    save_tokenizer(tmp_path)
+    manifest = msgspec.structs.replace(manifest, files=(*manifest.files, FileContent("tokenizer.json", 1, bytes(32))))
+    lines = tmp_path / "pairs.jsonl"
+    lines.write_text('{"prompt": "quick ", "completion": "fox"}\n' * 8)
+    for method, values in (("lora", 2), ("prompt", 1)):
+        settings = replace(settings_in(tmp_path, replace(LORA, method=method)), data=lines)
+        job = TuningJob.prepare(founded.swarm, manifest, tmp_path, settings)
+        assert len(job.batches.microbatch(0, 0, job.run)[0]) == values, "ids, and places in several documents"
 
 
 @in_virtual_time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -92,7 +92,9 @@ class TuningJob:
         check_tunes(manifest)
         family = family_of(load_config(folder / CONFIG_FILE))
         check_targets(family, settings.recipe)
-        run, batches = prepare_text(manifest, folder, settings.data, settings.run, settings.rules)
+        # a soft prompt stands before a row, so a row has one sample
+        rules = replace(settings.rules, packs=settings.rules.packs and not settings.recipe.prompt_positions)
+        run, batches = prepare_text(manifest, folder, settings.data, settings.run, rules)
         return cls(swarm.id, manifest.name, family, settings, run, batches)
 
     @property

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
+from swarmnode.compute.training.adapters.labelled_positions import count_labels
 from swarmnode.compute.training.adapters.layers import file_name
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.saved_folder import save_adapter
@@ -67,7 +68,7 @@ class TunedCausalLM(nn.Module):
             if bool((attention_mask[:, :-1] < attention_mask[:, 1:]).any()):
                 raise UsageError("padding on the left cannot be tuned: set the tokenizer's padding_side to right")
             labels_BT = labels_BT.masked_fill(attention_mask.cpu() == 0, NO_LABEL)
-        count = int(num_items_in_batch or (labels_BT[:, 1:] != NO_LABEL).sum())
+        count = int(num_items_in_batch or count_labels(labels_BT, self.recipe.prompt_positions))
         learns = torch.is_grad_enabled() and any(one.requires_grad for one in self.parameters())
         given = TunedMicrobatch(0, (input_ids.detach().cpu(),), (labels_BT,), 1 / max(1, count), learns)
         loss: Tensor = _Loss.apply(self, given, *self.parameters())  # type: ignore[no-untyped-call]

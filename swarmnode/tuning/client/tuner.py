@@ -13,14 +13,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from torch import Tensor
+
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tuning_messages import AdapterOpened
+from swarmnode.compute.training.adapters.labelled_positions import count_labels
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.compute.training.optimizer import clip_factor
-from swarmnode.data.rows import NO_LABEL
-from swarmnode.errors import NetworkDown, PeerError
+from swarmnode.errors import NetworkDown, PeerError, ProtocolError
 from swarmnode.swarm.records.run import Run
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
 
@@ -150,7 +152,13 @@ class AdapterTuner:
         """Have the route compute the microbatches of the present step. Returns them, and for each its losses and labels."""
         numbers = self.run.passes(self._step)
         microbatches = [await asyncio.to_thread(self._microbatch, number) for number in numbers]
-        return microbatches, await route.compute(self._step, microbatches)
+        found = await route.compute(self._step, microbatches)
+        if any(found[one.number][1] != self._count(one.labels[0]) for one in microbatches):
+            raise ProtocolError("the last hop counted other labels", peer=route.sizes[-1][0].peer)
+        return microbatches, found
+
+    def _count(self, labels_BS: Tensor) -> int:
+        return count_labels(labels_BS, self.recipe.prompt_positions)
 
     def _report(self, step: int, loss: float, norm: float, step_s: float, held_out: list[tuple[float, int]]) -> None:
         assert self._route is not None
@@ -168,8 +176,8 @@ class AdapterTuner:
         inputs, labels = self.batches.microbatch(self._step, number, run)
         learns = number < run.microbatches
         share = float(labels[1]) if learns and run.weighs_labels else 1.0
-        count = int((labels[0][:, 1:] != NO_LABEL).sum())
-        return TunedMicrobatch(number, inputs, labels[:1], share / run.microbatches / max(1, count), learns)
+        share /= run.microbatches * max(1, self._count(labels[0]))
+        return TunedMicrobatch(number, inputs, labels[:1], share, learns)
 
     async def _rewind(self, error: PeerError | NetworkDown) -> None:
         """Go back to the last checkpoint after a fault of the route."""

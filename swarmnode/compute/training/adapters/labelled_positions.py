@@ -11,6 +11,11 @@ from torch.nn import functional
 from swarmnode.data.rows import NO_LABEL
 
 
+def count_labels(labels_BS: Tensor, prompt_positions: int) -> int:
+    """Return the number of labels that some position predicts: a row's first token has one only behind a soft prompt."""
+    return len(LabelledPositions.of(labels_BS, labels_BS.shape[1] + prompt_positions))
+
+
 @dataclass(frozen=True)
 class LabelledPositions:
     """Positions of a microbatch whose next token has a label: their places_N among all positions B * T, and these labels_N."""
