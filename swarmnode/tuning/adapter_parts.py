@@ -23,8 +23,8 @@ from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
 from swarmnode.plan.view import Span
+from swarmnode.tuning.adapter_bytes import SLACK_BYTES, decode_state
 from swarmnode.tuning.pace import ByPiece, TuningPace
-from swarmnode.tuning.state_bytes import SLACK_BYTES, decode_state
 
 T = TypeVar("T")
 KIND = "tune"

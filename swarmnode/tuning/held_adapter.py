@@ -99,7 +99,7 @@ class HeldAdapter:
         self._answers: dict[Key, asyncio.Future[tuple[TuneGradient, Buffer]]] = {}
         self._next: asyncio.Task[Channel] | None = None
         self._obeys = False  # whether a command of the owner is under way
-        self._loading = bytearray()  # the file of layer `_due`, as far as it came
+        self._loading = bytearray()  # the beginning of the file of layer `_due`
         self._due = self.hop.start
         self._loaded_bytes = 0  # of the files of the present state before it
         self._memory = host.switchboard.ledger.count(Account.CHECKPOINTS)  # of a state that comes or goes
@@ -447,7 +447,7 @@ class HeldAdapter:
 
 @contextmanager
 def _blaming(sender: str) -> Iterator[None]:
-    """Name the sender of values in a ProtocolError of the `with` block, in which they are computed with."""
+    """Name `sender` as the peer of a ProtocolError of the `with` block, which computes with its values."""
     try:
         yield
     except ProtocolError as error:

@@ -24,9 +24,9 @@ from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.plan.view import Span
+from swarmnode.tuning.adapter_bytes import decode_recipe
 from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice
 from swarmnode.tuning.held_adapter import HeldAdapter
-from swarmnode.tuning.recipe_bytes import decode_recipe
 
 ADAPTERS, ADAPTERS_OF_PEER = 16, 4
 WATCH_S = 5.0

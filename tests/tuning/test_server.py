@@ -40,9 +40,9 @@ from swarmnode.ledger import MemoryLedger
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld
+from swarmnode.tuning.adapter_bytes import encode_recipe
 from swarmnode.tuning.adapter_parts import TuningDevice
 from swarmnode.tuning.pace import TuningPace
-from swarmnode.tuning.recipe_bytes import encode_recipe
 from swarmnode.tuning.server import ADAPTERS_OF_PEER, TuningServer
 from tests.compute.inline_executor import InlineExecutor
 from tests.net.virtual import in_virtual_time

@@ -17,9 +17,9 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.serving.client.blame import Blame, Verdict
 from swarmnode.serving.client.router import Router
+from swarmnode.tuning.adapter_bytes import encode_recipe
 from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedRoute
-from swarmnode.tuning.recipe_bytes import encode_recipe
 
 AVOID_S = 1.0
 

@@ -19,7 +19,7 @@ from swarmnode.compute.training.adapters.starts import PROMPT
 from swarmnode.compute.training.adapters.targets import target_layers
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
-from swarmnode.tuning.state_bytes import SLACK_BYTES, decode_state
+from swarmnode.tuning.adapter_bytes import SLACK_BYTES, decode_state
 
 WEIGHTS, *_, SQUARES = VECTORS
 

@@ -73,7 +73,7 @@ class _Hop:
     opened: asyncio.Future[AdapterOpened]
     answer: asyncio.Future[Body] | None = None
     files: dict[int, bytes] = field(default_factory=dict)  # of the state that comes: complete ones,
-    file: bytearray = field(default_factory=bytearray)  # and the next one, as far as it came
+    file: bytearray = field(default_factory=bytearray)  # and the beginning of the next one
     given: asyncio.Future[dict[int, bytes]] | None = None
 
 

@@ -39,7 +39,7 @@ LIES = {
 @pytest.mark.parametrize("lie", [*LIES, "idle talk"])
 @in_virtual_time
 async def test_a_hop_that_lies_or_chatters_is_left(lie: str) -> None:
-    """A hop that sends what nobody waits for does not hide that the work stands still."""
+    """Frames that the owner does not wait for do not hide that the work stands still."""
     networks = [(world := FakeWorld(seed=1)).join(), world.join()]
     chatter: list[asyncio.Task[None]] = []
 

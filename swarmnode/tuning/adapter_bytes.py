@@ -1,0 +1,35 @@
+"""Recipe and states of an adapter as bytes of messages."""
+
+from __future__ import annotations
+
+import msgspec
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from swarmnode.codec.body import DECODE_ERRORS
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.errors import CheckpointError, ProtocolError, UsageError
+
+SLACK_BYTES = 1 << 20  # for the headers of a state's files
+
+
+def encode_recipe(recipe: AdapterRecipe) -> bytes:
+    """Return the msgpack bytes of a recipe."""
+    return msgspec.msgpack.encode(recipe)
+
+
+def decode_recipe(raw: bytes) -> AdapterRecipe:
+    """Return the recipe in a message. Raises ProtocolError if it is not valid."""
+    try:
+        return msgspec.msgpack.decode(raw, type=AdapterRecipe)
+    except (*DECODE_ERRORS, UsageError) as error:
+        raise ProtocolError(f"bad recipe: {error}") from None
+
+
+def decode_state(raw: bytes) -> dict[str, Tensor]:
+    """Return the tensors in a layer's file, by name. Raises CheckpointError if the bytes are no safetensors file."""
+    try:
+        return safetensors.torch.load(raw)
+    except (safetensors.SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:  # also of odd dtypes
+        raise CheckpointError(f"the bytes are no state of an adapter: {str(error)[:200]}") from None
