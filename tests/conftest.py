@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
+from tests.thorough import THOROUGH
 from tests.trained import GEMMA3, MINILM, SMOLLM2, trained
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a hundred processes would compile this house anew
@@ -107,9 +108,18 @@ def pytest_unconfigure() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those on real processes begin: they wait for most of their time, which the other worker uses."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="also run the further cases of a kind (tests/thorough.py)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those on real processes begin: they wait for most of their time, which the other worker uses. Without --thorough, further
+    cases of a kind are left out."""
     items.sort(key=lambda item: not item.nodeid.startswith(REAL))
+    if not config.getoption("--thorough"):
+        left_out = [item for item in items if item.get_closest_marker(THOROUGH)]
+        items[:] = [item for item in items if not item.get_closest_marker(THOROUGH)]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

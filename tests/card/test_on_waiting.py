@@ -52,7 +52,7 @@ class Hop:
         jobs = [self._job(session, codec, session == spoilt) for session in self.sessions]
         self.start += 1
         # Who goes with whom is not the scheduler's here.
-        finishes = await self.worker.call("pass", lambda: self.worker._compute(jobs))
+        finishes, _ = await self.worker.call("pass", lambda: self.worker._compute(jobs))
         return {session: finishes[id(job)]() for session, job in zip(self.sessions, jobs, strict=True)}
 
     def _job(self, session: int, codec: Codec, is_spoilt: bool) -> Job:

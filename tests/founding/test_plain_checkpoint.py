@@ -49,7 +49,7 @@ def test_nothing_stays_of_what_is_interrupted_or_finds_no_place(
     assert sorted(tmp_path.iterdir()) == before
     usage = model_source.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(model_source.shutil, "disk_usage", lambda _folder: usage._replace(free=1000))
-    with pytest.raises(LocalError, match="GB left"):
+    with pytest.raises(LocalError, match="1 kB left"):
         from_checkpoint(str(file), tmp_path / "weights")
     assert sorted(tmp_path.iterdir()) == before
 

@@ -131,5 +131,5 @@ async def test_what_the_manifest_does_not_allow_is_refused_on_both_sides(tiny: T
             with pytest.raises(UsageError, match="compress must be one of"):
                 await client.generate(PROMPT, max_new_tokens=4, compress="zip")
             patch.setattr("swarmnode.serving.client.limits.check_compression", lambda *_: None)
-            with pytest.raises(PeerRefused, match="positions or codec"):
+            with pytest.raises(PeerRefused, match="positions, codec or adapter"):
                 await client.generate(PROMPT, max_new_tokens=4, compress="int8")

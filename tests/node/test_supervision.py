@@ -29,7 +29,7 @@ BOOTSTRAP = [
     "directory: publishes",
 ]
 BOOTSTRAP += ["access control: watch"]
-SERVING = ["bandwidth tests: explore"]
+SERVING = ["bandwidth tests: explore", "adapters of members: sweep", "adapters of members: list own adapters"]
 TRAINING = ["election: watch", "election: directory", "following: silence"]
 SHORT = (
     "links of",
