@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from swarmnode.counting import counted
 from swarmnode.data.samples import LearntTokens
 from swarmnode.errors import UsageError
 
@@ -38,10 +39,10 @@ class DataSummary:
     epochs: float
 
     def __str__(self) -> str:
-        packed = f" in {self.rows:,} rows" if self.rows != self.samples else ""
+        packed = f" in {counted(self.rows, 'row')}" if self.rows != self.samples else ""
         cut = f", {self.cut:,} of them cut to --sequence tokens" if self.cut else ""
         tokens = f", {self.tokens:,} tokens" if self.tokens else ""
-        return f"{self.samples:,} samples{packed}{cut}{tokens}; {self.epochs:.3g} epochs"
+        return f"{counted(self.samples, 'sample')}{packed}{cut}{tokens}; {self.epochs:.3g} epochs"
 
 
 def check_rules(rules: DataRules) -> None:

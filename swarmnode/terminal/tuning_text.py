@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarmnode.client.tuning.plan import TuningPlan
-from swarmnode.counting import format_bytes, layers
+from swarmnode.counting import counted, format_bytes, layers
 from swarmnode.terminal.formatting import format_duration
 
 
@@ -31,5 +31,5 @@ def recipe_line(plan: TuningPlan) -> str:
         targets = recipe.targets if isinstance(recipe.targets, str) else ", ".join(recipe.targets)
         scaled = " with rsLoRA" if recipe.rslora else ""
         what = f"{recipe.method} of rank {recipe.rank} and alpha {recipe.alpha:g}{scaled} on {targets}"
-    size = f"{run.batch} rows of {run.sequence} tokens, {run.microbatch} at a time"
-    return f"Tuning: {what}; {run.steps:,} steps of {size}; learning rate {run.learning_rate:g}"
+    size = f"{counted(run.batch, 'row')} of {run.sequence} tokens, {run.microbatch} at a time"
+    return f"Tuning: {what}; {counted(run.steps, 'step')} of {size}; learning rate {run.learning_rate:g}"

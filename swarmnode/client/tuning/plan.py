@@ -12,6 +12,7 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.run import Run
+from swarmnode.tuning.client.local_route import HERE
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def plan_of(
     hops = []
     for index, (hop, opened) in enumerate(held):
         told = peers.get(hop.peer)
-        name = (told.name if told is not None else "") or hop.peer[-8:]
+        name = (told.name if told is not None else "") or (HERE if hop.peer == HERE else hop.peer[-8:])
         ids, answers = ("token ids",) * (index == 0), ("answers",) * (index == len(held) - 1)
         hops.append(PlannedHop(name, hop, opened, ("activations", "gradients", *ids, *answers)))
     return TuningPlan(recipe, run, tuple(hops), expected_step_s(run, [hop for hop, _ in held], peers, window))

@@ -62,8 +62,8 @@ class SavedTuning:
                 words = field.name.replace("_", " ")
                 raise UsageError(f"{self.path} holds an adapter whose {words} is {there}, not {here}: {advice}")
         if run.id != self._run.id:
-            told = " ".join(differences(self._run, run)) or "its settings differ"
-            raise UsageError(f"{self.path} holds a tuning with other settings or data: {told}; {advice}")
+            told = " ".join(differences(self._run, run)) or "Its settings differ."
+            raise UsageError(f"{self.path} holds a tuning with other settings or data. {told} G{advice[1:]}")
 
     def save(self, state: AdapterState) -> None:
         """Write a checkpoint in place of the one before, flushed to the disk. Raises LocalError if it cannot be written."""
