@@ -15,9 +15,10 @@ def plan_lines(plan: TuningPlan) -> list[str]:
         lines.append(f"Expected: {plan.step_s:.2g} s a step, {whole} in all, if nothing else runs on these machines")
     for one in plan.hops:
         kept, passing = format_bytes(one.held.adapter_bytes), format_bytes(one.held.pass_bytes)
+        seen = f"; its owner could see {', '.join(one.sees)}" if one.sees else ""
         lines.append(
             f"{one.name} holds {layers(one.hop.start, one.hop.end)}: {kept} of adapter and optimiser, up to {passing} of "
-            f"passes; its owner could see {', '.join(one.sees)}"
+            f"passes{seen}"
         )
     return lines
 

@@ -24,7 +24,7 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import ServerConfig
 from swarmnode.data.rules import DataRules, DataSummary
-from swarmnode.errors import NoRoute, NotFinite, UsageError
+from swarmnode.errors import Busy, NoRoute, NotFinite, UsageError
 from swarmnode.ledger import Account
 from swarmnode.swarm.records.manifest import FileContent
 from swarmnode.swarm.records.recipe import RECIPE, Recipe
@@ -282,6 +282,21 @@ async def test_machines_that_lend_nothing_to_tuning_are_left_alone(founded: Foun
     async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}, tune_share=None) as swarm:
         with pytest.raises(NoRoute, match="--tune-share"):
             await tuned(swarm, settings_in(tmp_path), Heard())
+
+
+@in_virtual_time
+async def test_machines_without_room_are_not_asked_for_ever(
+    founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise Busy("no room", retry_s=0.5)
+
+    monkeypatch.setattr("swarmnode.tuning.server.TuningServer._make_place", full)
+    async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}) as swarm:
+        began_s = asyncio.get_running_loop().time()
+        with pytest.raises(Busy, match=r"have no room at the moment: .*BUSY"):
+            await tuned(swarm, settings_in(tmp_path), Heard())
+        assert asyncio.get_running_loop().time() - began_s < 90
 
 
 @in_virtual_time

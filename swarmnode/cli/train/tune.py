@@ -228,3 +228,6 @@ def _say_the_end(done: TunedAdapter, steps: int, settings: TuneSettings, *, as_j
         fail(f"stopped after {done.steps} of {counted(steps, 'step')}{lost}; the same command continues")
     else:
         say(f"Done: {counted(done.steps, 'step')}{lost}; the adapter is in {settings.out}", err=as_json)
+        if settings.recipe.method != "prompt":
+            path = settings.out if settings.out.is_absolute() else f"./{settings.out}"
+            say(f"generate and chat take it with --adapter {path}", err=as_json)

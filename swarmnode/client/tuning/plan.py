@@ -17,7 +17,7 @@ from swarmnode.tuning.client.local_route import HERE
 
 @dataclass(frozen=True)
 class PlannedHop:
-    """Hop of a tuning: its name, its layers, the bytes that it keeps, and what its owner could see."""
+    """Hop of a tuning: its name, its layers, the bytes that it keeps, and what its owner could see: nothing new on this machine."""
 
     name: str
     hop: HopSpec
@@ -49,7 +49,8 @@ def plan_of(
         told = peers.get(hop.peer)
         name = (told.name if told is not None else "") or (HERE if hop.peer == HERE else hop.peer[-8:])
         ids, answers = ("token ids",) * (index == 0), ("answers",) * (index == len(held) - 1)
-        hops.append(PlannedHop(name, hop, opened, ("activations", "gradients", *ids, *answers)))
+        sees = () if hop.peer == HERE else ("activations", "gradients", *ids, *answers)
+        hops.append(PlannedHop(name, hop, opened, sees))
     return TuningPlan(recipe, run, tuple(hops), expected_step_s(run, [hop for hop, _ in held], peers, window))
 
 

@@ -88,6 +88,7 @@ class SwarmRoutes:
         self._route: Sequence[HopSpec] = ()
         self._opened: TunedRoute | None = None
         self._last: PeerError | NetworkDown | None = None
+        self._without_since_s: float | None = None  # when the search for the next route began
 
     def __repr__(self) -> str:
         return f"<SwarmRoutes at epoch {self._epoch}, {self._blame!r}>"
@@ -100,10 +101,13 @@ class SwarmRoutes:
         self._epoch += 1
         request = self._request.to(self._route, self._epoch)
         self._opened = await TunedRoute.open(self._board, request, self._shapes, state)
+        self._without_since_s = None
         return self._opened
 
     async def _find(self) -> Sequence[HopSpec]:
-        deadline_s = self._clock() + self._patience_s
+        if self._without_since_s is None:
+            self._without_since_s = self._clock()
+        deadline_s = self._without_since_s + self._patience_s  # also of hops that refuse the adapter again and again
         while True:
             try:
                 avoided = self._blame.avoided | frozenset(self._cannot_tune())
@@ -119,7 +123,9 @@ class SwarmRoutes:
     def _why(self, error: NoRoute) -> NoRoute | Busy:
         if isinstance(self._last, PeerRefused) and self._last.code == ErrorCode.BUSY:
             retry_s = self._last.retry_s or 1.0
-            return Busy("the machines that tune have no room at the moment; try again later", retry_s=retry_s)
+            return Busy(
+                f"the machines that tune have no room at the moment: {self._last}; try again later", retry_s=retry_s
+            )
         if self._cannot_tune():
             return NoRoute(
                 f"{error}; machines of this swarm tune only if their owners allow it (`run --tune-share 30%`)"

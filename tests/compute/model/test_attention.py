@@ -56,6 +56,15 @@ def test_attention_is_torchs_and_knows_no_other_query(dtype: torch.dtype, column
             assert torch.equal(alone[0, 0], y[row, at])
 
 
+def test_a_mask_of_a_pass_of_training_is_read_in_its_own_dtype() -> None:
+    """A stage without weights that learn takes no gradients."""
+    random = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, 2, 6, 16, generator=random) for _ in range(3))
+    mask = torch.zeros(1, 1, 6, 6).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
+    expected = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+    assert torch.allclose(attention_by_position(None, q, k, v, mask)[0], expected, atol=ORDER)
+
+
 @pytest.mark.parametrize("save", [save_llama_gguf, save_moe_gguf], ids=["llama", "experts"])
 @pytest.mark.parametrize("form", ["Q4_0", "Q8_0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

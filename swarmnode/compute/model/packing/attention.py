@@ -85,9 +85,11 @@ def attention_by_position(
     """Return the attention (B, T, H, W) of queries (B, H, T, D) to keys (B, G, C, D) and values (B, G, C, W), and None.
 
     This is what transformers expects. `attention_mask` is float16 (B, 1, T, C): 0 for columns that count, else minus infinity. None
-    if all before the position count. Attention with a dropout or a position bias is torch's, and so is that which takes gradients.
+    if all before the position count. Attention with a dropout or a position bias is torch's. So is attention that takes gradients,
+    or a mask of another dtype as in training.
     """
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    trains |= attention_mask is not None and attention_mask.dtype != torch.float16
     if trains or dropout or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
         mask = None if attention_mask is None else attention_mask.to(query.dtype)
         y, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)

@@ -40,6 +40,7 @@ def save_adapter(folder: Path, recipe: AdapterRecipe, tensors: Mapping[str, Tens
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(held, folder / WEIGHTS_NAME, metadata={"format": "pt"})
         (folder / CONFIG_NAME).write_text(config + "\n")
+        (folder / WEIGHTS_NAME).chmod((folder / CONFIG_NAME).stat().st_mode)  # save_file's is its owner's alone
     except OSError as error:
         raise LocalError(f"{folder} cannot be written: {error.strerror or error}; choose another --out") from None
 
