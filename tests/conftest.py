@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
-from tests.thorough import THOROUGH
+from tests.thorough import further_cases
 from tests.trained import GEMMA3, MINILM, SMOLLM2, trained
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a hundred processes would compile this house anew
@@ -117,9 +117,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases of a kind are left out."""
     items.sort(key=lambda item: not item.nodeid.startswith(REAL))
     if not config.getoption("--thorough"):
-        left_out = [item for item in items if item.get_closest_marker(THOROUGH)]
-        items[:] = [item for item in items if not item.get_closest_marker(THOROUGH)]
-        config.hook.pytest_deselected(items=left_out)
+        left_out = further_cases(items)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

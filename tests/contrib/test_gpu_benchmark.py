@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 
 from tests.contrib.script import CONTRIB, load
-from tests.thorough import one_of
 
 gpu: Any = load(CONTRIB / "benchmarks" / "gpu.py")
 
 
-@pytest.mark.parametrize("part", one_of(2, gpu.PARTS))
+@pytest.mark.parametrize("part", gpu.PARTS)
 def test_a_part_comes_to_its_end_on_a_cpu(part: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr("sys.argv", ["gpu.py", part, "--tiny", "--device", "cpu", "--seconds", "0"])
     gpu.main()

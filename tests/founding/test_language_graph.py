@@ -20,7 +20,6 @@ from swarmnode.founding.model_source import from_config
 from swarmnode.founding.swarm_creation import create_swarm
 from swarmnode.swarm.records.manifest import GRAPH, TRAIN
 from swarmnode.swarm.records.run import Run
-from tests.thorough import one_of
 
 LENGTH, STEPS = 8, 2
 COMMON: dict[str, Any] = {
@@ -43,7 +42,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("family", one_of(3, FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_recurrent_family_trains_by_config_as_in_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

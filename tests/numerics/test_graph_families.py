@@ -6,12 +6,11 @@ import pytest
 
 from tests.numerics.exactness import check_stages, founded
 from tests.numerics.graph_families import FAMILIES, build
-from tests.thorough import one_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("family", one_of(3, FAMILIES))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_trains_as_in_plain_torch(family: str) -> None:
     module, batch = build(family)
     exported = founded(module, batch)

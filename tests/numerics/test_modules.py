@@ -7,12 +7,11 @@ import pytest
 from swarmnode.errors import UsageError
 from tests.numerics.exactness import check_stages, founded
 from tests.numerics.modules import MODULES, REFUSED
-from tests.thorough import one_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("name", one_of(4, MODULES))
+@pytest.mark.parametrize("name", MODULES)
 def test_a_module_trains_as_in_plain_torch(name: str) -> None:
     module, batch = MODULES[name]()
     exported = founded(module, batch)

@@ -75,7 +75,6 @@ def test_neighbouring_versions_serve_together(tiny: TinyModel, earlier: tuple[st
             assert str(expected)[1:-1] in told.replace("\n", "")
 
 
-@pytest.mark.thorough
 def test_nodes_from_before_the_rooms_train_with_ours(model: Path, tmp_path: Path) -> None:
     """A stage of each, and a trainer of each after the other: the losses are those of one process."""
     inside = earlier_version(BEFORE_THE_ROOMS, tmp_path / "earlier")
