@@ -18,7 +18,7 @@ from tests.real.test_training import read_log
 from tests.tagger import save_data
 from tests.training_results import assert_same_curve
 
-STEPS, KILLED_AT = 12, 3
+STEPS, KILLED_AT = 24, 3
 
 
 def t5() -> tuple[nn.Module, Batch]:
@@ -48,7 +48,9 @@ def test_a_module_trains_as_one_process_though_a_replica_is_killed(spec: str, tm
         for node in nodes:
             node.wait_for("ready")
         trainer = local.trainer("trainer", "--log", str(tmp_path / "log.jsonl"), *settings)
-        trainer.wait_until(lambda line: line.get("step", -1) >= KILLED_AT, f"step {KILLED_AT}")
+        trainer.wait_until(  # all four: else the killed one may be the only holder of its layers' state
+            lambda line: line.get("step", -1) >= KILLED_AT and line.get("peers") == 4, f"step {KILLED_AT} of four"
+        )
         nodes[0].kill()
         assert trainer.finish(START_TIMEOUT_S) == 0, trainer.tail()
         local.command("train", str(local.file), "--local", "--log", str(tmp_path / "alone.jsonl"), *settings)
