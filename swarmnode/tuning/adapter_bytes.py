@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import safetensors
 import safetensors.torch
 from torch import Tensor
 
 from swarmnode.codec.body import DECODE_ERRORS
+from swarmnode.codec.tuning_messages import PIECE_BYTES, AdapterPiece
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 
@@ -25,6 +28,14 @@ def decode_recipe(raw: bytes) -> AdapterRecipe:
         return msgspec.msgpack.decode(raw, type=AdapterRecipe)
     except (*DECODE_ERRORS, UsageError) as error:
         raise ProtocolError(f"bad recipe: {error}") from None
+
+
+def pieces_of(step: int, unit: int, raw: bytes, *, ends: bool) -> Iterator[tuple[AdapterPiece, bytes]]:
+    """Yield the messages for the file of one layer at `step`, each with its payload. `ends`: it is the last layer."""
+    for offset in range(0, max(1, len(raw)), PIECE_BYTES):
+        piece = raw[offset : offset + PIECE_BYTES]
+        is_last = ends and offset + len(piece) == len(raw)
+        yield AdapterPiece(step, unit, offset, len(raw), is_last), piece
 
 
 def decode_state(raw: bytes) -> dict[str, Tensor]:

@@ -15,20 +15,20 @@ from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.adapters.adapter_file import units_of_layer
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.layers import AdapterLayers, layer_of
+from swarmnode.compute.training.adapters.adapter_weights import STEP
+from swarmnode.compute.training.adapters.layers import layer_of
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.starts import PROMPT
-from swarmnode.compute.training.adapters.trainer import AdapterTrainer
+from swarmnode.compute.training.adapters.trainer import AdapterTrainer, ByPiece
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
 from swarmnode.plan.view import Span
 from swarmnode.tuning.adapter_bytes import SLACK_BYTES, decode_state
-from swarmnode.tuning.pace import ByPiece, TuningPace
+from swarmnode.tuning.pace import TuningPace
 
 T = TypeVar("T")
 KIND = "tune"
-STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,6 @@ class LossEnd(Generic[T]):
 class _Part:
     device: TuningDevice
     trainer: AdapterTrainer
-    adapter_bytes: int
     loading: dict[str, Tensor] = field(default_factory=dict)  # tensors of a state that is coming
 
     @property
@@ -107,7 +106,7 @@ class AdapterParts:
     @property
     def adapter_bytes(self) -> int:
         """Bytes of weights, gradients and optimiser state."""
-        return sum(part.adapter_bytes for part in self._parts)
+        return sum(part.trainer.adapter_bytes for part in self._parts)
 
     @property
     def most_state_bytes(self) -> int:
@@ -232,8 +231,7 @@ def unit_of(family: Family, name: str) -> int:
 
 
 def _make(parts: list[_Part], device: TuningDevice, span: ModelSpan, recipe: AdapterRecipe, owner: str) -> None:
-    trainer = AdapterTrainer(span, recipe, name=owner)
-    parts.append(_Part(device, trainer, sum(AdapterLayers(span, recipe).memory_bytes().values())))
+    parts.append(_Part(device, AdapterTrainer(span, recipe, name=owner)))
 
 
 def _close_on(parts: Sequence[_Part], device: TuningDevice) -> None:

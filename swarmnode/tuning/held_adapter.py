@@ -18,7 +18,6 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.codec.tuning_messages import (
-    PIECE_BYTES,
     AdapterOpened,
     AdapterPiece,
     Gather,
@@ -52,6 +51,7 @@ from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.tuning.adapter_bytes import pieces_of
 from swarmnode.tuning.adapter_parts import AdapterParts
 
 log = logging.getLogger(__name__)
@@ -410,11 +410,9 @@ class HeldAdapter:
         for unit in units:
             raw = await (self._parts.gradients if body.gradients else self._parts.state)(unit)
             self._memory.count(len(raw))
-            for offset in range(0, max(1, len(raw)), PIECE_BYTES):
+            for message, piece in pieces_of(body.step, unit, raw, ends=unit == units[-1]):
                 await self._channel.drain()
-                piece = raw[offset : offset + PIECE_BYTES]
-                is_last = unit == units[-1] and offset + len(piece) == len(raw)
-                self._channel.send(AdapterPiece(body.step, unit, offset, len(raw), is_last), payload=[piece])
+                self._channel.send(message, payload=[piece])
         self._memory.release()
 
     def _load(self, body: AdapterPiece, payload: Buffer) -> None:

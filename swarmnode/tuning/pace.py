@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
 from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.training.adapters.trainer import ByPiece
 
 T = TypeVar("T")
-ByPiece = Generator[None, None, T]
 
 
 class TuningPace:

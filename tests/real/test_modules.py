@@ -14,7 +14,7 @@ from swarmnode.localswarm import START_TIMEOUT_S
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.numerics.graph_families import Batch, build
 from tests.real.forked import ForkedSwarm
-from tests.real.test_training import read_log
+from tests.real.test_training import read_log, wait_for_step_of_four
 from tests.tagger import save_data
 from tests.training_results import assert_same_curve
 
@@ -48,9 +48,7 @@ def test_a_module_trains_as_one_process_though_a_replica_is_killed(spec: str, tm
         for node in nodes:
             node.wait_for("ready")
         trainer = local.trainer("trainer", "--log", str(tmp_path / "log.jsonl"), *settings)
-        trainer.wait_until(  # all four: else the killed one may be the only holder of its layers' state
-            lambda line: line.get("step", -1) >= KILLED_AT and line.get("peers") == 4, f"step {KILLED_AT} of four"
-        )
+        wait_for_step_of_four(trainer, KILLED_AT)
         nodes[0].kill()
         assert trainer.finish(START_TIMEOUT_S) == 0, trainer.tail()
         local.command("train", str(local.file), "--local", "--log", str(tmp_path / "alone.jsonl"), *settings)

@@ -40,6 +40,11 @@ def read_log(path: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_lines(path)}
 
 
+def wait_for_step_of_four(trainer: NodeProcess, step: int) -> None:
+    """Wait for a step, from `step` on, of all four nodes: before it, one of them may be the only holder of its layers' state."""
+    trainer.wait_until(lambda line: line.get("step", -1) >= step and line.get("peers") == 4, f"step {step} of four")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A GPT-2 of four layers on bytes, with dropout."""
@@ -111,9 +116,7 @@ def test_a_swarm_trains_as_one_process_though_a_replica_is_killed_serves_and_is_
     for node in school.nodes.values():
         node.wait_for("ready")
     trainer = local.trainer("trainer", "--log", str(school.log("trainer")), *SETTINGS)
-    trainer.wait_until(  # all four: else the killed one may be the only holder of its layers' state
-        lambda line: line.get("step", -1) >= KILLED_AT and line.get("peers") == 4, f"step {KILLED_AT} of four"
-    )
+    wait_for_step_of_four(trainer, KILLED_AT)
     school.nodes.pop(f"{SPANS[0]}-a").kill()
     school.start(f"{SPANS[0]}-c", SPANS[0]).wait_for("ready")
     assert trainer.finish(START_TIMEOUT_S) == 0, trainer.tail()

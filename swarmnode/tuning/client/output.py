@@ -10,6 +10,7 @@ from torch import Tensor
 
 from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import Family
+from swarmnode.compute.training.adapters.adapter_weights import VECTORS
 from swarmnode.compute.training.adapters.layers import A, file_name
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.saved_folder import save_adapter
@@ -17,7 +18,7 @@ from swarmnode.compute.training.adapters.starts import start_of_a
 from swarmnode.compute.training.adapters.targets import target_layers
 from swarmnode.tuning.client.tuned_route import AdapterState
 
-WEIGHT = "weight/"
+WEIGHT = f"{VECTORS[0]}/"
 """Beginning of the names of weights in a state"""
 
 

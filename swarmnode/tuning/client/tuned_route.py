@@ -17,7 +17,6 @@ from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
 from swarmnode.codec.tuning_messages import (
-    PIECE_BYTES,
     AdapterOpened,
     AdapterPiece,
     Gather,
@@ -37,6 +36,7 @@ from swarmnode.errors import ErrorCode, NetworkDown, PeerLost, ProtocolError, re
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.tuning.adapter_bytes import pieces_of
 from swarmnode.tuning.client.state_shapes import StateShapes
 
 T = TypeVar("T")
@@ -219,12 +219,8 @@ class TunedRoute:
             answers.append(self._expect(hop))
             units = [unit for unit in sorted(state.layers) if hop.spec.start <= unit < hop.spec.end]
             for unit in units:
-                raw = state.layers[unit]
-                for offset in range(0, max(1, len(raw)), PIECE_BYTES):
-                    piece = raw[offset : offset + PIECE_BYTES]
-                    is_last = unit == units[-1] and offset + len(piece) == len(raw)
-                    body = AdapterPiece(state.step, unit, offset, len(raw), is_last)
-                    hop.channel.send(body, payload=[piece])
+                for message, piece in pieces_of(state.step, unit, state.layers[unit], ends=unit == units[-1]):
+                    hop.channel.send(message, payload=[piece])
                     await self._wait(hop.channel.drain())
         for answer in answers:
             await self._wait(answer)

@@ -89,8 +89,14 @@ def attention_by_position(
     or a mask of another dtype as in training.
     """
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    trains |= attention_mask is not None and attention_mask.dtype != torch.float16
-    if trains or dropout or kwargs.get("position_bias") is not None or kwargs.get("is_causal") is False:
+    has_other_mask = attention_mask is not None and attention_mask.dtype != torch.float16
+    if (
+        trains
+        or has_other_mask
+        or dropout
+        or kwargs.get("position_bias") is not None
+        or kwargs.get("is_causal") is False
+    ):
         mask = None if attention_mask is None else attention_mask.to(query.dtype)
         y, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
         return y, None

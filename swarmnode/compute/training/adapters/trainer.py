@@ -126,6 +126,11 @@ class AdapterTrainer:
         return self._weights.step
 
     @property
+    def adapter_bytes(self) -> int:
+        """Bytes of the adapter's tensors, gradients and moments."""
+        return sum(self._layers.memory_bytes().values())
+
+    @property
     def in_flight(self) -> int:
         """Number of forward passes that wait for their loss or their gradient."""
         return len(self._passes)
