@@ -1,6 +1,6 @@
 """Losses of adapters trained on three spans beside those of peft in one process, on the same batches. Prints JSON lines.
 
-    python contrib/studies/adapter_losses.py [--steps 100] [--families llama qwen3] [--methods lora dora]
+    python contrib/studies/adapter_losses.py [--steps 100] [--rate-share 0.2] [--families llama qwen3] [--methods lora dora]
 
 Tiny models, float32, one process and no network: the arithmetic alone. peft must be installed (docs/testing.md).
 """
@@ -15,34 +15,54 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.compute.training.adapters.recipe import METHODS
-from tests.compute.training.adapters.trained import SMALL, Route
-from tests.numerics.adapter_peft import PeftTraining
+from tests.compute.training.adapters.trained import SMALL, Route, batch_of
+from tests.numerics.adapter_peft import PeftTraining, saved_difference
 from tests.numerics.test_adapter_training import FAMILIES, RATES, save_family
 
 
-def compared(family: str, method: str, steps: int, folder: Path) -> dict[str, Any]:
-    """Train one adapter both ways; `difference` is the largest one of a step's losses, relative to peft's."""
+def compared(family: str, method: str, steps: int, share: float, folder: Path) -> dict[str, Any]:
+    """Train one adapter both ways, at `share` of the tests' learning rate.
+
+    `difference` is the largest one of a step's losses, relative to peft's. `itself` is that of peft from peft with the microbatches
+    of each step in reverse order, which differ by the rounding of sums alone. `logits` is the difference of the saved folder's
+    logits in peft from those that the spans serve, over their standard deviation; of a soft prompt from those of peft's training.
+    """
     model, checkpoint = save_family(family, folder / "model")
-    recipe = replace(SMALL, method=method)
+    recipe, rate = replace(SMALL, method=method), RATES[method] * share
     route = Route.through(checkpoint, [0, 2, 4, checkpoint.units], recipe)
     starts = {name: tensor.clone() for name, tensor in route.weights().items()}
-    theirs = PeftTraining(model, recipe, starts, RATES[method], folder / "start").train(range(steps))
-    ours = route.train(range(steps), RATES[method])
-    difference = max(abs(one - other) / other for one, other in zip(ours, theirs, strict=True))
-    about = {"family": family, "method": method, "steps": steps}
-    return {**about, "difference": difference, "first": theirs[0], "last": theirs[-1]}
+    peft, other = (PeftTraining(model, recipe, starts, rate, folder / name) for name in ("start", "again"))
+    theirs, again = peft.train(range(steps)), other.train(range(steps), lambda step: batch_of(step)[::-1])
+    ours = route.train(range(steps), rate)
+    return {
+        "family": family,
+        "method": method,
+        "steps": steps,
+        "rate": rate,
+        "difference": deviation(ours, theirs),
+        "itself": deviation(again, theirs),
+        "logits": saved_difference(model, route, peft, batch_of(0)[0][0], folder / "end"),
+        "first": theirs[0],
+        "last": theirs[-1],
+    }
+
+
+def deviation(losses: list[float], wanted: list[float]) -> float:
+    """Return the largest relative difference of a step's losses."""
+    return max(abs(one - other) / other for one, other in zip(losses, wanted, strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--rate-share", type=float, default=1.0)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     options = parser.parse_args()
     for family in options.families:
         for method in options.methods:
             with tempfile.TemporaryDirectory() as folder:
-                run = compared(family, method, options.steps, Path(folder))
+                run = compared(family, method, options.steps, options.rate_share, Path(folder))
             print(json.dumps(run), flush=True)
 
 

@@ -202,7 +202,7 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
     once.
 
     SIGHUP, from a terminal that closes, sets `stop` too, unless it was ignored at the start (nohup). Raises Interrupted if main was
-    cancelled.
+    cancelled, or raises it.
     """
     import uvloop
 
@@ -306,3 +306,11 @@ async def unless_stopped(work: Awaitable[T], stop: asyncio.Event) -> T | None:
     task = asyncio.ensure_future(work)
     await until_first(task, stop.wait())
     return None if task.cancelled() else task.result()
+
+
+async def joined(joining: Awaitable[T], stop: asyncio.Event) -> T:
+    """Return the client that `joining` makes. Raises Interrupted if the user asked to stop first."""
+    client = await unless_stopped(joining, stop)
+    if client is None:
+        raise Interrupted
+    return client

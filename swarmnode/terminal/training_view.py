@@ -117,6 +117,7 @@ class TrainingView:
         self.reports: list[StepSummary] = []
         self.missing: tuple[int, ...] | None = None
         self.why = ""  # reason for waiting
+        self.beginning = ""  # shown before the first step
         self._sinks = sinks
 
     def __repr__(self) -> str:
@@ -125,7 +126,7 @@ class TrainingView:
     def begun(self, run: Run, data: DataSummary) -> None:
         """Show what the data holds, and that the run begins."""
         self.run = run
-        self._tell(note=f"Data: {data}")
+        self._tell(notes=[f"Data: {data}"])
 
     def step(self, report: StepSummary) -> None:
         """Log a finished step and show the new state."""
@@ -138,11 +139,16 @@ class TrainingView:
         self.why, self.missing = why, missing
         self._tell()
 
-    def _tell(self, report: StepSummary | None = None, *, note: str = "") -> None:
+    def going_on(self, *notes: str) -> None:
+        """Print `notes`, and show that the training no longer waits."""
+        self.missing = None
+        self._tell(notes=notes)
+
+    def _tell(self, report: StepSummary | None = None, *, notes: Sequence[str] = ()) -> None:
         if self.failure is not None:
             return
         try:
-            if note:
+            for note in notes:
                 self.note(note)
             if report is not None:
                 for sink in self._sinks:
@@ -168,20 +174,28 @@ class TrainingView:
         if self.missing is not None:
             return waiting_text(self.why, self.missing)
         if not self.reports:
-            return f"step 0 of {self.run.steps}: waiting for the first step"
+            return self.beginning or f"step 0 of {self.run.steps}: waiting for the first step"
         last, step_s = self.reports[-1], self.step_s()
         left_s = (self.run.steps - 1 - last.step) * step_s
         held_out = next((one.held_out_loss for one in reversed(self.reports) if one.held_out_loss is not None), None)
         told = "" if held_out is None else f"  held out {held_out:.4f} (perplexity {perplexity(held_out):.4g})"
         return (
-            f"step {last.step + 1} of {self.run.steps}  loss {last.loss:.4f}{told}  {last.tokens_per_s:,.0f} {self.unit()}/s  "
+            f"step {last.step + 1} of {self.run.steps}  loss {last.loss:.4f}{told}  {self.tokens_per_s():,.0f} {self.unit()}/s  "
             f"{step_s:.2f} s/step  {last.peers} peer{'' if last.peers == 1 else 's'}  {format_duration(left_s)} left"
         )
 
     def step_s(self) -> float:
-        """Return the mean seconds of the last `RECENT_STEPS` steps; 0 if there are none."""
-        recent = self.reports[-RECENT_STEPS:]
+        """Return the mean seconds of the last `RECENT_STEPS` steps whose duration is known; 0 if there are none."""
+        recent = self._recent()
         return sum(report.step_s for report in recent) / max(1, len(recent))
+
+    def tokens_per_s(self) -> float:
+        """Return the tokens per second of the last `RECENT_STEPS` steps whose duration is known; 0 if there are none."""
+        recent = self._recent()
+        return sum(report.tokens for report in recent) / max(1e-9, sum(report.step_s for report in recent))
+
+    def _recent(self) -> list[StepSummary]:
+        return [report for report in self.reports[-RECENT_STEPS:] if report.step_s]
 
     def unit(self) -> str:
         """Return what `tokens_per_s` counts: tokens or samples."""

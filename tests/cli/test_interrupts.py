@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -10,6 +11,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
+from swarmnode.terminal.console import Interrupted, joined
 
 ROOT = Path(__file__).parents[2]
 IMPORTING = """
@@ -116,3 +119,28 @@ def test_who_was_left_to_itself_goes_on_where_its_terminal_closes(tmp_path: Path
     assert os.read(master, 16).startswith(b"begun")
     os.close(master)
     assert process.wait(240) == 0 and path.read_text() == "over"
+
+
+async def _said(word: str) -> str:
+    return word
+
+
+def test_who_is_asked_to_stop_while_joining_joins_no_more() -> None:
+    ended: list[bool] = []
+
+    async def join() -> str:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+        return "never"
+
+    async def command() -> None:
+        stop = asyncio.Event()
+        assert await joined(_said("client"), stop) == "client"
+        asyncio.get_running_loop().call_soon(stop.set)
+        with pytest.raises(Interrupted):
+            await joined(join(), stop)
+
+    asyncio.run(command())
+    assert ended == [True]

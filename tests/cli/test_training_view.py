@@ -24,7 +24,7 @@ DATA = DataSummary(samples=1200, tokens=4800, rows=300, cut=2, epochs=2.5)
 
 
 def report(step: int, loss: float = 2.5) -> StepSummary:
-    return StepSummary(step, loss, step_s=0.5, tokens_per_s=256.0, peers=3, norm=1.0, expected_s=0.25)
+    return StepSummary(step, loss, step_s=0.5, tokens=128, peers=3, norm=1.0, expected_s=0.25)
 
 
 def test_each_step_is_one_line_of_the_log_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +54,16 @@ def test_lines_tell_what_matters_and_repeat_themselves_seldom(capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines() == ["waiting: no machine holds layers 2-3"] * 2
     view.step(report(10))
     assert capsys.readouterr().out.startswith("step 11 of 100")
+
+
+def test_the_speed_is_that_of_the_last_steps_together() -> None:
+    """A step of unknown duration, after the loss of a coordinator, does not count."""
+    view = Lines(())
+    view.begun(RUN, DATA)
+    for step, (step_s, tokens) in enumerate([(1e6, 1), *[(1.0, 100)] * 18, (0.0, 100), (2.0, 260)]):
+        view.step(replace(report(step), step_s=step_s, tokens=tokens))
+    assert "103 tokens/s  1.05 s/step" in view.status()
+    assert step_json(view.reports[-1])["tokens_per_s"] == 130 and step_json(view.reports[-2])["tokens_per_s"] == 0
 
 
 def test_a_terminal_shows_curve_and_line() -> None:

@@ -137,7 +137,7 @@ def test_a_trainer_tells_of_its_last_step_and_passes_on_what_it_hears() -> None:
     assert not figures(meter.readings(), table.TRAINER_LOSS)
     meter.waiting("for a holder", (2, 3))
     assert figures(meter.readings(), table.TRAINER_WAITING) == {(): 1}
-    reports = [StepSummary(0, 2.5, 0.4, 100.0, 3, 1.0), StepSummary(1, 2.25, 0.0, 0.0, 2, 1.0)]
+    reports = [StepSummary(0, 2.5, 0.4, 100, 3, 1.0), StepSummary(1, 2.25, 0.0, 70, 2, 1.0)]
     for report in reports:
         meter.step(report)
     told = list(meter.readings())
@@ -146,7 +146,7 @@ def test_a_trainer_tells_of_its_last_step_and_passes_on_what_it_hears() -> None:
     assert figures(told, table.TRAINER_LOSS) == {(): 2.25}
     assert figures(told, table.TRAINER_PEERS) == {(): 2}
     assert figures(told, table.TRAINER_STEP_SECONDS) == {(): 1}, "the second step's time is not known"
-    assert figures(told, table.TRAINER_TOKENS) == {(): 2 * run.batch * max(1, run.sequence)}
+    assert figures(told, table.TRAINER_TOKENS) == {(): 170}
     assert listener.heard == [run, ("for a holder", (2, 3)), *reports]
 
 

@@ -285,6 +285,17 @@ async def test_machines_that_lend_nothing_to_tuning_are_left_alone(founded: Foun
 
 
 @in_virtual_time
+async def test_who_stops_while_no_machine_tunes_does_not_wait_for_one(founded: Founded, tmp_path: Path) -> None:
+    stop = asyncio.Event()
+    heard = Heard()
+    async with swarm_of(founded, tmp_path, {"a": "0:3"}) as swarm, owner_of(swarm) as client:
+        asyncio.get_running_loop().call_later(5.0, stop.set)
+        began_s = asyncio.get_running_loop().time()
+        assert await client.tune(settings_in(tmp_path), heard, stop) == TunedAdapter(0, 0, 0)
+        assert heard.why and asyncio.get_running_loop().time() - began_s < 6.0
+
+
+@in_virtual_time
 async def test_machines_without_room_are_not_asked_for_ever(
     founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

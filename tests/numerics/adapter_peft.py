@@ -16,7 +16,19 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.saved_folder import save_adapter
 from swarmnode.compute.training.adapters.starts import PROMPT
 from swarmnode.data.rows import NO_LABEL
-from tests.compute.training.adapters.trained import Batch, batch_of, labels_of
+from tests.compute.training.adapters.trained import Batch, Route, batch_of, labels_of
+
+
+def saved_difference(model: Any, route: Route, theirs: PeftTraining, ids_BS: Tensor, folder: Path) -> float:
+    """Save an adapter, load it with peft, and return the largest difference of its logits from those that the spans serve, over
+    their standard deviation. No span serves a soft prompt: there it is the difference from peft's own training."""
+    peft = pytest.importorskip("peft")
+    save_adapter(folder, route.recipe, route.weights(), base="model")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
+    with torch.no_grad():
+        wanted = loaded(input_ids=ids_BS, attention_mask=torch.ones_like(ids_BS)).logits
+        found = theirs.logits(ids_BS) if route.recipe.method == "prompt" else route.logits(ids_BS)
+    return float((found - wanted).abs().max() / wanted.std())
 
 
 class PeftTraining:

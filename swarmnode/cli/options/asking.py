@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.terminal.console import run_async
+from swarmnode.terminal.console import joined, run_async
 from swarmnode.terminal.option import option
 from swarmnode.terminal.process import CollectorPause
 
@@ -47,8 +47,8 @@ def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
     NotAdmitted."""
     from swarmnode.client.swarm_client import SwarmClient
 
-    async def look(_stop: asyncio.Event) -> Any:
-        async with await SwarmClient.join(open_swarm(swarm, home), home=home) as client:
+    async def look(stop: asyncio.Event) -> Any:
+        async with await joined(SwarmClient.join(open_swarm(swarm, home), home=home), stop) as client:
             answer = question(client)
             return await answer if inspect.isawaitable(answer) else answer
 
@@ -57,14 +57,16 @@ def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
 
 @contextlib.asynccontextmanager
 async def asking(
-    swarm: str, home: Path, *, patience_s: float, trust: Trust, needs_torch: bool = False
+    swarm: str, home: Path, stop: asyncio.Event, *, patience_s: float, trust: Trust, needs_torch: bool = False
 ) -> AsyncIterator[SwarmClient]:
-    """Join the swarm, yield a client for one question or conversation, and leave. Raises UsageError, NetworkDown, NotAdmitted."""
+    """Join the swarm, yield a client for one question or conversation, and leave. Raises UsageError, NetworkDown, NotAdmitted;
+    Interrupted if `stop` is set before the swarm is joined."""
     from swarmnode.client.swarm_client import SwarmClient
 
     with CollectorPause():
         loaded = open_swarm(swarm, home)
-        client = await SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust, audit_share=0.0)
+        joining = SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust, audit_share=0.0)
+        client = await joined(joining, stop)
     if not needs_torch:
         leave_torch_out()
     async with client:

@@ -14,6 +14,7 @@ from swarmnode.terminal.console import (
     Verbosity,
     command,
     fail,
+    joined,
     print_json,
     run_async,
     say,
@@ -56,7 +57,7 @@ def export(
     unconfirmed: list[str] = []
 
     async def fetch(stop: asyncio.Event) -> int | None:
-        async with await TrainingClient.join(known, home, patience_s=patience) as client:
+        async with await joined(TrainingClient.join(known, home, patience_s=patience), stop) as client:
             with bytes_bar("Fetching the trained weights", quiet=as_json) as progress:
                 exporting = client.export(
                     target,

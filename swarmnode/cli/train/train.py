@@ -18,7 +18,7 @@ from swarmnode.cli.train.recipe import RecipeOptions, check_keys, read_recipe, r
 from swarmnode.cli.train.schedule import ScheduleOptions
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
-from swarmnode.terminal.console import HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.console import HOME, LogOptions, command, fail, joined, run_async, say
 from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def train(
 
     async def train_with_others(meter: TrainerMeter, stop: asyncio.Event) -> int:
         async with (
-            await TrainingClient.join(known, watch.home, patience_s=patience) as client,
+            await joined(TrainingClient.join(known, watch.home, patience_s=patience), stop) as client,
             watch.over(known.name, lambda: [*meter.readings(), *client.readings()]),
         ):
             done = await client.train(data, settings, meter, stop, rules)

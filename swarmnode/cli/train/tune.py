@@ -17,7 +17,7 @@ from swarmnode.cli.train.train import RecordOptions
 from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
-from swarmnode.terminal.console import HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.console import HOME, LogOptions, command, fail, joined, run_async, say
 from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
@@ -184,17 +184,23 @@ def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdap
     from swarmnode.client.tuning.client import TuningClient
     from swarmnode.client.tuning.local import tune_here
     from swarmnode.client.tuning.plan import TuningPlan
-    from swarmnode.terminal.tuning_text import plan_lines
+    from swarmnode.terminal.tuning_text import change_lines, plan_lines
 
-    watch, name = place.watch, place.swarm.name
+    watch, name, plans = place.watch, place.swarm.name, list[TuningPlan]()
+    view.beginning = "opening the adapter"
 
     def tell(plan: TuningPlan) -> None:
-        for line in plan_lines(plan):
-            view.note(line)
+        lines = change_lines(plans[-1], plan) if plans else plan_lines(plan)
+        plans.append(plan)
+        view.beginning = f"step {plan.step} of {plan.run.steps}: waiting for the first step"
+        view.going_on(*lines)
 
     async def with_others(meter: TrainerMeter, stop: asyncio.Event) -> TunedAdapter:
         join = TuningClient.join(place.swarm, watch.home, patience_s=place.patience_s, trust=place.trust)
-        async with await join as client, watch.over(name, lambda: [*meter.readings(), *client.readings()]):
+        async with (
+            await joined(join, stop) as client,
+            watch.over(name, lambda: [*meter.readings(), *client.readings()]),
+        ):
             return await client.tune(settings, meter, stop, tell)
 
     async def here(meter: TrainerMeter, stop: asyncio.Event) -> TunedAdapter:

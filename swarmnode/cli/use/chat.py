@@ -197,7 +197,9 @@ def chat(
 
     async def talk(stop: asyncio.Event) -> bool:
         """Return False if the user interrupted the answer to a pipe, else True."""
-        async with asking(swarm, home, patience_s=patience, trust=trust, needs_torch=sampling.needs_torch) as client:
+        async with asking(
+            swarm, home, stop, patience_s=patience, trust=trust, needs_torch=sampling.needs_torch
+        ) as client:
             dialogue = Dialogue(client, options, system=system, as_json=as_json)
             await dialogue.check_model()
             if message is not None:

@@ -69,7 +69,7 @@ def generate(
     async def produce(stop: asyncio.Event) -> dict[str, Any] | None:
         started_s = time.monotonic()
         async with asking(
-            swarm, watch.home, patience_s=patience, trust=trust, needs_torch=sampling.needs_torch
+            swarm, watch.home, stop, patience_s=patience, trust=trust, needs_torch=sampling.needs_torch
         ) as client:
             left_s = max(1.0, patience - (time.monotonic() - started_s))
             client.config = dataclasses.replace(client.config, patience_s=left_s)

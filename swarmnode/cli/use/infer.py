@@ -62,7 +62,7 @@ def infer(
     arrays = read_arrays(inputs)
 
     async def produce(stop: asyncio.Event) -> tuple[Mapping[str, np.ndarray], float] | None:
-        async with asking(swarm, home, patience_s=patience, trust=trust) as client:
+        async with asking(swarm, home, stop, patience_s=patience, trust=trust) as client:
             began_s = time.monotonic()
             outputs = await unless_stopped(client.infer(arrays), stop)
             return None if outputs is None else (outputs, time.monotonic() - began_s)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.terminal.console import HOME, Verbosity, command, fail, run_async, unless_stopped
+from swarmnode.terminal.console import HOME, Verbosity, command, fail, joined, run_async, unless_stopped
 from swarmnode.version import missing_package
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def mcp(
 
     async def answer(stop: asyncio.Event) -> None:
         loaded = open_swarm(swarm, home)
-        async with await SwarmClient.join(loaded, home=home, patience_s=patience, trust=trust) as client:
+        joining = SwarmClient.join(loaded, home=home, patience_s=patience, trust=trust)
+        async with await joined(joining, stop) as client:
             await unless_stopped(SwarmTools(client).server(loaded.name).run_stdio_async(), stop)
 
     run_async(answer)

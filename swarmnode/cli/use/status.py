@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.counting import counted
 from swarmnode.errors import SwarmnodeError
-from swarmnode.terminal.console import HOME, JSON, Verbosity, command, print_json, ranges, run_async, unless_stopped
+from swarmnode.terminal.console import (
+    HOME,
+    JSON,
+    Verbosity,
+    command,
+    joined,
+    print_json,
+    ranges,
+    run_async,
+    unless_stopped,
+)
 from swarmnode.terminal.formatting import one_line
 from swarmnode.terminal.option import option
 
@@ -119,7 +129,7 @@ def status(
     from swarmnode.credit.priorities import summary, worker_credits
 
     async def look(stop: asyncio.Event) -> None:
-        async with await SwarmClient.join(open_swarm(swarm, home), home=home) as client:
+        async with await joined(SwarmClient.join(open_swarm(swarm, home), home=home), stop) as client:
             await _read_limits(client)
 
             def status_of() -> dict[str, Any]:

@@ -86,7 +86,7 @@ class TrainingClient(SwarmObserver):
             return ready
 
         async def feed(run: Run, batches: Batches) -> int:
-            on_step, on_done = _telling(listener, run), functools.partial(self._sign, run)
+            on_step, on_done = _telling(listener, run, batches), functools.partial(self._sign, run)
             trainer = Trainer(board, coordinators, run, batches, on_step, listener.waiting, on_done)
             return await host.supervisor.watch(trainer.train(stop))
 
@@ -157,13 +157,12 @@ class TrainingClient(SwarmObserver):
         return runs
 
 
-def _telling(listener: Listener, run: Run) -> Callable[[SwarmReport], None]:
+def _telling(listener: Listener, run: Run, batches: Batches) -> Callable[[SwarmReport], None]:
     """Return a function that passes the coordinator's reports on to the listener."""
-    tokens = run.batch * max(1, run.sequence)
 
     def tell(report: SwarmReport) -> None:
-        tokens_per_s = tokens / report.step_s if report.step_s else 0.0  # unknown if the coordinator was lost
-        summary = StepSummary(report.step, report.loss, report.step_s, tokens_per_s, report.peers, report.norm)
+        tokens = batches.tokens(report.step, run)
+        summary = StepSummary(report.step, report.loss, report.step_s, tokens, report.peers, report.norm)
         held_out_loss = None if report.held_out_loss == NOT_EVALUATED else report.held_out_loss
         listener.step(
             replace(summary, expected_s=report.expected_s, held_out_loss=held_out_loss, expert_load=report.expert_load)

@@ -81,7 +81,6 @@ class TrainerMeter:
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._run: Run | None = None
         self._last: StepSummary | None = None
         self._waiting = False
         self._step_s = Histogram()
@@ -91,15 +90,13 @@ class TrainerMeter:
         return f"<TrainerMeter after {self._last}, {'waiting' if self._waiting else 'going on'}>"
 
     def begun(self, run: Run, data: DataSummary) -> None:
-        """Remember the settings of the run, and pass them on to the other listener."""
-        self._run = run
+        """Pass the settings on to the other listener."""
         self._listener.begun(run, data)
 
     def step(self, report: StepSummary) -> None:
         """Count a finished step, and pass the report on to the other listener."""
-        assert self._run is not None
         self._last, self._waiting = report, False
-        self._tokens += self._run.batch * max(1, self._run.sequence)
+        self._tokens += report.tokens
         if report.step_s:  # 0 if the coordinator was lost before it could report
             self._step_s.observe(report.step_s)
         self._listener.step(report)

@@ -125,7 +125,7 @@ class TuningJob:
         listener.begun(run, self.batches.summary(run))
 
         def opened(route: AdapterRoute) -> None:
-            on_plan(plan_of(settings.recipe, run, route.sizes, peers(), window=settings.window))
+            on_plan(plan_of(settings.recipe, run, tuner.step, route.sizes, peers(), window=settings.window))
 
         tuner = AdapterTuner(
             routes,

@@ -27,10 +27,11 @@ class PlannedHop:
 
 @dataclass(frozen=True)
 class TuningPlan:
-    """Plan of a tuning on one route. `step_s` is 0 if the speed of a peer is not known."""
+    """Plan of a tuning on one route, from step `step` on. `step_s` is 0 if the speed of a peer is not known."""
 
     recipe: AdapterRecipe
     run: Run
+    step: int
     hops: tuple[PlannedHop, ...]
     step_s: float
 
@@ -38,12 +39,16 @@ class TuningPlan:
 def plan_of(
     recipe: AdapterRecipe,
     run: Run,
+    step: int,
     held: Sequence[tuple[HopSpec, AdapterOpened]],
     peers: Mapping[PeerId, Announcement],
     *,
     window: int,
 ) -> TuningPlan:
-    """Return the plan for an adapter that is open at the hops of `held`, with their announcements by peer."""
+    """Return the plan for an adapter that is open at the hops of `held` for `step` and all after it.
+
+    `peers` are announcements by peer.
+    """
     hops = []
     for index, (hop, opened) in enumerate(held):
         told = peers.get(hop.peer)
@@ -51,7 +56,7 @@ def plan_of(
         ids, answers = ("token ids",) * (index == 0), ("answers",) * (index == len(held) - 1)
         sees = () if hop.peer == HERE else ("activations", "gradients", *ids, *answers)
         hops.append(PlannedHop(name, hop, opened, sees))
-    return TuningPlan(recipe, run, tuple(hops), expected_step_s(run, [hop for hop, _ in held], peers, window))
+    return TuningPlan(recipe, run, step, tuple(hops), expected_step_s(run, [hop for hop, _ in held], peers, window))
 
 
 def expected_step_s(run: Run, hops: Sequence[HopSpec], peers: Mapping[PeerId, Announcement], window: int) -> float:

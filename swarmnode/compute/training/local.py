@@ -17,11 +17,12 @@ from swarmnode.swarm.records.run import Run, check_run
 
 @dataclass(frozen=True)
 class StepSummary:
-    """Summary of a finished step: its mean loss, its gradient norm before clipping, and its speed.
+    """Summary of a finished step: its mean loss, its duration, its size, and its gradient norm before clipping.
 
-    `peers` computed it. `expected_s` is its expected duration when it began; 0 if there was no estimate. `held_out_loss` is the
-    mean loss of held-out data, by the parameters before the step's update, of the last step by the final ones; None if the step did
-    not evaluate.
+    `step_s` is 0 if it is not known. `tokens` is the number of tokens that were trained on, without padding; of samples if the
+    model has no tokens. `peers` is the number of peers that computed the step. `expected_s` is its expected duration when it
+    began; 0 if there was no estimate. `held_out_loss` is the mean loss of held-out data, by the parameters before the step's
+    update, of the last step by the final ones; None if the step did not evaluate.
     `expert_load` is the load of the busiest expert over the mean load, a mean over microbatches; 0 if the run has no losses of
     routers.
     """
@@ -29,12 +30,17 @@ class StepSummary:
     step: int
     loss: float
     step_s: float
-    tokens_per_s: float
+    tokens: int
     peers: int
     norm: float
     expected_s: float = 0.0
     held_out_loss: float | None = None
     expert_load: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second; 0 if the duration is not known."""
+        return self.tokens / self.step_s if self.step_s else 0.0
 
 
 def train_locally(
@@ -104,13 +110,11 @@ def _steps(learner: Learner, batches: Batches, clock: Callable[[], float]) -> Ge
         learner.commit({}, norm)
         if learner.step == run.steps:
             held_out = _passes(learner, batches)  # by the final weights
-        step_s = clock() - began_s
-        tokens = run.batch * max(1, run.sequence)
         yield StepSummary(
             step,
             math.fsum(losses) / len(losses),
-            step_s,
-            tokens / max(step_s, 1e-9),
+            clock() - began_s,
+            batches.tokens(step, run),
             peers=1,
             norm=norm,
             held_out_loss=math.fsum(loss for loss, _ in held_out) / len(held_out) if held_out else None,

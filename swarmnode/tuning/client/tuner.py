@@ -23,6 +23,7 @@ from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.compute.training.optimizer import clip_factor
 from swarmnode.errors import NetworkDown, PeerError, ProtocolError
+from swarmnode.net.tasks import until_first
 from swarmnode.swarm.records.run import Run
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
 
@@ -89,12 +90,12 @@ class AdapterTuner:
     def __post_init__(self) -> None:
         self.rewinds = 0
         self.steps_lost = 0  # computed again after faults
-        self._step = 0 if self.state is None else self.state.step
-        self._reported = self._step
+        self.step = 0 if self.state is None else self.state.step  # the next one
+        self._reported = self.step
         self._route: AdapterRoute | None = None
 
     def __repr__(self) -> str:
-        return f"<AdapterTuner at step {self._step} of {self.run.steps}, {self.rewinds} rewinds>"
+        return f"<AdapterTuner at step {self.step} of {self.run.steps}, {self.rewinds} rewinds>"
 
     async def tune(self, stop: asyncio.Event) -> int:
         """Train until the run is over or `stop` is set. Returns the step of the last checkpoint.
@@ -102,7 +103,7 @@ class AdapterTuner:
         Raises NotFinite, UsageError, NoRoute, Busy. The last checkpoint stands then.
         """
         try:
-            while self._saved_step < self.run.steps and not (stop.is_set() and self._saved_step == self._step):
+            while self._saved_step < self.run.steps and not (stop.is_set() and self._saved_step == self.step):
                 try:
                     await self._go_on(stop)
                 except (PeerError, NetworkDown) as error:
@@ -119,40 +120,49 @@ class AdapterTuner:
 
     async def _go_on(self, stop: asyncio.Event) -> None:
         """Compute a step, unless `stop` is set, and fetch a checkpoint if one is due."""
-        if self._route is None:
-            self._route = await self.opener.open(self.state)
-            self.on_open(self._route)
-        route = self._route
+        route = self._route or await self._open(stop)
+        if route is None:
+            return
         if not stop.is_set():
             await self._compute(route)
-        is_due = self._step % self.run.checkpoint_steps == 0 or self._step == self.run.steps
+        is_due = self.step % self.run.checkpoint_steps == 0 or self.step == self.run.steps
         if is_due or route.leaving or stop.is_set():
-            self.state = await route.fetch(self._step)
+            self.state = await route.fetch(self.step)
             await self.on_state(self.state)
         if route.leaving:
             await self._leave()
 
+    async def _open(self, stop: asyncio.Event) -> AdapterRoute | None:
+        """Open the adapter with the last checkpoint, and return its route; None if `stop` is set first."""
+        opening = asyncio.ensure_future(self.opener.open(self.state))
+        await until_first(opening, stop.wait())
+        if opening.cancelled():
+            return None
+        self._route = opening.result()
+        self.on_open(self._route)
+        return self._route
+
     async def _compute(self, route: AdapterRoute) -> None:
-        run, step, began_s = self.run, self._step, self.clock()
+        run, step, began_s = self.run, self.step, self.clock()
         microbatches, found = await self._pass(route)
         learnt = [one for one in microbatches if one.learns]
         loss = math.fsum(found[one.number][0] * one.share for one in learnt)
         held_out = [found[one.number] for one in microbatches if not one.learns]
         norm = await route.gather(step, [one.number for one in learnt])
         await route.update(step, run.learning_rate_at(step), clip_factor(self.recipe.clip, norm))
-        self._step = step + 1
-        if self._step == run.steps and run.passes(run.steps):  # held-out data by the final weights
+        self.step = step + 1
+        if self.step == run.steps and run.passes(run.steps):  # held-out data by the final weights
             held_out = [*(await self._pass(route))[1].values()]
-        if self._step > self._reported:  # else the faults of a later step would be forgiven each time
-            self._reported = self._step
+        if self.step > self._reported:  # else the faults of a later step would be forgiven each time
+            self._reported = self.step
             self.opener.succeeded()
             self._report(step, loss, norm, self.clock() - began_s, held_out)
 
     async def _pass(self, route: AdapterRoute) -> tuple[list[TunedMicrobatch], dict[int, tuple[float, int]]]:
         """Have the route compute the microbatches of the present step. Returns them, and for each its losses and labels."""
-        numbers = self.run.passes(self._step)
+        numbers = self.run.passes(self.step)
         microbatches = [await asyncio.to_thread(self._microbatch, number) for number in numbers]
-        found = await route.compute(self._step, microbatches)
+        found = await route.compute(self.step, microbatches)
         if any(found[one.number][1] != self._count(one.labels[0]) for one in microbatches):
             raise ProtocolError("the last hop counted other labels", peer=route.sizes[-1][0].peer)
         return microbatches, found
@@ -162,9 +172,8 @@ class AdapterTuner:
 
     def _report(self, step: int, loss: float, norm: float, step_s: float, held_out: list[tuple[float, int]]) -> None:
         assert self._route is not None
-        tokens = self.run.batch * max(1, self.run.sequence)
         peers = len({hop.peer for hop, _ in self._route.sizes})
-        summary = StepSummary(step, loss, step_s, tokens / max(step_s, 1e-9), peers, norm)
+        summary = StepSummary(step, loss, step_s, self.batches.tokens(step, self.run), peers, norm)
         if held_out:
             labels = sum(count for _, count in held_out)
             summary = replace(summary, held_out_loss=math.fsum(loss for loss, _ in held_out) / max(1, labels))
@@ -173,7 +182,7 @@ class AdapterTuner:
     def _microbatch(self, number: int) -> TunedMicrobatch:
         """Return a microbatch of the present step, whose mean over labels counts as in a training of all weights."""
         run = self.run
-        inputs, labels = self.batches.microbatch(self._step, number, run)
+        inputs, labels = self.batches.microbatch(self.step, number, run)
         learns = number < run.microbatches
         share = float(labels[1]) if learns and run.weighs_labels else 1.0
         share /= run.microbatches * max(1, self._count(labels[0]))
@@ -184,8 +193,8 @@ class AdapterTuner:
         log.info("%r: %s", self, error)
         self.rewinds += self._route is not None
         await self._leave()
-        self.steps_lost += self._step - self._saved_step
-        self._step = self._saved_step
+        self.steps_lost += self.step - self._saved_step
+        self.step = self._saved_step
         self.opener.failed(error)
 
     async def _leave(self) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.datasets import batches
+from swarmnode.compute.training.datasets.held_out import WithHeldOut
 from swarmnode.compute.training.datasets.sample_batches import SampleBatches
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import PACKING_FAMILIES, can_pack, load_segment
@@ -104,6 +105,17 @@ def test_several_documents_share_a_row() -> None:
     rows = make_rows(documents(), LENGTH, pack=True)
     assert len(rows.ids_NT) < 7 and (rows.positions_NT[:, 1:] == 0).any()
     assert rows.samples == 7 and rows.tokens == sum(len(one.tokens) for one in documents())
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_tokens_of_a_step_are_those_of_its_documents(pack: bool) -> None:
+    """Padding does not count, and neither do held-out documents."""
+    rows = make_rows(documents(), LENGTH, pack=pack)
+    batches = SampleBatches(rows, VOCABULARY)
+    run = run_of(batches, len(rows.ids_NT))
+    assert WithHeldOut(batches, batches).tokens(1, run) == sum(len(one.tokens) for one in documents())
+    sizes = [WithHeldOut(batches, batches).tokens(step, run_of(batches, 1)) for step in range(len(rows.ids_NT))]
+    assert sorted(sizes) == sorted(rows.held_N2[:, 1])
 
 
 def test_padding_changes_nothing(tmp_path: Path) -> None:

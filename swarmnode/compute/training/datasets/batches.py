@@ -79,6 +79,10 @@ class Batches(ABC):
         tokens = samples * run.sequence
         return DataSummary(samples, tokens, samples, 0, run.steps * run.batch / samples)
 
+    def tokens(self, step: int, run: Run) -> int:
+        """Return the number of tokens that `step` trains on, without padding; of samples if the model has no tokens."""
+        return run.batch * max(1, run.sequence)
+
     @abstractmethod
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
         """Return the samples with these `numbers` as one microbatch."""

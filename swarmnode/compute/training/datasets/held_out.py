@@ -26,6 +26,10 @@ class WithHeldOut(Batches):
         """Return the numbers of the data that are trained on."""
         return self._trained.summary(run)
 
+    def tokens(self, step: int, run: Run) -> int:
+        """Return the number of tokens that a step trains on; held-out ones do not count."""
+        return self._trained.tokens(step, run)
+
     def rows(self, numbers: list[int], run: Run) -> Microbatch:
         return self._trained.rows(numbers, run)
 

@@ -37,6 +37,11 @@ class SampleBatches(WeighedBatches):
         epochs = run.steps * run.batch / self.samples(run)
         return DataSummary(content.samples, content.tokens, self.samples(run), content.cut, epochs)
 
+    def tokens(self, step: int, run: Run) -> int:
+        """Return the number of tokens in the rows of a step, without padding."""
+        numbers = [number for one in range(run.microbatches) for number in self._numbers(step, one, run)]
+        return int(self.content.held_N2[numbers, 1].sum())
+
     def split(self, share: float, run: Run) -> tuple[SampleBatches, SampleBatches]:
         """Return the first rows, and the last ones, which are that `share` of all. Raises UsageError if there are too few."""
         trained, held_out = self.content.split(share)
