@@ -180,7 +180,7 @@ def tune_by_peft(base: Path, task: Task, steps: int, every: int, seed: int, out:
         for part in in_parts(batch, MICROBATCH):
             loss = loss_of(model, part)[0] / count
             loss.backward()
-            total += float(loss)
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         schedule.step()

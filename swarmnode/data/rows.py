@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,8 +23,8 @@ class Rows:
     """Rows of tokens, all of one length.
 
     `ids_NT` (uint32) are tokens, `labels_NT` (int32) the same or -100 where no label counts, and `positions_NT` (int32) the places
-    of the tokens in their samples: each sample begins with 0. `held_N2` counts the samples and the tokens in each row, and
-    `cut` the samples that were longer than a row.
+    of the tokens in their samples: each sample begins with 0. `held_N2` counts the samples and the tokens in each row, `cut`
+    those of the samples that were longer than a row, and `left_out` the samples that have no label within a row.
     """
 
     ids_NT: np.ndarray
@@ -32,6 +32,7 @@ class Rows:
     positions_NT: np.ndarray
     held_N2: np.ndarray
     cut: int
+    left_out: int
     is_packed: bool
 
     def split(self, share: float) -> tuple[Rows, Rows]:
@@ -47,7 +48,7 @@ class Rows:
 
     def _part(self, rows: slice) -> Rows:
         return Rows(
-            self.ids_NT[rows], self.labels_NT[rows], self.positions_NT[rows], self.held_N2[rows], 0, self.is_packed
+            self.ids_NT[rows], self.labels_NT[rows], self.positions_NT[rows], self.held_N2[rows], 0, 0, self.is_packed
         )
 
     @property
@@ -97,8 +98,8 @@ def make_rows(samples: Iterable[TokenSample], length: int, *, pack: bool) -> Row
     store, came, cut = _Store(), 0, 0
     for sample in samples:
         came += 1
-        cut += len(sample.tokens) > length
         if any(sample.counts[1:length]):
+            cut += len(sample.tokens) > length
             store.add(sample, length)
         if len(store.ids) > MAX_TOKENS:
             raise UsageError(f"the data has more than {MAX_TOKENS} tokens; give a part of it")
@@ -106,7 +107,8 @@ def make_rows(samples: Iterable[TokenSample], length: int, *, pack: bool) -> Row
         why = "no sample has a label that counts within --sequence tokens" if came else "there is no sample in it"
         raise UsageError(f"the data is empty: {why}; give other data or a longer --sequence")
     places = _packed(store.lengths(), length) if pack else [[number] for number in range(len(store.ends) - 1)]
-    return _laid_out(store, places, length, cut, pack=pack)
+    left_out = came - (len(store.ends) - 1)
+    return replace(_laid_out(store, places, length, pack=pack), cut=cut, left_out=left_out)
 
 
 def _packed(lengths: list[int], room: int) -> list[list[int]]:
@@ -127,7 +129,7 @@ def _packed(lengths: list[int], room: int) -> list[list[int]]:
     return sorted(sorted(row) for row in rows)
 
 
-def _laid_out(store: _Store, places: list[list[int]], length: int, cut: int, *, pack: bool) -> Rows:
+def _laid_out(store: _Store, places: list[list[int]], length: int, *, pack: bool) -> Rows:
     shape = len(places), length
     ids_NT, labels_NT = np.full(shape, PADDING, np.uint32), np.full(shape, NO_LABEL, np.int32)
     positions_NT, held_N2 = np.zeros(shape, np.int32), np.zeros((len(places), 2), np.int64)
@@ -145,4 +147,4 @@ def _laid_out(store: _Store, places: list[list[int]], length: int, cut: int, *, 
             begin = held.stop
         held_N2[row] = len(numbers), begin
         positions_NT[row, begin:] = np.arange(length - begin)  # padding is a document of its own
-    return Rows(ids_NT, labels_NT, positions_NT, held_N2, cut, pack)
+    return Rows(ids_NT, labels_NT, positions_NT, held_N2, 0, 0, pack)

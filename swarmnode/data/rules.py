@@ -30,19 +30,22 @@ class DataRules:
 @dataclass(frozen=True)
 class DataSummary:
     """Summary of the data of a run: its samples, their tokens (0 for arrays), the rows that they fill, the samples that were cut
-    to a row's length, and the passes over them in the run's steps."""
+    to a row's length, and the passes over them in the run's steps. `left_out` counts samples without a label within a row, which
+    are not among them."""
 
     samples: int
     tokens: int
     rows: int
     cut: int
     epochs: float
+    left_out: int = 0
 
     def __str__(self) -> str:
         packed = f" in {counted(self.rows, 'row')}" if self.rows != self.samples else ""
         cut = f", {self.cut:,} of them cut to --sequence tokens" if self.cut else ""
         tokens = f", {self.tokens:,} tokens" if self.tokens else ""
-        return f"{counted(self.samples, 'sample')}{packed}{cut}{tokens}; {self.epochs:.3g} epochs"
+        gone = f"; {self.left_out:,} left out: no label within --sequence tokens" if self.left_out else ""
+        return f"{counted(self.samples, 'sample')}{packed}{cut}{tokens}; {self.epochs:.3g} epochs{gone}"
 
 
 def check_rules(rules: DataRules) -> None:

@@ -237,3 +237,5 @@ def _say_the_end(done: TunedAdapter, steps: int, settings: TuneSettings, *, as_j
         if settings.recipe.method != "prompt":
             path = settings.out if settings.out.is_absolute() else f"./{settings.out}"
             say(f"generate and chat take it with --adapter {path}", err=as_json)
+        else:
+            say("peft loads it; swarms do not serve soft prompts", err=as_json)

@@ -130,8 +130,9 @@ class TuningClient(SwarmObserver):
         )
 
     def _cannot_tune(self) -> Collection[PeerId]:
-        """Return the peers that do not lend themselves to tuning."""
-        return {peer for peer, told in self._host.directory.peers().items() if not told.tune_percent}
+        """Return the peers with layers that do not lend themselves to tuning."""
+        peers = self._host.directory.peers().items()
+        return {peer for peer, told in peers if told.span[1] and not told.tune_percent}
 
     def _suspect(self, error: PeerError) -> None:
         if error.peer is not None:

@@ -193,6 +193,15 @@ def test_positions_that_jump_are_refused(tmp_path: Path) -> None:
         segment.forward((ids_BT, torch.zeros(1, 3, dtype=torch.int64)), 0, 2, 0)
 
 
+def test_samples_without_a_label_within_a_row_are_left_out_and_told() -> None:
+    """They are no longer among those that were cut."""
+    late = [TokenSample([1] * 20, [place >= first for place in range(20)]) for first in (5, 17)]
+    batches = SampleBatches(make_rows([*documents(), *late], LENGTH, pack=False), VOCABULARY)
+    told = str(batches.summary(run_of(batches, 8)))
+    assert told.startswith("8 samples, 1 of them cut to --sequence tokens, ")
+    assert told.endswith("; 4 epochs; 1 left out: no label within --sequence tokens")
+
+
 def test_samples_that_teach_nothing_are_refused() -> None:
     with pytest.raises(UsageError, match="no sample has a label"):
         make_rows([TokenSample([1, 2, 3], [True, False, False])], LENGTH, pack=True)

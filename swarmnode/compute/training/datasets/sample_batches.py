@@ -35,7 +35,7 @@ class SampleBatches(WeighedBatches):
         """Return the numbers of samples and tokens, and how often the run's steps pass them."""
         content = self.content
         epochs = run.steps * run.batch / self.samples(run)
-        return DataSummary(content.samples, content.tokens, self.samples(run), content.cut, epochs)
+        return DataSummary(content.samples, content.tokens, self.samples(run), content.cut, epochs, content.left_out)
 
     def tokens(self, step: int, run: Run) -> int:
         """Return the number of tokens in the rows of a step, without padding."""
