@@ -2,11 +2,11 @@
 
     python contrib/studies/tune.py SmolLM2-135M-Instruct.Q4_1.gguf WORK [--seeds 0 1 2] [--steps 30] [--picture FILE.svg]
 
-The pairs are from the standard library's sources; those of a tenth of the modules are held out. Each seed is tuned once by
-`swarmnode tune` with two node processes, of which one is killed in the middle and replaced by a third, and once by a plain loop of
-peft in this process, with its own start, its own order of samples and transformers' tokenizer. Both have the same base weights in
-float32, one thread a process. peft must be installed (docs/testing.md). Each result is kept in the folder WORK; the same
-command goes on from there.
+The pairs are from the standard library's sources; those of a tenth of the modules are held out. Each seed is tuned twice.
+`swarmnode tune` has two node processes; in the middle one is killed, and a third takes its place. peft runs in a plain loop in this
+process, with its own start, its own order of samples and transformers' tokenizer. Both have the same base weights in float32, and
+one thread a process. peft must be installed (docs/testing.md). Each result is kept in the folder WORK; the same command goes on
+from there.
 
 `perplexity` is that of the held-out signatures by number of steps, `exact` the number of held-out signatures that greedy
 decoding gives letter by letter (transformers and peft load both adapters).
@@ -45,6 +45,7 @@ LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packag
 NO_LABEL = -100
 TIMEOUT_S = 3600.0
 HALVES = ("0:16", "16:32")
+NODE = ("--tune-share", "50%", "--dtype", "float32", "--memory", "3GB")
 
 Results = dict[str, Any]
 Sample = tuple[list[int], int]
@@ -195,7 +196,7 @@ def tune_by_peft(base: Path, task: Task, steps: int, every: int, seed: int, out:
 
 
 def tune_by_swarm(base: Path, task: Task, steps: int, every: int, seed: int, out: Path) -> Results:
-    """Tune an adapter with two nodes, one of which is killed in the middle and replaced, and save it in `out`."""
+    """Tune an adapter with two nodes, kill one in the middle, start a third in its place, and save the adapter in `out`."""
     folder = out.with_name(f"{out.name}-swarm")
     folder.mkdir()
     with LocalSwarm(folder) as local:
@@ -225,9 +226,6 @@ def tune_by_swarm(base: Path, task: Task, steps: int, every: int, seed: int, out
     held_out = {one["step"]: one["perplexity"] for one in told if "perplexity" in one}
     held_out[steps] = held_out.pop(steps - 1)  # by the final weights
     return {"losses": [one["loss"] for one in told], "perplexity": held_out, "end": end}
-
-
-NODE = ("--tune-share", "50%", "--dtype", "float32", "--memory", "3GB")
 
 
 def tune_options(task: Task, steps: int, every: int, seed: int) -> list[str]:
@@ -343,7 +341,7 @@ def make_base(gguf: Path, work: Path) -> Path:
 
 
 def main() -> None:
-    """Run all parts that are missing in the folder, and print the table."""
+    """Run all parts without a result in the folder, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", type=Path)
     parser.add_argument("work", type=Path)

@@ -22,7 +22,8 @@ def change_lines(before: TuningPlan, plan: TuningPlan) -> list[str]:
     """Return the lines of a plan after a fault or a departure: where it goes on, and the peers that are other ones than before."""
     known = [hop_line(one) for one in before.hops]
     lines = [hop_line(one) for one in plan.hops]
-    return [f"Going on from step {plan.step}", *(line for line in lines if line not in known)]
+    why = f": {plan.why}" if plan.why else ""
+    return [f"Going on from step {plan.step}{why}", *(line for line in lines if line not in known)]
 
 
 def hop_line(one: PlannedHop) -> str:

@@ -1,4 +1,4 @@
-"""What `tune` prints about a route: the whole plan once, and later what has changed."""
+"""Lines that `tune` prints about a route: the whole plan once, later the changes alone."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ def test_a_plan_tells_the_recipe_the_time_and_what_each_peer_holds() -> None:
 
 
 def test_another_route_tells_where_it_goes_on_and_the_other_peers() -> None:
-    assert change_lines(PLAN, replace(PLAN, step=4, step_s=0.7)) == ["Going on from step 4"]
+    again = replace(PLAN, step=4, step_s=0.7, why="peer bob is gone")
+    assert change_lines(PLAN, again) == ["Going on from step 4: peer bob is gone"]
     _, other = change_lines(PLAN, replace(PLAN, step=4, hops=(PLAN.hops[0], hop("eve", 2, 4))))
     assert other.startswith("eve holds layers 2 to 3")

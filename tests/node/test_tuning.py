@@ -168,6 +168,7 @@ async def test_a_machine_that_fails_costs_its_steps_since_the_checkpoint_and_cha
             assert done.rewinds >= 1 and done.steps_lost <= 2
         route = [one.hop.peer for one in heard.plans[-1].hops]
         assert heard.plans[0].hops[place].hop.peer not in route
+        assert [bool(plan.why) for plan in heard.plans[:2]] == [False, harm != "leave"]
 
 
 @in_virtual_time

@@ -125,7 +125,8 @@ class TuningJob:
         listener.begun(run, self.batches.summary(run))
 
         def opened(route: AdapterRoute) -> None:
-            on_plan(plan_of(settings.recipe, run, tuner.step, route.sizes, peers(), window=settings.window))
+            given = (settings.recipe, run, tuner.step, route.sizes, peers())
+            on_plan(plan_of(*given, window=settings.window, why=tuner.fault))
 
         tuner = AdapterTuner(
             routes,

@@ -27,13 +27,17 @@ class PlannedHop:
 
 @dataclass(frozen=True)
 class TuningPlan:
-    """Plan of a tuning on one route, from step `step` on. `step_s` is 0 if the speed of a peer is not known."""
+    """Plan of a tuning on one route, from step `step` on. `step_s` is 0 if the speed of a peer is not known.
+
+    `why` says why the route before was left; empty for the first route, and after a departure in order.
+    """
 
     recipe: AdapterRecipe
     run: Run
     step: int
     hops: tuple[PlannedHop, ...]
     step_s: float
+    why: str = ""
 
 
 def plan_of(
@@ -44,6 +48,7 @@ def plan_of(
     peers: Mapping[PeerId, Announcement],
     *,
     window: int,
+    why: str = "",
 ) -> TuningPlan:
     """Return the plan for an adapter that is open at the hops of `held` for `step` and all after it.
 
@@ -56,7 +61,8 @@ def plan_of(
         ids, answers = ("token ids",) * (index == 0), ("answers",) * (index == len(held) - 1)
         sees = () if hop.peer == HERE else ("activations", "gradients", *ids, *answers)
         hops.append(PlannedHop(name, hop, opened, sees))
-    return TuningPlan(recipe, run, step, tuple(hops), expected_step_s(run, [hop for hop, _ in held], peers, window))
+    step_s = expected_step_s(run, [hop for hop, _ in held], peers, window)
+    return TuningPlan(recipe, run, step, tuple(hops), step_s, why)
 
 
 def expected_step_s(run: Run, hops: Sequence[HopSpec], peers: Mapping[PeerId, Announcement], window: int) -> float:

@@ -90,6 +90,7 @@ class AdapterTuner:
     def __post_init__(self) -> None:
         self.rewinds = 0
         self.steps_lost = 0  # computed again after faults
+        self.fault = ""  # of the last route
         self.step = 0 if self.state is None else self.state.step  # the next one
         self._reported = self.step
         self._route: AdapterRoute | None = None
@@ -140,6 +141,7 @@ class AdapterTuner:
             return None
         self._route = opening.result()
         self.on_open(self._route)
+        self.fault = ""
         return self._route
 
     async def _compute(self, route: AdapterRoute) -> None:
@@ -192,6 +194,7 @@ class AdapterTuner:
         """Go back to the last checkpoint after a fault of the route."""
         log.info("%r: %s", self, error)
         self.rewinds += self._route is not None
+        self.fault = str(error)
         await self._leave()
         self.steps_lost += self.step - self._saved_step
         self.step = self._saved_step

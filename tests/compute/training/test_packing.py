@@ -194,7 +194,7 @@ def test_positions_that_jump_are_refused(tmp_path: Path) -> None:
 
 
 def test_samples_without_a_label_within_a_row_are_left_out_and_told() -> None:
-    """They are no longer among those that were cut."""
+    """Only samples that stay count as cut."""
     late = [TokenSample([1] * 20, [place >= first for place in range(20)]) for first in (5, 17)]
     batches = SampleBatches(make_rows([*documents(), *late], LENGTH, pack=False), VOCABULARY)
     told = str(batches.summary(run_of(batches, 8)))
