@@ -246,6 +246,7 @@ def tune_options(task: Task, steps: int, every: int, seed: int) -> list[str]:
         "warmup": WARMUP,
         "seed": seed,
         "checkpoint-steps": 4,
+        "patience": 600,  # until the third node has loaded its layers
     }
     return [*(f"--{name}={value}" for name, value in given.items()), "--no-pack", "--json"]
 
