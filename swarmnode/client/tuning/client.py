@@ -24,6 +24,7 @@ from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.client.directory_router import DirectoryRouter
 from swarmnode.swarm.peers.standing import EVERYBODY, Trust
+from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.tuning.client.remote_gradients import RemoteGradients
@@ -130,9 +131,9 @@ class TuningClient(SwarmObserver):
         )
 
     def _cannot_tune(self) -> Collection[PeerId]:
-        """Return the peers with layers that do not lend themselves to tuning."""
+        """Return the peers that are ready and do not lend themselves to tuning."""
         peers = self._host.directory.peers().items()
-        return {peer for peer, told in peers if told.span[1] and not told.tune_percent}
+        return {peer for peer, told in peers if told.life is State.READY and told.span[1] and not told.tune_percent}
 
     def _suspect(self, error: PeerError) -> None:
         if error.peer is not None:
