@@ -10,7 +10,7 @@ Run = Mapping[int, float]
 
 WIDE, HIGH, LEFT, RIGHT, TOP, BOTTOM = 640, 360, 56, 120, 20, 44
 COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#8250df")
-DASHES = ("", "6 4", "2 3", "8 3 2 3")
+DASHES = ("none", "6 4", "2 3", "8 3 2 3")
 TICKS = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)  # times powers of ten
 
 
@@ -56,7 +56,7 @@ def ticks(low: float, high: float) -> list[float]:
     return [tick * 10.0**power for power in powers for tick in TICKS if low <= tick * 10.0**power <= high]
 
 
-def line(x: float, y: float, to_x: float, to_y: float, colour: str, dash: str = "") -> str:
+def line(x: float, y: float, to_x: float, to_y: float, colour: str, dash: str = "none") -> str:
     """Return a straight line."""
     return f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{colour}" stroke-dasharray="{dash}"/>'
 
