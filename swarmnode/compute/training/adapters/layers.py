@@ -102,11 +102,9 @@ class AdapterLayers:
         The corrected gradient is the B whose product with A comes closest to the layer's own gradient:
         (1 / scale^2) (A A^T + 1e-8 I)^-1, as peft's `create_lorafa_optimizer` has it.
         """
-        found: dict[str, Tensor] = {}
         for name, a_RI in frozen.items():
             square_RR = a_RI @ a_RI.t() + RIDGE * torch.eye(len(a_RI), device=a_RI.device)
-            found[f"{layer_of(name)}.{B}"] = torch.linalg.pinv(square_RR) / self.recipe.scale**2
-        return found
+            yield f"{layer_of(name)}.{B}", torch.linalg.pinv(square_RR, hermitian=True) / self.recipe.scale**2
 
     def changes(self, tensors: Mapping[str, Tensor]) -> dict[str, TrainedChange]:
         """Return the changes of the span's layers by these tensors, by layer."""

@@ -1,0 +1,249 @@
+"""Follower: a trainer of an adapter that another trainer leads; and the ticket that admits a follower."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from dataclasses import replace
+from typing import Annotated, TypeVar, Union
+
+import msgspec
+from msgspec import Meta
+
+from swarmnode.codec.body import DECODE_ERRORS, SESSION_ID_BYTES, Body
+from swarmnode.codec.frames import Frame
+from swarmnode.codec.messages import End, Error
+from swarmnode.codec.tensors import Codec
+from swarmnode.codec.tuning_messages import (
+    COTUNE_PROTOCOL,
+    AdapterPiece,
+    GetAdapter,
+    JoinTuning,
+    SharePiece,
+    TuningJoined,
+)
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.errors import (
+    ErrorCode,
+    LeaderLost,
+    NetworkDown,
+    PeerError,
+    ProtocolError,
+    UsageError,
+    refusal,
+)
+from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import unless_failed
+from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.swarm.records.invite import ID_BYTES, MAX_ADDRESS_CHARS, MAX_BOOTSTRAPS, as_text, from_text
+from swarmnode.swarm.records.run import decode_run
+from swarmnode.tuning.adapter_bytes import decode_recipe
+from swarmnode.tuning.client.averaging import Averaging, Ended, Moved, Part, VectorEncoder, VectorLayout, share_pieces
+from swarmnode.tuning.client.tuned_route import AdapterState
+
+T = TypeVar("T")
+PREFIX = "tune1"
+MAX_TICKET_CHARS = 4096
+SILENCE_S = 600.0  # of a leader whose link is alive
+STOPPED = "its leader has ended it"
+
+Id = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+Address = Annotated[str, Meta(max_length=MAX_ADDRESS_CHARS)]
+
+
+class Ticket(msgspec.Struct, array_like=True, frozen=True):
+    """Ticket for one tuning: the swarm's id, the leader's peer id and addresses, the adapter's id, and the secret that admits."""
+
+    swarm: Annotated[bytes, Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+    leader: Annotated[str, Meta(min_length=1, max_length=MAX_ADDRESS_CHARS)]
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_BOOTSTRAPS)]
+    adapter: Id
+    secret: Id
+
+    def __repr__(self) -> str:
+        return f"<Ticket for {self.adapter.hex()[:8]} of {self.leader}>"
+
+    def as_text(self) -> str:
+        """Return the line of text to hand out."""
+        return f"{PREFIX}{as_text(msgspec.msgpack.encode(self))}"
+
+    @classmethod
+    def read(cls, text: str) -> Ticket:
+        """Return the ticket in a line of text. Raises UsageError if it is none, or damaged."""
+        line = "".join(text.split()).lower()
+        if not line.startswith(PREFIX) or len(line) > MAX_TICKET_CHARS:
+            raise UsageError(f"this is no ticket: tickets begin with {PREFIX}; `tune --share` prints one")
+        try:
+            return msgspec.msgpack.decode(from_text(line[len(PREFIX) :], "ticket"), type=cls)
+        except DECODE_ERRORS as error:
+            raise UsageError(f"this ticket is damaged: {error}; copy it again") from None
+
+
+Answer = Union[TuningJoined, Part, AdapterState]
+
+
+class TuningFollower:
+    """Follower of an adapter's leader; see `Partners`. Made by `join`, ended by `close`. `layout` is set before `begin`."""
+
+    wants_state = False
+    layout: VectorLayout
+
+    def __init__(self, board: Switchboard, leader: PeerId) -> None:
+        self._board = board
+        self._leader = leader
+        self._loop = asyncio.get_running_loop()
+        self._failed: asyncio.Future[None] = self._loop.create_future()
+        self._answer: asyncio.Future[Answer] = self._loop.create_future()
+        self._heard_s = self._loop.time()
+        self._step = 0  # that the present part ends
+        self._expected: tuple[type[Body], ...] = (TuningJoined,)
+        self._coming = bytearray()  # of the mean, or of the file of the next layer
+        self._files: dict[int, bytes] = {}  # of the leader's state
+
+    def __repr__(self) -> str:
+        return f"<TuningFollower of {self._leader} at step {self._step}>"
+
+    @classmethod
+    async def join(cls, peer: LocalPeer, ticket: Ticket) -> TuningFollower:
+        """Call the leader, and take over its settings. Raises LeaderLost if it cannot be reached, or refuses this trainer."""
+        links = replace(peer.link_config, addresses_of=lambda _peer: ticket.addresses)
+        self = cls(Switchboard(peer.network, COTUNE_PROTOCOL, peer.hello, links), ticket.leader)
+        try:
+            await self._call(ticket)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _call(self, ticket: Ticket) -> None:
+        try:
+            self._channel = await self._board.call(self._leader, self._hear, self._lose)
+        except (PeerError, NetworkDown) as error:
+            raise LeaderLost(f"the leader of the tuning cannot be reached: {error}") from error
+        self._channel.send(JoinTuning(ticket.adapter, ticket.secret), at_once=True)
+        joined = await self._until_done(self._answer)
+        assert isinstance(joined, TuningJoined)
+        try:
+            self.recipe: AdapterRecipe = decode_recipe(joined.recipe)
+            self.averaging = Averaging(decode_run(joined.run), joined.every, Codec(joined.codec))
+        except (ProtocolError, ValueError) as error:
+            raise LeaderLost(f"the leader's settings are not valid: {error}") from None
+
+    async def close(self) -> None:
+        """Leave the tuning."""
+        await self._board.close()
+        for future in (self._failed, self._answer):
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # marks it as retrieved
+
+    # -- as a partner
+
+    async def begin(self, stop: asyncio.Event) -> AdapterState | None:
+        """Wait for the leader's state. See `Partners`."""
+        self._encoder = VectorEncoder(self.layout, self.averaging.codec)
+        try:
+            state = await self._ask([(GetAdapter(0), b"")], AdapterPiece)
+        except Ended as ended:
+            raise LeaderLost(f"the tuning is over: {ended}") from None
+        assert isinstance(state, AdapterState)
+        return state
+
+    def give(self, state: AdapterState) -> None:
+        """Do nothing: trainers that need a state ask the leader."""
+
+    async def average(self, step: int, part: Part) -> Part:
+        """Send a part to the leader, and return the mean. See `Partners`."""
+        raw, _ = await asyncio.to_thread(self._encoder.encode, part.vector_N)
+        self._step = step
+        answer = await self._ask(share_pieces(step, part, raw), SharePiece, AdapterPiece)
+        if isinstance(answer, AdapterState):
+            self._encoder.forget()
+            raise Moved(answer)
+        assert isinstance(answer, Part)
+        return answer
+
+    # -- the conversation
+
+    async def _ask(self, messages: Iterable[tuple[Body, bytes]], *expected: type[Body]) -> Answer:
+        """Send messages, and return the answer, which comes in pieces of an `expected` kind. Raises LeaderLost, Ended."""
+        self._answer, self._coming, self._files = self._loop.create_future(), bytearray(), {}
+        self._expected = expected
+        try:
+            for message, payload in messages:
+                await self._until_done(self._channel.drain())
+                self._channel.send(message, payload=[payload] if payload else (), at_once=True)
+            answer = await self._until_done(self._answer)
+        except PeerError as error:
+            raise LeaderLost(f"the leader of the tuning has gone: {error}") from error
+        if isinstance(answer, AdapterState):
+            await asyncio.to_thread(self._check, answer)
+        return answer
+
+    async def _until_done(self, work: Awaitable[T]) -> T:
+        """Wait for `work`. Raises LeaderLost if the leader has gone or is silent, Ended if it has ended the tuning."""
+        self._heard_s = self._loop.time()
+        try:
+            return await unless_failed(work, self._failed, lambda: self._heard_s + SILENCE_S - self._loop.time())
+        except asyncio.TimeoutError:
+            raise LeaderLost(f"the leader of the tuning has said nothing for {SILENCE_S:.0f} seconds") from None
+
+    def _lose(self, error: PeerError) -> None:
+        self._fail(LeaderLost(f"the leader of the tuning has gone: {error}"))
+
+    def _fail(self, error: Exception) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _hear(self, frame: Frame, body: Body) -> None:
+        self._heard_s = self._loop.time()
+        try:
+            self._take(body, frame.payload)
+        except ProtocolError as error:
+            self._lose(error)
+
+    def _take(self, body: Body, payload: Buffer) -> None:
+        """Take a frame of the leader. Raises ProtocolError if it is not due."""
+        if isinstance(body, End):
+            self._fail(Ended(STOPPED))
+        elif isinstance(body, Error):
+            left_out = "it left this trainer out, which missed several rounds"
+            why = left_out if body.code == ErrorCode.STALE else str(refusal(body.code, peer=self._leader))
+            self._fail(LeaderLost(f"the leader of the tuning refuses this trainer: {why}"))
+        elif self._answer.done() or not isinstance(body, self._expected):
+            raise ProtocolError(f"an unexpected {type(body).__name__}")
+        elif isinstance(body, TuningJoined):
+            self._answer.set_result(body)
+        elif isinstance(body, SharePiece):
+            self._take_mean(body, payload)
+        elif isinstance(body, AdapterPiece):
+            self._take_state(body, payload)
+
+    def _take_mean(self, body: SharePiece, payload: Buffer) -> None:
+        size = self.layout.size_bytes(self.averaging.codec)
+        came = len(self._coming) + len(payload)
+        is_due = body.step == self._step and body.offset == len(self._coming) and body.size == size
+        if not is_due or not len(payload) or came > size:
+            raise ProtocolError("a piece of a mean that is not due")
+        self._coming += payload
+        if came == size:
+            vector_N = self.layout.decode(self._coming, self.averaging.codec)
+            self._answer.set_result(Part(vector_N, body.labels, body.loss))
+
+    def _take_state(self, body: AdapterPiece, payload: Buffer) -> None:
+        unit, came, shapes = len(self._files), len(self._coming) + len(payload), self.layout.shapes
+        is_due = body.unit == unit and unit in shapes.units and body.offset == len(self._coming)
+        if not is_due or not len(payload) or came > body.size or came > shapes.most_bytes(unit):
+            raise ProtocolError("a piece of a state that does not fit")
+        self._coming += payload
+        if came == body.size:
+            self._files[unit], self._coming = bytes(self._coming), bytearray()
+        if len(self._files) == len(shapes.units):
+            self._answer.set_result(AdapterState(body.step, self._files))
+
+    def _check(self, state: AdapterState) -> None:
+        try:
+            for unit, raw in state.layers.items():
+                self.layout.shapes.check(unit, raw, state.step, gradients=False, peer=self._leader)
+        except ProtocolError as error:
+            raise LeaderLost(f"the leader of the tuning gave a state that is not the adapter's: {error}") from None
