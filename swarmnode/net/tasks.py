@@ -127,8 +127,8 @@ async def unless_failed(work: Awaitable[T], failed: asyncio.Future[None], left_s
                 failed.result()
         return working.result()
     finally:
-        if not working.done():
-            working.cancel()
+        if not working.cancel() and not working.cancelled():
+            working.exception()  # marks it as retrieved
 
 
 async def cancel_the_rest() -> None:

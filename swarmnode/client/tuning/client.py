@@ -30,7 +30,7 @@ from swarmnode.swarm.peers.standing import EVERYBODY, Trust
 from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.records.invite import MAX_BOOTSTRAPS
 from swarmnode.swarm.storage.swarmfile import Swarm
-from swarmnode.tuning.client.averaging import Averaging, Partners, VectorLayout
+from swarmnode.tuning.client.averaging import Averaging, VectorLayout
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import TuningLeader
 from swarmnode.tuning.client.remote_gradients import RemoteGradients
@@ -112,49 +112,49 @@ class TuningClient(SwarmObserver):
         self._host.check_welcome(Role.CLIENT)
         folder = await self._weights.small_files()
         async with AsyncExitStack() as ends:
-            partners: Partners | None = None
-            if settings.ticket:
-                partners = follower = await self._follow(settings.ticket)
-                ends.push_async_callback(follower.close)
+            follower = await self._follow(settings.ticket, ends) if settings.ticket else None
+            if follower is not None:
                 settings = settings.as_led(follower.recipe, follower.averaging.run)
             job = await asyncio.to_thread(TuningJob.prepare, self.swarm, self.manifest, folder, settings)
             shapes = await asyncio.to_thread(StateShapes.of, job.family, settings.recipe)
-            if settings.ticket:
+            leader = await self._lead(job, shapes, on_news, ends) if settings.trainers else None
+            if follower is not None:
                 follower.layout = VectorLayout.of(shapes)
-            elif settings.trainers:
-                partners = leader = self._leader(job, VectorLayout.of(shapes), on_news)
-                ends.push_async_callback(leader.close)
-                await leader.start()
-                on_news(f"Others join with: --join {(await self._ticket(leader)).as_text()}")
             request = AdapterRequest.of(settings.recipe, job.size, settings.window, settings.compress)
             routes = self._routes(request, shapes, listener.waiting)
             peers, clock = self._host.directory.peers, self._host.clock.monotonic
             return await self._host.supervisor.watch(
-                job.run_on(routes, listener, stop, on_plan, peers, clock, partners)
+                job.run_on(routes, listener, stop, on_plan, peers, clock, follower or leader)
             )
 
-    async def _follow(self, text: str) -> TuningFollower:
+    async def _follow(self, text: str, ends: AsyncExitStack) -> TuningFollower:
         """Join the leader that gave the ticket. Raises UsageError if it is of another swarm or damaged, LeaderLost."""
         ticket = Ticket.read(text)
         if ticket.swarm != self.swarm.id:
             raise UsageError("this ticket is for a tuning in another swarm: name that swarm")
-        return await TuningFollower.join(self._host, ticket)
+        follower = await TuningFollower.join(self._host, ticket)
+        ends.push_async_callback(follower.close)
+        return follower
 
-    def _leader(self, job: TuningJob, layout: VectorLayout, on_news: Callable[[str], None]) -> TuningLeader:
+    async def _lead(
+        self, job: TuningJob, shapes: StateShapes, on_news: Callable[[str], None], ends: AsyncExitStack
+    ) -> TuningLeader:
+        """Open a tuning to other trainers, and tell the ticket."""
         settings = job.settings
-        averaging = Averaging(job.run, settings.average_every, codec_named(settings.average_codec))
-        return TuningLeader(
+        leader = TuningLeader(
             self._host,
             settings.recipe,
-            averaging,
-            layout,
+            Averaging(job.run, settings.average_every, codec_named(settings.average_codec)),
+            VectorLayout.of(shapes),
             trainers=settings.trainers,
             on_change=lambda count: on_news(f"{counted(count, 'trainer')} of this adapter"),
         )
-
-    async def _ticket(self, leader: TuningLeader) -> Ticket:
-        addresses = [without_peer(address) for address in await self._host.network.addresses()]
-        return Ticket(self.swarm.id, self.peer_id, tuple(addresses[:MAX_BOOTSTRAPS]), leader.adapter, leader.secret)
+        ends.push_async_callback(leader.close)
+        await leader.start()
+        addresses = [without_peer(address) for address in await self._host.network.addresses()][:MAX_BOOTSTRAPS]
+        ticket = Ticket(self.swarm.id, self.peer_id, tuple(addresses), leader.adapter, leader.secret)
+        on_news(f"Others join with: --join {ticket.as_text()}")
+        return leader
 
     async def founded(self) -> Path:
         """Return a folder with all files that the swarm was founded with."""

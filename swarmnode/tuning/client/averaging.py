@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
 from swarmnode.codec.tuning_messages import PIECE_BYTES, SharePiece
 from swarmnode.compress.codecs import decode_values, encode_values, payload_of
 from swarmnode.compute.training.averaging.gradient_compressor import ACCOUNTED
@@ -42,6 +42,11 @@ class Averaging:
     run: Run
     every: int
     codec: Codec
+
+    def check(self) -> None:
+        """Raise ValueError if vectors cannot be encoded so."""
+        if self.codec in SPARSE_CODECS:
+            raise ValueError(f"{self.codec.name} is no codec between trainers of an adapter")
 
     def ends_at(self, step: int) -> bool:
         """Return whether a round of averaging ends `step`."""

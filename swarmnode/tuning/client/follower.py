@@ -34,7 +34,7 @@ from swarmnode.errors import (
 )
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.net.tasks import unless_failed
+from swarmnode.net.tasks import cancel_and_wait, unless_failed
 from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.swarm.records.invite import ID_BYTES, MAX_ADDRESS_CHARS, MAX_BOOTSTRAPS, as_text, from_text
 from swarmnode.swarm.records.run import decode_run
@@ -46,6 +46,7 @@ T = TypeVar("T")
 PREFIX = "tune1"
 MAX_TICKET_CHARS = 4096
 SILENCE_S = 600.0  # of a leader whose link is alive
+TICKET_S = 7 * 86400.0  # that a ticket is valid
 STOPPED = "its leader has ended it"
 
 Id = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
@@ -96,6 +97,7 @@ class TuningFollower:
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._answer: asyncio.Future[Answer] = self._loop.create_future()
         self._heard_s = self._loop.time()
+        self._silence_s = SILENCE_S
         self._step = 0  # that the present part ends
         self._expected: tuple[type[Body], ...] = (TuningJoined,)
         self._coming = bytearray()  # of the mean, or of the file of the next layer
@@ -127,6 +129,7 @@ class TuningFollower:
         try:
             self.recipe: AdapterRecipe = decode_recipe(joined.recipe)
             self.averaging = Averaging(decode_run(joined.run), joined.every, Codec(joined.codec))
+            self.averaging.check()
         except (ProtocolError, ValueError) as error:
             raise LeaderLost(f"the leader's settings are not valid: {error}") from None
 
@@ -142,11 +145,18 @@ class TuningFollower:
     async def begin(self, stop: asyncio.Event) -> AdapterState | None:
         """Wait for the leader's state. See `Partners`."""
         self._encoder = VectorEncoder(self.layout, self.averaging.codec)
+        self._silence_s = TICKET_S  # the leader may wait for further trainers
+        asking = asyncio.ensure_future(self._ask([(GetAdapter(0), b"")], AdapterPiece))
+        stopped = asyncio.ensure_future(stop.wait())
         try:
-            state = await self._ask([(GetAdapter(0), b"")], AdapterPiece)
+            await asyncio.wait({asking, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            state = asking.result() if asking.done() else None
         except Ended as ended:
             raise LeaderLost(f"the tuning is over: {ended}") from None
-        assert isinstance(state, AdapterState)
+        finally:
+            await cancel_and_wait(asking, stopped)
+        self._silence_s = SILENCE_S
+        assert not isinstance(state, TuningJoined | Part)
         return state
 
     def give(self, state: AdapterState) -> None:
@@ -184,9 +194,9 @@ class TuningFollower:
         """Wait for `work`. Raises LeaderLost if the leader has gone or is silent, Ended if it has ended the tuning."""
         self._heard_s = self._loop.time()
         try:
-            return await unless_failed(work, self._failed, lambda: self._heard_s + SILENCE_S - self._loop.time())
+            return await unless_failed(work, self._failed, lambda: self._heard_s + self._silence_s - self._loop.time())
         except asyncio.TimeoutError:
-            raise LeaderLost(f"the leader of the tuning has said nothing for {SILENCE_S:.0f} seconds") from None
+            raise LeaderLost(f"the leader of the tuning has said nothing for {self._silence_s:.0f} seconds") from None
 
     def _lose(self, error: PeerError) -> None:
         self._fail(LeaderLost(f"the leader of the tuning has gone: {error}"))

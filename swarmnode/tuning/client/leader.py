@@ -36,13 +36,13 @@ from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.swarm.records.run import encode_run
 from swarmnode.tuning.adapter_bytes import encode_recipe, pieces_of
 from swarmnode.tuning.client.averaging import Averaging, Part, VectorEncoder, VectorLayout, mean_of, share_pieces
+from swarmnode.tuning.client.follower import TICKET_S
 from swarmnode.tuning.client.tuned_route import AdapterState
 
 MAX_FOLLOWERS = 15
 FLOOR_S, SLACK, MOST_WAITS = 20.0, 3.0, 10.0
 """Shortest patience with a silent follower (seconds); patience relative to the time since the last round; and the longest wait of a
 round for followers that do send something, relative to the patience"""
-TICKET_S = 7 * 86400.0
 MISSES = 3  # rounds in a row that a follower may miss
 CLOSING_S = 30.0  # for the last messages to leave
 
@@ -99,7 +99,8 @@ class TuningLeader:
         self._size = layout.size_bytes(averaging.codec)
         self._followers: dict[Channel, _Follower] = {}
         self._ended_step = -1  # of the last round
-        self._ended_s = 0.0
+        self._ended_s = 0.0  # when it ended; 0 before a follower takes part
+        self._told = 1  # trainers
         self._changed = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
         self._closes_s = self._clock() + TICKET_S
@@ -153,6 +154,7 @@ class TuningLeader:
             for piece in pieces_of(state.step, unit, raw, ends=unit == max(state.layers))
         ]
         self._ended_step = max(self._ended_step, state.step - 1)
+        self._ended_s = self._ended_s or self._clock()
         for one in [one for one in self._followers.values() if one.place is _Place.WAITS]:
             one.place = _Place.TRAINS
             self._send(one, pieces)
@@ -175,7 +177,7 @@ class TuningLeader:
     async def _wait_for_parts(self) -> None:
         """Wait for the parts of all followers in the round. One that is silent for too long misses it."""
         began_s = self._clock()
-        patience_s = max(FLOOR_S, SLACK * (began_s - self._ended_s) if self._ended_s else FLOOR_S)
+        patience_s = max(FLOOR_S, SLACK * (began_s - self._ended_s))
         while missing := [one for one in self._followers.values() if one.is_missing]:
             until_s = {one: self._deadline_s(one, began_s, patience_s) for one in missing}
             for one in [one for one in missing if until_s[one] <= self._clock()]:
@@ -294,4 +296,6 @@ class TuningLeader:
 
     def _change(self) -> None:
         self._changed.set()
-        self._on_change(self.trainers)
+        if self.trainers != self._told:
+            self._told = self.trainers
+            self._on_change(self._told)
