@@ -10,7 +10,7 @@ import asyncio
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from swarmnode.compute.training.averaging.gradient_compressor import ACCOUNTED
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import Buffer
+from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.swarm.records.run import Run
 from swarmnode.tuning.adapter_bytes import decode_state
 from swarmnode.tuning.client.output import WEIGHT
@@ -33,6 +34,11 @@ from swarmnode.tuning.client.tuned_route import AdapterState
 
 BOUND = 4.0
 """Largest norm of another trainer's vector, relative to the leader's own and to the median of all"""
+
+
+def patient(links: LinkConfig) -> LinkConfig:
+    """Return the settings of links between trainers. A trainer that reads data or loads libraries may say nothing for seconds."""
+    return replace(links, heartbeat=replace(links.heartbeat, min_silence_s=links.heartbeat.max_silence_s))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from swarmnode.codec.body import SESSION_ID_BYTES, Body
 from swarmnode.codec.frames import Frame
@@ -30,12 +31,20 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.errors import Busy, ErrorCode, PeerError, ProtocolError
 from swarmnode.ledger import Account, Reservation
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.links.switchboard import Channel
+from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks, cancel_and_wait
-from swarmnode.peer.local_peer import LocalPeer, board_of
+from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.swarm.records.run import encode_run
 from swarmnode.tuning.adapter_bytes import encode_recipe, pieces_of
-from swarmnode.tuning.client.averaging import Averaging, Part, VectorEncoder, VectorLayout, mean_of, share_pieces
+from swarmnode.tuning.client.averaging import (
+    Averaging,
+    Part,
+    VectorEncoder,
+    VectorLayout,
+    mean_of,
+    patient,
+    share_pieces,
+)
 from swarmnode.tuning.client.follower import TICKET_S
 from swarmnode.tuning.client.tuned_route import AdapterState
 
@@ -105,7 +114,8 @@ class TuningLeader:
         self._clock = asyncio.get_running_loop().time
         self._closes_s = self._clock() + TICKET_S
         self._tasks = Tasks("leader of a tuning", on_crash=peer.link_config.supervisor.ends_conversation)
-        self._board = board_of(peer, COTUNE_PROTOCOL, accept=self._accept)
+        links = patient(peer.link_config)
+        self._board = Switchboard(peer.network, COTUNE_PROTOCOL, peer.hello, links, accept=self._accept)
 
     def __repr__(self) -> str:
         return f"<TuningLeader {self.adapter.hex()[:8]} of {self.trainers} trainers, after step {self._ended_step}>"
@@ -195,11 +205,12 @@ class TuningLeader:
         if one.misses >= MISSES:
             self._drop(one, Error(ErrorCode.STALE))
 
-    async def _wait_for_change(self, timeout_s: float | None, *others: asyncio.Future[bool]) -> None:
+    async def _wait_for_change(self, timeout_s: float | None, *others: asyncio.Future[Any]) -> None:
         self._changed.clear()
         changed = asyncio.ensure_future(self._changed.wait())
         try:
-            await asyncio.wait([changed, *others], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {changed, *others}
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             await cancel_and_wait(changed)
 

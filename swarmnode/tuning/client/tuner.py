@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -44,11 +44,13 @@ class AdapterRoute(Protocol):
     async def compute(self, step: int, microbatches: Sequence[TunedMicrobatch]) -> dict[int, tuple[float, int]]:
         """Return for each microbatch the sum of its labels' losses, and their number."""
 
-    async def gather(self, step: int, numbers: Sequence[int]) -> float:
-        """Return the norm of the step's gradient, which is of the microbatches `numbers`."""
+    async def gradient(
+        self, step: int, microbatches: Sequence[TunedMicrobatch]
+    ) -> tuple[dict[int, tuple[float, int]], float]:
+        """Return what `compute` does, and the norm of the step's gradient, which is of the microbatches that learn."""
 
     async def update(self, step: int, learning_rate: float, scale: float) -> None:
-        """Update the adapter with its gradient times `scale`."""
+        """Order an update of the adapter with its gradient times `scale`. A failure may show only at the next call."""
 
     async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
         """Return the state at the beginning of `step`, or the sums of gradients in it."""
@@ -77,7 +79,7 @@ class RouteOpener(Protocol):
 class ComputedStep:
     """Step whose gradient the route has: its mean loss over `labels` labels, and the norm of the gradient before clipping.
 
-    `held_out` has the losses and labels of held-out microbatches; `began_s` is the time at which the step began.
+    `held_out` has the losses and labels of held-out microbatches. `began_s` and `ended_s` are the times of its begin and its end.
     """
 
     number: int
@@ -86,6 +88,7 @@ class ComputedStep:
     norm: float
     held_out: Sequence[tuple[float, int]]
     began_s: float
+    ended_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -147,10 +150,11 @@ class AdapterTuner:
         route = self._route
         is_over = stop.is_set() or self._step == self.run.steps
         done = None if is_over else await self._update(route, await self._compute(route))
+        ended_s = self.clock()
         if self._saved_step < self._step and (self._is_checkpoint_due or route.leaving or stop.is_set()):
             await self._save(await route.fetch(self._step))
         if done is not None:
-            self._report(done)
+            self._report(replace(done, ended_s=ended_s))
         if route.leaving:
             await self._leave()
 
@@ -168,12 +172,13 @@ class AdapterTuner:
     async def _compute(self, route: AdapterRoute) -> ComputedStep:
         """Have the route compute the losses and the gradient of the present step."""
         step, began_s = self._step, self.clock()
-        microbatches, found = await self._pass(route)
+        microbatches = await self._microbatches()
+        found, norm = await route.gradient(step, microbatches)
+        self._check_labels(route, microbatches, found)
         learnt = [one for one in microbatches if one.learns]
         loss = math.fsum(found[one.number][0] * one.share for one in learnt)
         labels = sum(int((one.labels[0] != NO_LABEL).sum()) for one in learnt)
         held_out = [found[one.number] for one in microbatches if not one.learns]
-        norm = await route.gather(step, [one.number for one in learnt])
         return ComputedStep(step, loss, labels, norm, held_out, began_s)
 
     async def _update(self, route: AdapterRoute, done: ComputedStep) -> ComputedStep:
@@ -190,16 +195,21 @@ class AdapterTuner:
         """Return the step, whose update is done; the last one with the losses of held-out data by the final weights."""
         if self._step < self.run.steps or not self.run.passes(self.run.steps):
             return done
-        return replace(done, held_out=[*(await self._pass(route))[1].values()])
+        microbatches = await self._microbatches()
+        found = await route.compute(self.run.steps, microbatches)
+        self._check_labels(route, microbatches, found)
+        return replace(done, held_out=[*found.values()])
 
-    async def _pass(self, route: AdapterRoute) -> tuple[list[TunedMicrobatch], dict[int, tuple[float, int]]]:
-        """Have the route compute the microbatches of the present step. Returns them, and for each its losses and labels."""
-        numbers = self.run.passes(self._step)
-        microbatches = [await asyncio.to_thread(self._microbatch, number) for number in numbers]
-        found = await route.compute(self._step, microbatches)
+    async def _microbatches(self) -> list[TunedMicrobatch]:
+        """Return the microbatches of the present step."""
+        return [await asyncio.to_thread(self._microbatch, number) for number in self.run.passes(self._step)]
+
+    def _check_labels(
+        self, route: AdapterRoute, microbatches: Sequence[TunedMicrobatch], found: Mapping[int, tuple[float, int]]
+    ) -> None:
+        """Raise ProtocolError if the last hop counted other labels than the microbatches have."""
         if any(found[one.number][1] != self._count(one.labels[0]) for one in microbatches):
             raise ProtocolError("the last hop counted other labels", peer=route.sizes[-1][0].peer)
-        return microbatches, found
 
     def _count(self, labels_BS: Tensor) -> int:
         return count_labels(labels_BS, self.recipe.prompt_positions)
@@ -211,7 +221,7 @@ class AdapterTuner:
         assert self._route is not None
         self._reported = done.number + 1
         self.opener.succeeded()
-        step_s = self.clock() - done.began_s
+        step_s = (done.ended_s or self.clock()) - done.began_s
         tokens = self.run.batch * max(1, self.run.sequence)
         peers = len({hop.peer for hop, _ in self._route.sizes})
         summary = StepSummary(done.number, done.loss, step_s, tokens / max(step_s, 1e-9), peers, done.norm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -96,8 +96,8 @@ class AdapterLayers:
             found[PROMPT] = start_of_prompt(self.recipe.seed, self.span.model, count, self.span.vocab_size)
         return found
 
-    def corrections(self, frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return matrices (R, R) that the gradients of B are multiplied with, by the tensors' names, if A is frozen.
+    def corrections(self, frozen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield matrices (R, R) that the gradients of B are multiplied with, and the tensors' names, if A is frozen.
 
         The corrected gradient is the B whose product with A comes closest to the layer's own gradient:
         (1 / scale^2) (A A^T + 1e-8 I)^-1, as peft's `create_lorafa_optimizer` has it.
