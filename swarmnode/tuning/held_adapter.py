@@ -80,7 +80,7 @@ class AdapterHost(Protocol):
         """Return the rate of large frames to a peer in bits/s; None if unknown."""
 
 
-class LinkCodecs:
+class HopCodecs:
     """Codecs of the values that one hop sends on and back: one for all, or as each link needs among those that are `allowed`.
 
     `hear` is called on the event loop, `encode` on the device's thread.
@@ -94,7 +94,7 @@ class LinkCodecs:
         self._beat_s = 0.0  # between two microbatches in the last step
 
     def __repr__(self) -> str:
-        return f"<LinkCodecs {self._fixed or self._controllers}>"
+        return f"<HopCodecs {self._fixed or self._controllers}>"
 
     def hear(self, direction: str, bandwidth_bps: float | None) -> None:
         """Note the bandwidth of the link in a direction."""
@@ -129,7 +129,7 @@ class HeldAdapter:
         opened: OpenAdapter,
         parts: AdapterParts,
         place: object,
-        codecs: LinkCodecs,
+        codecs: HopCodecs,
     ) -> None:
         self.opened = opened
         self._codecs = codecs

@@ -26,7 +26,7 @@ from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.plan.view import Span
 from swarmnode.tuning.adapter_bytes import decode_recipe
 from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice
-from swarmnode.tuning.held_adapter import HeldAdapter, LinkCodecs
+from swarmnode.tuning.held_adapter import HeldAdapter, HopCodecs
 
 ADAPTERS, ADAPTERS_OF_PEER = 16, 4
 WATCH_S = 5.0
@@ -193,7 +193,7 @@ class TuningServer:
             raise
         finally:
             self._opening.discard(key)
-        adapter = self._adapters[key] = HeldAdapter(self, channel, body, parts, place, LinkCodecs(body, self._codecs))
+        adapter = self._adapters[key] = HeldAdapter(self, channel, body, parts, place, HopCodecs(body, self._codecs))
         self._idle.clear()
         self._watch()
         adapter.start()

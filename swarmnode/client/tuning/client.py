@@ -30,7 +30,7 @@ from swarmnode.swarm.peers.standing import EVERYBODY, Trust
 from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.records.invite import MAX_BOOTSTRAPS
 from swarmnode.swarm.storage.swarmfile import Swarm
-from swarmnode.tuning.client.averaging import Averaging, VectorLayout
+from swarmnode.tuning.client.averaging import SharedRun, VectorLayout
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import TuningLeader
 from swarmnode.tuning.client.remote_gradients import RemoteGradients
@@ -144,7 +144,7 @@ class TuningClient(SwarmObserver):
         leader = TuningLeader(
             self._host,
             settings.recipe,
-            Averaging(job.run, settings.average_every, codec_named(settings.average_codec)),
+            SharedRun(job.run, settings.average_every, codec_named(settings.average_codec)),
             VectorLayout.of(shapes),
             trainers=settings.trainers,
             on_change=lambda count: on_news(f"{counted(count, 'trainer')} of this adapter"),

@@ -42,7 +42,7 @@ def patient(links: LinkConfig) -> LinkConfig:
 
 
 @dataclass(frozen=True)
-class Averaging:
+class SharedRun:
     """Rule of averaging among trainers of one adapter: the gradients of each step, or the changes of weights in `every` steps."""
 
     run: Run
@@ -69,7 +69,7 @@ class Averaging:
 
 
 @dataclass(frozen=True)
-class Part:
+class TrainerPart:
     """Vector of one trainer, or the mean of several: vector_N (float32), a mean over `labels` labels, and their mean loss."""
 
     vector_N: Tensor
@@ -82,23 +82,25 @@ class Part:
         return float(torch.linalg.vector_norm(self.vector_N, dtype=torch.float64))
 
 
-def mean_of(parts: Sequence[Part], clip: float) -> Part:
+def mean_of(parts: Sequence[TrainerPart], clip: float) -> TrainerPart:
     """Return the mean of the trainers' parts, each weighed by its labels. The first one is the leader's own.
 
-    Another one whose norm is above `clip`, and above `BOUND` times both the leader's norm and the median of all, is scaled down.
+    Another part is scaled down if its norm is above `clip`, and above `BOUND` times both the leader's norm and the median of all.
+    Parts without labels are no measure for others.
     """
     norms = [part.norm for part in parts]
-    most = max(clip, BOUND * max(norms[0], statistics.median_low(norms)))
+    measures = [norm for part, norm in zip(parts, norms, strict=True) if part.labels] or [0.0]
+    most = max(clip, BOUND * max(norms[0], statistics.median_low(measures)))
     labels = sum(part.labels for part in parts)
     mean_N = torch.zeros_like(parts[0].vector_N)
     for part, norm in zip(parts, norms, strict=True):
         bound = 1.0 if part is parts[0] or norm <= most else most / norm
         mean_N.add_(part.vector_N, alpha=bound * part.labels / max(1, labels))
     loss = math.fsum(part.loss * part.labels for part in parts) / max(1, labels)
-    return Part(mean_N, labels, loss)
+    return TrainerPart(mean_N, labels, loss)
 
 
-def share_pieces(step: int, part: Part, raw: bytes) -> Iterator[tuple[SharePiece, bytes]]:
+def share_pieces(step: int, part: TrainerPart, raw: bytes) -> Iterator[tuple[SharePiece, bytes]]:
     """Yield the messages for a part whose vector is encoded as `raw`, each with its payload."""
     for offset in range(0, len(raw), PIECE_BYTES):
         yield SharePiece(step, offset, len(raw), part.labels, part.loss), raw[offset : offset + PIECE_BYTES]
@@ -207,7 +209,7 @@ class Ended(Exception):
 class Partners(Protocol):
     """Interface of a trainer to the others of its adapter: the leader's to its followers, or a follower's to the leader."""
 
-    averaging: Averaging
+    averaging: SharedRun
     layout: VectorLayout
 
     @property
@@ -223,7 +225,7 @@ class Partners(Protocol):
     def give(self, state: AdapterState) -> None:
         """Send a state to the trainers that wait for it."""
 
-    async def average(self, step: int, part: Part) -> Part:
+    async def average(self, step: int, part: TrainerPart) -> TrainerPart:
         """Return the mean of all trainers' parts, which end `step`; equal for all of them.
 
         Raises Moved if the others went on without this trainer, LeaderLost, Ended.

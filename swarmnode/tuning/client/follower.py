@@ -41,10 +41,10 @@ from swarmnode.swarm.records.invite import ID_BYTES, MAX_ADDRESS_CHARS, MAX_BOOT
 from swarmnode.swarm.records.run import decode_run
 from swarmnode.tuning.adapter_bytes import decode_recipe
 from swarmnode.tuning.client.averaging import (
-    Averaging,
     Ended,
     Moved,
-    Part,
+    SharedRun,
+    TrainerPart,
     VectorEncoder,
     VectorLayout,
     patient,
@@ -94,7 +94,7 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
 
 log = logging.getLogger(__name__)
 
-Answer = Union[TuningJoined, Part, AdapterState]
+Answer = Union[TuningJoined, TrainerPart, AdapterState]
 
 
 class TuningFollower:
@@ -103,6 +103,8 @@ class TuningFollower:
     If the link to the leader breaks, the follower joins again, and goes on from the leader's state.
     """
 
+    recipe: AdapterRecipe
+    averaging: SharedRun
     wants_state = False
     layout: VectorLayout
 
@@ -130,8 +132,8 @@ class TuningFollower:
         self = cls(Switchboard(peer.network, COTUNE_PROTOCOL, peer.hello, links), ticket)
         try:
             joined = await self._join()
-            self.recipe: AdapterRecipe = decode_recipe(joined.recipe)
-            self.averaging = Averaging(decode_run(joined.run), joined.every, Codec(joined.codec))
+            self.recipe = decode_recipe(joined.recipe)
+            self.averaging = SharedRun(decode_run(joined.run), joined.every, Codec(joined.codec))
             self.averaging.check()
         except (PeerError, NetworkDown, Ended) as error:
             await self.close()
@@ -168,7 +170,7 @@ class TuningFollower:
     def give(self, state: AdapterState) -> None:
         """Do nothing: trainers that need a state ask the leader."""
 
-    async def average(self, step: int, part: Part) -> Part:
+    async def average(self, step: int, part: TrainerPart) -> TrainerPart:
         """Send a part to the leader, and return the mean. See `Partners`."""
         raw, _ = await asyncio.to_thread(self._encoder.encode, part.vector_N)
         self._step = step
@@ -177,7 +179,7 @@ class TuningFollower:
         except PeerError as error:
             log.info("%r: %s", self, error)
             answer = await self._come(SILENCE_S)
-        if isinstance(answer, Part):
+        if isinstance(answer, TrainerPart):
             return answer
         assert isinstance(answer, AdapterState)
         self._encoder.forget()
@@ -277,7 +279,7 @@ class TuningFollower:
         self._coming += payload
         if came == size:
             vector_N = self.layout.decode(self._coming, self.averaging.codec)
-            self._answer.set_result(Part(vector_N, body.labels, body.loss))
+            self._answer.set_result(TrainerPart(vector_N, body.labels, body.loss))
 
     def _take_state(self, body: AdapterPiece, payload: Buffer) -> None:
         unit, came, shapes = len(self._files), len(self._coming) + len(payload), self.layout.shapes

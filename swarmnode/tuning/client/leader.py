@@ -37,8 +37,8 @@ from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.swarm.records.run import encode_run
 from swarmnode.tuning.adapter_bytes import encode_recipe, pieces_of
 from swarmnode.tuning.client.averaging import (
-    Averaging,
-    Part,
+    SharedRun,
+    TrainerPart,
     VectorEncoder,
     VectorLayout,
     mean_of,
@@ -71,7 +71,7 @@ class _Follower:
     memory: Reservation
     place: _Place = _Place.JOINED
     coming: bytearray = field(default_factory=bytearray)
-    part: Part | None = None  # of the present round
+    part: TrainerPart | None = None  # of the present round
     moved_s: float = 0.0  # when something was last received, or had been sent
     misses: int = 0
     sending: asyncio.Task[None] | None = None
@@ -91,7 +91,7 @@ class TuningLeader:
         self,
         peer: LocalPeer,
         recipe: AdapterRecipe,
-        averaging: Averaging,
+        averaging: SharedRun,
         layout: VectorLayout,
         *,
         trainers: int = 1,
@@ -169,7 +169,7 @@ class TuningLeader:
             one.place = _Place.TRAINS
             self._send(one, pieces)
 
-    async def average(self, step: int, part: Part) -> Part:
+    async def average(self, step: int, part: TrainerPart) -> TrainerPart:
         """Return the mean of the parts that end `step`, which every follower in time gets, too. See `Partners`."""
         await self._wait_for_parts()
         taking_part = [one for one in self._followers.values() if one.place is _Place.TRAINS]
@@ -182,7 +182,7 @@ class TuningLeader:
             one.part, one.misses = None, 0
             if one.channel in self._followers:
                 self._send(one, pieces)
-        return Part(read_N, mean.labels, mean.loss)
+        return TrainerPart(read_N, mean.labels, mean.loss)
 
     async def _wait_for_parts(self) -> None:
         """Wait for the parts of all followers in the round. One that is silent for too long misses it."""
@@ -281,7 +281,7 @@ class TuningLeader:
         one.coming += payload
         if len(one.coming) == self._size:
             vector_N = self.layout.decode(one.coming, self.averaging.codec)
-            one.part, one.coming = Part(vector_N, body.labels, body.loss), bytearray()
+            one.part, one.coming = TrainerPart(vector_N, body.labels, body.loss), bytearray()
             self._change()
 
     def _send(self, one: _Follower, pieces: Sequence[tuple[Body, bytes]]) -> None:

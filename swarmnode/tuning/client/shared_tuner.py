@@ -7,7 +7,7 @@ import math
 from dataclasses import KW_ONLY, dataclass, replace
 
 from swarmnode.errors import LeaderLost
-from swarmnode.tuning.client.averaging import Ended, Moved, Part, Partners
+from swarmnode.tuning.client.averaging import Ended, Moved, Partners, TrainerPart
 from swarmnode.tuning.client.tuned_route import AdapterState
 from swarmnode.tuning.client.tuner import AdapterRoute, AdapterTuner, ComputedStep
 
@@ -137,7 +137,7 @@ class SharedTuner(AdapterTuner):
     async def _update_together(self, route: AdapterRoute, done: ComputedStep) -> ComputedStep:
         """Update by the mean gradient of all trainers."""
         own, layout = await route.fetch(done.number, gradients=True), self.partners.layout
-        part = Part(await asyncio.to_thread(layout.vector, own.layers), done.labels, done.loss)
+        part = TrainerPart(await asyncio.to_thread(layout.vector, own.layers), done.labels, done.loss)
         mean = await self.partners.average(done.number, part)
         done = replace(done, loss=mean.loss, labels=mean.labels, norm=mean.norm)
         files = await asyncio.to_thread(layout.files, mean.vector_N)
@@ -159,7 +159,7 @@ class SharedTuner(AdapterTuner):
         before_N, own_N = layout.vector(self._anchor.layers), layout.vector(state.layers)
         labels = sum(count for count, _ in self._taught.values())
         loss = math.fsum(count * loss for count, loss in self._taught.values()) / max(1, labels)
-        mean = await self.partners.average(done.number, Part(own_N - before_N, labels, loss))
+        mean = await self.partners.average(done.number, TrainerPart(own_N - before_N, labels, loss))
         self._anchor = await asyncio.to_thread(layout.with_weights, state, before_N + mean.vector_N)
         self._taught, self._owed = {}, done
         await self._save(self._anchor)

@@ -23,7 +23,7 @@ from swarmnode.codec.tuning_messages import (
 )
 from swarmnode.errors import ErrorCode, LeaderLost, UsageError
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.tuning.client.averaging import BOUND, Part, mean_of
+from swarmnode.tuning.client.averaging import BOUND, TrainerPart, mean_of
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import MAX_FOLLOWERS
 from tests.net.virtual import in_virtual_time
@@ -36,13 +36,19 @@ ONES = torch.ones(4)
 
 
 def test_the_mean_counts_labels_and_no_liar_decides_it() -> None:
-    honest = [Part(ONES, 3, 1.0), Part(-ONES, 1, 3.0)]
+    honest = [TrainerPart(ONES, 3, 1.0), TrainerPart(-ONES, 1, 3.0)]
     mean = mean_of(honest, 0.0)
     assert torch.allclose(mean.vector_N, ONES / 2) and (mean.labels, mean.loss) == (4, 1.5)
     for others in ([ONES], [ONES, ONES, 1e9 * ONES]):
-        parts = [Part(ONES, 1, 1.0), *(Part(one, 1, 1.0) for one in others), Part(1e9 * ONES, 1, 1.0)]
+        parts = [
+            TrainerPart(ONES, 1, 1.0),
+            *(TrainerPart(one, 1, 1.0) for one in others),
+            TrainerPart(1e9 * ONES, 1, 1.0),
+        ]
         assert mean_of(parts, 0.0).norm <= BOUND * ONES.norm()
-    small = [Part(1e-6 * ONES, 1, 0.0), Part(0.4 * ONES, 1, 0.0)]
+    silent = [TrainerPart(0 * ONES, 0, 0.0), TrainerPart(ONES, 4, 2.0)]
+    assert torch.equal(mean_of(silent, 0.0).vector_N, ONES), "a leader without labels measures no other"
+    small = [TrainerPart(1e-6 * ONES, 1, 0.0), TrainerPart(0.4 * ONES, 1, 0.0)]
     assert mean_of(small, 1.0).norm == pytest.approx(0.4, rel=1e-3), "below --clip nothing is scaled down"
 
 

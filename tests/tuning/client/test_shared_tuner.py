@@ -28,7 +28,7 @@ from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.records.recipe import RECIPE, Recipe
 from swarmnode.swarm.records.run import Run
-from swarmnode.tuning.client.averaging import Averaging, Partners, VectorLayout
+from swarmnode.tuning.client.averaging import Partners, SharedRun, VectorLayout
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import FLOOR_S, TuningLeader
 from swarmnode.tuning.client.local_route import LocalOpener, LocalRoute
@@ -155,7 +155,7 @@ class Scene:
         self.peers = [ToyPeer(self.world.join(), LinkConfig(), HELLO) for _ in range(trainers)]
         self.trainers = [Trainer.on(self.span(), recipe) for _ in range(trainers)]
         layout = VectorLayout.of(StateShapes.of(self.span().family, recipe))
-        self.averaging = Averaging(run, every, codec)
+        self.averaging = SharedRun(run, every, codec)
         self.leader = TuningLeader(self.peers[0], recipe, self.averaging, layout, trainers=trainers)
         self.stop = asyncio.Event()
         self.layout = layout
