@@ -182,7 +182,7 @@ class AdapterTuner:
         return ComputedStep(step, loss, labels, norm, held_out, began_s)
 
     async def _update(self, route: AdapterRoute, done: ComputedStep) -> ComputedStep:
-        """Update the adapter by the gradient of a step, and return what is to be reported of it."""
+        """Update the adapter by the gradient of a step. Returns the step as it has to be reported."""
         await self._update_by(route, done.number, done.norm)
         return await self._evaluated(route, done)
 
