@@ -333,7 +333,9 @@ async def test_two_trainers_with_the_same_data_draw_the_curve_of_one_though_one_
             leader.tune(settings, first, asyncio.Event(), first.plans.append, news.put_nowait)
         )
         ticket = (await news.get()).split()[-1]
-        led = replace(settings_in(tmp_path, AdapterRecipe(), steps=1), ticket=ticket, out=tmp_path / "friends")
+        led = replace(
+            settings_in(tmp_path, AdapterRecipe(), steps=1), ticket=ticket, out=tmp_path / "friends", compress="auto"
+        )
         following = asyncio.ensure_future(friend.tune(led, second, asyncio.Event(), second.plans.append))
         done = await asyncio.gather(leading, following)
         await asyncio.gather(*struck)

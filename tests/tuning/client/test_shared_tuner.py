@@ -131,7 +131,9 @@ class Trainer:
         executor = InlineExecutor(lambda _item: cost_s)
         return cls(Opener(span, executor, recipe, (ROWS, LENGTH + recipe.prompt_positions)), executor)
 
-    def tunes(self, run: Run, batches: Batches, partners: Partners | None = None) -> AdapterTuner:
+    def tunes(
+        self, run: Run, batches: Batches, partners: Partners | None = None, state: AdapterState | None = None
+    ) -> AdapterTuner:
         async def keep(state: AdapterState) -> None:
             self.states.append(state)
 
@@ -141,7 +143,7 @@ class Trainer:
             self.on_step(report.step)
 
         clock, recipe = asyncio.get_running_loop().time, self.opener._recipe
-        given: Any = (self.opener, recipe, run, batches, hear, lambda _route: None, keep, clock)
+        given: Any = (self.opener, recipe, run, batches, hear, lambda _route: None, keep, clock, state)
         self.tuner = AdapterTuner(*given) if partners is None else SharedTuner(*given, partners=partners)
         return self.tuner
 
@@ -168,9 +170,9 @@ class Scene:
         leader = self.leader
         return Ticket(bytes(32), self.peers[0].network.peer_id, (), leader.adapter, leader.secret)
 
-    async def lead(self, batches: Batches | None = None) -> int:
+    async def lead(self, state: AdapterState | None = None) -> int:
         try:
-            tuner = self.trainers[0].tunes(self.run, batches or Drawn(0), self.leader)
+            tuner = self.trainers[0].tunes(self.run, Drawn(0), self.leader, state)
             return await tuner.tune(self.stop)
         finally:
             await self.leader.close()
@@ -376,3 +378,16 @@ async def test_compressed_parts_leave_all_trainers_equal_and_near(folder: Path, 
         assert torch.equal(scene.weights(0), scene.weights(1))
         assert scene.trainers[1].losses == pytest.approx(expected, rel=0.05)
         assert scene.layout.size_bytes(codec) < 0.6 * scene.layout.size_bytes(Codec.NONE)
+
+
+@in_virtual_time
+async def test_a_leader_goes_on_in_the_middle_of_a_round_and_others_join_there(folder: Path) -> None:
+    async with scene_of(folder, steps=8, every=4) as scene:
+        stop, before = asyncio.Event(), Trainer.on(scene.span(), LORA)
+        before.on_step = lambda step: stop.set() if step == 1 else None
+        assert await before.tunes(scene.run, Drawn(0)).tune(stop) == 2
+        await before.executor.close()
+        assert await asyncio.gather(scene.lead(before.states[-1]), scene.follow()) == [8, 8]
+        assert [sorted(one.losses) for one in scene.trainers] == [[*range(2, 8)]] * 2
+        assert torch.equal(scene.weights(0), scene.weights(1))
+        assert [state.step for state in scene.trainers[1].states] == [2, 3, 4, 6, 8]
