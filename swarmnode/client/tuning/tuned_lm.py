@@ -273,7 +273,9 @@ class TunedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
     def gradient_checkpointing_enable(self, *_: Any, **__: Any) -> None:
         """Do nothing: activations are at the hops. Trainers call this."""
 
-    def save_pretrained(self, save_directory: str | Path, **_unused: Any) -> None:
+    def save_pretrained(  # type: ignore[override]  # the other arguments have no use here
+        self, save_directory: str | Path, **_unused: Any
+    ) -> None:
         """Write the adapter as peft does, and all trained parameters by their names in this module as `model.safetensors`.
 
         The second file has parameters that you added, too. Raises UsageError if nothing trains, LocalError if the folder cannot be
