@@ -69,9 +69,11 @@ class LocalRoute:
         """Forget a microbatch that waits for its gradient."""
         self._parts.forget(number)
 
-    async def gather(self, step: int, numbers: Sequence[int]) -> float:
-        """Return the norm of the step's gradient."""
-        return math.sqrt(await self._parts.square())
+    async def gradient(
+        self, step: int, microbatches: Sequence[TunedMicrobatch]
+    ) -> tuple[dict[int, tuple[float, int]], float]:
+        """Return what `compute` does, and the norm of the step's gradient."""
+        return await self.compute(step, microbatches), math.sqrt(await self._parts.square())
 
     async def update(self, step: int, learning_rate: float, scale: float) -> None:
         """Update the adapter with its gradient times `scale`."""
