@@ -325,7 +325,7 @@ def loss_at_owner(
     return loss.item(), gradient
 
 
-@pytest.mark.parametrize(("harm", "place"), [("kill", 0), ("hang", 1), ("leave", 1)])
+@pytest.mark.parametrize(("harm", "place"), [("kill", 0), ("leave", 1), ("hang", 1)])
 @in_virtual_time
 async def test_a_pass_whose_machine_fails_before_its_gradient_has_the_same_gradients(
     founded: Founded, alone: dict[int, float], tmp_path: Path, harm: str, place: int

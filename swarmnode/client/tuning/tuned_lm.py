@@ -177,6 +177,7 @@ class TunedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
         config._attn_implementation = "eager"  # no attention runs here
         config._name_or_path = parts.base
         super().__init__(config)
+        self.loss_type = "ForCausalLM"  # tells trainers that a row's first label does not count
         self.generation_config = GenerationConfig.from_model_config(config)  # trainers write the padding token there
         self.model = SwarmBackbone(run, parts)
         self._family, self._base = parts.family, parts.base

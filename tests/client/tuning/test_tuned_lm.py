@@ -32,11 +32,12 @@ from swarmnode.tuning.adapter_parts import narrowed
 from swarmnode.tuning.client.local_route import LocalOpener
 from swarmnode.tuning.client.remote_layers import RemoteLayers
 from swarmnode.tuning.client.state_shapes import StateShapes
-from tests.compute.training.adapters.trained import MICROBATCHES, SMALL, batch_of, labels_of
+from tests.compute.training.adapters.trained import SMALL, batch_of, labels_of
+from tests.gateway.speaking import SPECIALS, save_speaking_llama
 from tests.numerics.adapter_peft import PeftTraining
 from tests.numerics.test_adapter_training import save_family
 
-STEPS, RATE = 20, 5e-3
+STEPS, RATE = 8, 5e-3
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about names that peft uses
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 needs_accelerate = pytest.mark.skipif(
@@ -97,13 +98,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     loop.close()
 
 
-def plain_loop(module: TunedCausalLM, steps: int, first: int = 0) -> list[float]:
-    """All microbatches of a step are in flight at once. Trainers of transformers also count the `first` label of each row."""
+def plain_loop(module: TunedCausalLM, steps: int) -> list[float]:
+    """All microbatches of a step are in flight at once."""
     optimizer = torch.optim.AdamW([one for one in module.parameters() if one.requires_grad], lr=RATE, weight_decay=0.0)
     losses = []
     for step in range(steps):
         batch = batch_of(step)
-        count = labels_of(batch, module.model.recipe) + first
+        count = labels_of(batch, module.model.recipe)
         found = [module(ids, labels=labels, num_items_in_batch=count).loss for ids, labels in batch]
         for loss in reversed(found):
             loss.backward()
@@ -165,10 +166,40 @@ def test_a_trainer_draws_the_curve_of_a_plain_loop_and_goes_on_from_its_checkpoi
     with place.module(LORA) as module:
         losses = trained(module)
     with place.module(LORA) as module:
-        assert plain_loop(module, 2, first=MICROBATCHES) == pytest.approx(losses, rel=1e-4)
+        assert plain_loop(module, 2) == pytest.approx(losses, rel=1e-4)
     with place.module(LORA) as module:
         again = trained(module, resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert again[-1] == pytest.approx(losses[1], rel=1e-4)
+
+
+@needs_peft
+def test_trl_trains_it_as_it_trains_peft_s_model(place: Place, tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="trl is not installed")
+    datasets = pytest.importorskip("datasets")
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    save_speaking_llama(tmp_path / "model")
+    speaking = replace(place, checkpoint=Checkpoint(tmp_path / "model"))
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", eos_token=SPECIALS[0], pad_token=SPECIALS[0])
+
+    def trained(model: Any) -> list[float]:
+        settings = trl.SFTConfig(
+            str(tmp_path / "run"), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, bf16=False,
+            learning_rate=RATE, lr_scheduler_type="constant", logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True,
+            save_strategy="no", max_length=24,
+        )  # fmt: skip
+        rows = datasets.Dataset.from_dict({"text": ["hello there", "what is it", "two and two", "a b c d e"] * 4})
+        trainer = trl.SFTTrainer(model, settings, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    with speaking.module(SMALL) as module:
+        module.save_pretrained(tmp_path / "start")
+        losses = trained(module)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(whole, tmp_path / "start", is_trainable=True)
+    assert losses == pytest.approx(trained(theirs), rel=1e-4)
 
 
 def test_the_owners_own_parameters_train_through_the_swarm(place: Place, tmp_path: Path) -> None:
