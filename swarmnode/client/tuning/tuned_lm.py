@@ -28,7 +28,7 @@ from swarmnode.compute.training.segment import Values
 from swarmnode.data.rows import NO_LABEL
 from swarmnode.errors import UsageError
 from swarmnode.tuning.client.output import filed
-from swarmnode.tuning.client.remote_layers import Flight
+from swarmnode.tuning.client.remote_layers import PendingPass
 from swarmnode.tuning.client.tuned_route import TunedMicrobatch
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -134,14 +134,14 @@ class SwarmBackbone(nn.Module):
         """Return the adapter's weights in the swarm's layers."""
         return {name: self._parameters_of[name].detach().float().cpu() for name in self._there}
 
-    def compute(self, inputs: Values, *, learns: bool) -> tuple[Tensor, Flight]:
+    def compute(self, inputs: Values, *, learns: bool) -> tuple[Tensor, PendingPass]:
         """Have the swarm compute its layers; see `RemoteLayers.forward`."""
-        found: tuple[Tensor, Flight] = self._run(self._layers.forward(self.weights(), inputs, learns=learns))
+        found: tuple[Tensor, PendingPass] = self._run(self._layers.forward(self.weights(), inputs, learns=learns))
         return found
 
-    def turn(self, flight: Flight, gradient_BTH: Tensor, *, trains: bool) -> tuple[Tensor, list[Tensor | None]]:
+    def turn(self, pending: PendingPass, gradient_BTH: Tensor, *, trains: bool) -> tuple[Tensor, list[Tensor | None]]:
         """Have the swarm compute the gradients of a pass; see `RemoteLayers.backward`. Those of weights are in their order."""
-        back_BTH, found = self._run(self._layers.backward(flight, gradient_BTH, trains=trains))
+        back_BTH, found = self._run(self._layers.backward(pending, gradient_BTH, trains=trains))
         return back_BTH, [found.get(name) for name in self._there]
 
     def loss(self, given: TunedMicrobatch) -> tuple[float, list[Tensor | None]]:
@@ -301,7 +301,7 @@ class _Layers(torch.autograd.Function):
     def forward(
         ctx: Any, model: SwarmBackbone, places: Values, learns: bool, hidden_BTH: Tensor, *weights: Tensor
     ) -> Tensor:
-        outputs_BTH, ctx.flight = model.compute((hidden_BTH.detach().cpu(), *places), learns=learns)
+        outputs_BTH, ctx.pending = model.compute((hidden_BTH.detach().cpu(), *places), learns=learns)
         ctx.model = model
         ctx.save_for_backward(hidden_BTH, *weights)  # autograd refuses the way back once they have changed
         return outputs_BTH.to(hidden_BTH).detach()  # another object, as the graph hangs on it
@@ -313,7 +313,7 @@ class _Layers(torch.autograd.Function):
         trains = any(ctx.needs_input_grad[4:])
         if not bool(gradient_BTH.isfinite().all()):  # as torch does, such as for a scaler of the loss
             return None, None, None, *(torch.full_like(one, torch.nan) for one in (gradient_BTH, *weights))
-        back_BTH, found = ctx.model.turn(ctx.flight, gradient_BTH.detach().cpu(), trains=trains)
+        back_BTH, found = ctx.model.turn(ctx.pending, gradient_BTH.detach().cpu(), trains=trains)
         gradients = [None if one is None else one.to(like) for one, like in zip(found, weights, strict=True)]
         return None, None, None, back_BTH.to(gradient_BTH), *gradients
 

@@ -35,7 +35,7 @@ MOST_SUMMED = 64
 
 
 @dataclass(eq=False)
-class Flight:
+class PendingPass:
     """Pass of a microbatch with these `inputs`, which waits for its gradient. Its hops forget it once nothing refers to it."""
 
     inputs: Values
@@ -62,12 +62,12 @@ class RemoteLayers:
         self._weights: dict[str, Tensor] = {}  # of the last pass,
         self._loaded = False  # and whether the present route has them
         self._sums: dict[str, Tensor] = {}  # of gradients at the hops, as they were fetched last
-        self._flights: dict[int, weakref.ref[Flight]] = {}
+        self._pending: dict[int, weakref.ref[PendingPass]] = {}
         self._number = 0  # of the next microbatch
         self._failures = 0  # since the last pass that a route finished
 
     def __repr__(self) -> str:
-        return f"<RemoteLayers on {self._route!r}, {len(self._flights)} in flight>"
+        return f"<RemoteLayers on {self._route!r}, {len(self._pending)} in flight>"
 
     async def start(self) -> dict[str, Tensor]:
         """Open the adapter, and return its weights before any update. Raises NoRoute, Busy, UsageError."""
@@ -79,7 +79,7 @@ class RemoteLayers:
                 except (PeerError, NetworkDown) as error:
                     await self._fail(error)
 
-    async def forward(self, weights: Weights, inputs: Values, *, learns: bool) -> tuple[Tensor, Flight]:
+    async def forward(self, weights: Weights, inputs: Values, *, learns: bool) -> tuple[Tensor, PendingPass]:
         """Return the outputs hidden_BTH of the layers, and the pass, which waits for its gradient if it `learns`.
 
         `inputs` are hidden_BTH, and positions_BT if rows hold several documents.
@@ -91,15 +91,17 @@ class RemoteLayers:
         """
         if not is_finite(inputs):
             raise self._not_finite("hidden states that enter the swarm's layers")
-        flight = Flight(inputs)
+        pending = PendingPass(inputs)
         async with self._lock:
             while True:
                 try:
-                    return await self._forward(weights, flight, learns=learns), flight
+                    return await self._forward(weights, pending, learns=learns), pending
                 except (PeerError, NetworkDown) as error:
                     await self._fail(error)
 
-    async def backward(self, flight: Flight, gradient_BTH: Tensor, *, trains: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    async def backward(
+        self, pending: PendingPass, gradient_BTH: Tensor, *, trains: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the gradient of a pass's hidden states, and if the adapter `trains` those of its weights.
 
         A pass that is not in flight on the present route is computed again first. Raises as `forward`.
@@ -107,9 +109,9 @@ class RemoteLayers:
         async with self._lock:
             while True:
                 try:
-                    if self._lacks(flight):
-                        await self._forward(self._weights, flight, learns=True)
-                    return await self._backward(flight, gradient_BTH, trains)
+                    if self._lacks(pending):
+                        await self._forward(self._weights, pending, learns=True)
+                    return await self._backward(pending, gradient_BTH, trains)
                 except (PeerError, NetworkDown) as error:
                     await self._fail(error)
 
@@ -137,23 +139,25 @@ class RemoteLayers:
 
     # -- passes on the present route, within the lock
 
-    async def _forward(self, weights: Weights, flight: Flight, *, learns: bool) -> Tensor:
-        route, flight.number = await self._ready(weights)
+    async def _forward(self, weights: Weights, pending: PendingPass, *, learns: bool) -> Tensor:
+        route, pending.number = await self._ready(weights)
         if learns:
             await self._make_place(route)
-        outputs_BTH = await route.forward(0, flight.number, flight.inputs, learns=learns)
+        outputs_BTH = await route.forward(0, pending.number, pending.inputs, learns=learns)
         if learns:
-            self._flights[flight.number] = weakref.ref(flight)
+            self._pending[pending.number] = weakref.ref(pending)
             self._count()
         self._succeed()
         return outputs_BTH
 
-    async def _backward(self, flight: Flight, gradient_BTH: Tensor, trains: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    async def _backward(
+        self, pending: PendingPass, gradient_BTH: Tensor, trains: bool
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         route = self._route
         assert route is not None
-        del self._flights[flight.number]
+        del self._pending[pending.number]
         self._count()
-        back_BTH = await route.backward(0, flight.number, gradient_BTH)
+        back_BTH = await route.backward(0, pending.number, gradient_BTH)
         gradients = await self._gradients(route) if trains else {}
         self._succeed()
         return back_BTH, gradients
@@ -164,20 +168,20 @@ class RemoteLayers:
         before, self._sums = self._sums, sums
         return {name: one - before[name] if name in before else one for name, one in sums.items()}
 
-    def _lacks(self, flight: Flight) -> bool:
+    def _lacks(self, pending: PendingPass) -> bool:
         """Return whether a pass is not in flight on the present route."""
-        known = self._flights.get(flight.number)
-        return known is None or known() is not flight
+        known = self._pending.get(pending.number)
+        return known is None or known() is not pending
 
     async def _make_place(self, route: AdapterRoute) -> None:
         """Have the hops forget passes that nothing refers to. Raises UsageError if all others wait for their gradients."""
-        if len(self._flights) >= self.window:
+        if len(self._pending) >= self.window:
             await asyncio.to_thread(gc.collect)  # graphs may refer to themselves
-        for number, known in list(self._flights.items()):
+        for number, known in list(self._pending.items()):
             if known() is None:
-                del self._flights[number]
+                del self._pending[number]
                 await route.drop(0, number)
-        if len(self._flights) >= self.window:
+        if len(self._pending) >= self.window:
             raise UsageError(
                 f"{self.window} passes wait for their gradients: call backward(), compute with torch.no_grad(), or ask for a "
                 f"larger window (at most {MAX_WINDOW - 1})"
@@ -188,12 +192,12 @@ class RemoteLayers:
 
         Passes in flight are dropped if the weights have changed, since autograd refuses their way back.
         """
-        if self._route is not None and self._route.leaving and not self._flights:
+        if self._route is not None and self._route.leaving and not self._pending:
             await self._leave()
         route = await self._opened()
         if self._number >= MOST_SUMMED or not self._has(weights):
-            for number in list(self._flights):
-                del self._flights[number]
+            for number in list(self._pending):
+                del self._pending[number]
                 await route.drop(0, number)
             await route.load(self._state(weights))
             self._weights, self._loaded = {name: tensor.clone() for name, tensor in weights.items()}, True
@@ -224,8 +228,8 @@ class RemoteLayers:
 
     def _count(self) -> None:
         """Count the inputs of the passes in flight in the ledger."""
-        flights = [flight for known in self._flights.values() if (flight := known()) is not None]
-        self._kept.count(sum(value.nbytes for flight in flights for value in flight.inputs))
+        waiting = [pending for known in self._pending.values() if (pending := known()) is not None]
+        self._kept.count(sum(value.nbytes for pending in waiting for value in pending.inputs))
 
     # -- routes
 
@@ -248,7 +252,7 @@ class RemoteLayers:
         self._opener.succeeded()
 
     async def _leave(self) -> None:
-        self._flights.clear()
+        self._pending.clear()
         self._count()
         route, self._route = self._route, None
         if route is not None:
