@@ -46,6 +46,7 @@ ANSWERS = {
     "gradients of another shape": (HIDDEN, HIDDEN[..., :3]),
     "gradients that are not finite": (HIDDEN, HIDDEN * torch.inf),
     "no gradients": (HIDDEN, None),
+    "only a report": (HIDDEN, None),
 }
 
 
@@ -95,6 +96,8 @@ async def test_a_hop_whose_values_do_not_fit_is_left(lie: str) -> None:
             infos, payload = encode_values((outputs,))
             for _ in range(2 if lie == "outputs twice" else 1):
                 channel.send(TuneInput(0, body.number, infos), payload=payload)
+        elif isinstance(body, TuneGradient) and lie == "only a report":
+            channel.send(TuneCounted(0, body.number))
         elif isinstance(body, TuneGradient):
             infos, payload = encode_values(() if gradients is None else (gradients,))
             channel.send(TuneGradient(0, body.number, tuple(True for _ in infos), infos), payload=payload)
