@@ -104,7 +104,7 @@ class HeldAdapter:
         self._clock = asyncio.get_running_loop().time
         self.owner = channel.peer
         self.ended = False
-        self.moved_s = self._clock()  # when the owner was last heard
+        self.moved_s = self._clock()  # when the owner was last heard, or a microbatch came
         self._host = host
         self._channel = channel
         self._parts = parts
@@ -284,6 +284,7 @@ class HeldAdapter:
         elif not self._fits(body.values):
             self._fail(ProtocolError("a microbatch larger than those of the adapter", code=ErrorCode.TOO_LARGE))
         else:
+            self.moved_s = self._clock()  # the owner feeds it, if through other hops
             self._present.add(key)
             self._spawn(self._pass(body, payload))
 

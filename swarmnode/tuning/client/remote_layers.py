@@ -61,7 +61,8 @@ class RemoteLayers:
         self._route: AdapterRoute | None = None
         self._weights: dict[str, Tensor] = {}  # of the last pass,
         self._loaded = False  # and whether the present route has them
-        self._sums: dict[str, Tensor] = {}  # of gradients at the hops, as they were fetched last
+        self._sums: dict[str, Tensor] = {}  # of gradients at the hops, as they were fetched last,
+        self._skipped = False  # and whether they have grown since
         self._pending: dict[int, weakref.ref[PendingPass]] = {}
         self._number = 0  # of the next microbatch
         self._failures = 0  # since the last pass that a route finished
@@ -123,7 +124,7 @@ class RemoteLayers:
         async with self._lock:
             while True:
                 try:
-                    route, number = await self._ready(weights)
+                    route, number = await self._ready(weights, learns=given.learns)
                     one = TunedMicrobatch(number, given.inputs, given.labels, given.share, given.learns)
                     found = await route.compute(0, [one])
                     gradients = await self._gradients(route) if given.learns else {}
@@ -140,7 +141,7 @@ class RemoteLayers:
     # -- passes on the present route, within the lock
 
     async def _forward(self, weights: Weights, pending: PendingPass, *, learns: bool) -> Tensor:
-        route, pending.number = await self._ready(weights)
+        route, pending.number = await self._ready(weights, learns=learns)
         if learns:
             await self._make_place(route)
         outputs_BTH = await route.forward(0, pending.number, pending.inputs, learns=learns)
@@ -157,6 +158,9 @@ class RemoteLayers:
         assert route is not None
         del self._pending[pending.number]
         self._count()
+        if trains and self._skipped:
+            await self._gradients(route)  # of passes whose gradients were not asked for
+        self._skipped = not trains
         back_BTH = await route.backward(0, pending.number, gradient_BTH)
         gradients = await self._gradients(route) if trains else {}
         self._succeed()
@@ -187,10 +191,11 @@ class RemoteLayers:
                 f"larger window (at most {MAX_WINDOW - 1})"
             )
 
-    async def _ready(self, weights: Weights) -> tuple[AdapterRoute, int]:
+    async def _ready(self, weights: Weights, *, learns: bool) -> tuple[AdapterRoute, int]:
         """Return an open route with these weights, and the number of the next microbatch on it.
 
-        Passes in flight are dropped if the weights have changed, since autograd refuses their way back.
+        Those that do not learn have one number, as only one is on its way at a time. Passes in flight are dropped if the weights
+        have changed, since autograd refuses their way back.
         """
         if self._route is not None and self._route.leaving and not self._pending:
             await self._leave()
@@ -201,7 +206,9 @@ class RemoteLayers:
                 await route.drop(0, number)
             await route.load(self._state(weights))
             self._weights, self._loaded = {name: tensor.clone() for name, tensor in weights.items()}, True
-            self._sums, self._number = {}, 0
+            self._sums, self._skipped, self._number = {}, False, 0
+        if not learns:
+            return route, MOST_SUMMED
         self._number += 1
         return route, self._number - 1
 

@@ -257,6 +257,15 @@ def test_passes_wait_for_their_gradients_as_in_torch(place: Place) -> None:
         assert bool(gradient().isnan().all()), "torch's own infinities stay with the owner"
         del first, second
         gc.collect()
+        embedding = module.get_input_embeddings().requires_grad_()
+        for one in module.model.tensors().values():
+            one.requires_grad_(False)
+        module(IDS, labels=IDS).loss.backward()
+        embedding.requires_grad_(False)
+        for one in module.model.tensors().values():
+            one.requires_grad_()
+        module(IDS, labels=IDS).loss.backward()
+        assert torch.allclose(gradient(), alone, rtol=1e-4), "what a frozen adapter would have learnt does not count"
         kept = [module(IDS, labels=IDS) for _ in range(2)]  # the forgotten pass has lost its place
         del kept[0]
         later = module(IDS, labels=IDS)
