@@ -37,7 +37,7 @@ from tests.gateway.speaking import SPECIALS, save_speaking_llama
 from tests.numerics.adapter_peft import PeftTraining
 from tests.numerics.test_adapter_training import save_family
 
-STEPS, RATE = 8, 5e-3
+STEPS, RATE = 4, 5e-3
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about names that peft uses
 needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
 needs_accelerate = pytest.mark.skipif(
