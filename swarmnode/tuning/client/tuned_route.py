@@ -279,6 +279,8 @@ class TunedRoute:
         values = (gradient_BTH,)
         infos, payload = encode_values(values, Codec(self.request.codec))
         came = await self._turned(step, number, infos, payload)
+        if not came[0]:
+            raise ProtocolError("some hop dropped a microbatch")
         return await asyncio.to_thread(self._decoded, came, values, self.request.route[0].peer)
 
     async def drop(self, step: int, number: int) -> None:

@@ -110,7 +110,7 @@ async def test_a_hop_whose_values_do_not_fit_is_left(lie: str) -> None:
         with pytest.raises(ProtocolError) as caught:
             await route.forward(0, 0, (HIDDEN,), learns=True)
             await route.backward(0, 0, HIDDEN)
-        assert caught.value.peer == peer
+        assert caught.value.peer == (None if lie == "no gradients" else peer), "any hop may have dropped the microbatch"
         assert (caught.value.code == ErrorCode.NOT_FINITE) == ("not finite" in lie)
 
 
