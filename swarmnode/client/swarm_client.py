@@ -14,7 +14,7 @@ import itertools
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from swarmnode.audits.auditor import Auditor
 from swarmnode.audits.reports import Reports
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from swarmnode.client.tuning.client import TuningClient
+    from swarmnode.client.tuning.tuned_lm import TunedCausalLM
     from swarmnode.compute.graph.layout import Layout
     from swarmnode.graph_serving.remote_module import RemoteModule
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
@@ -70,6 +71,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MAX_SHOWN = 32  # first hops that learn the credit of this machine's nodes
+
+
+class SizeKeywords(TypedDict, total=False):
+    """Keyword arguments of a model that trains: the most rows of a batch, tokens of a row, and passes that wait for `backward`."""
+
+    rows: int
+    positions: int
+    window: int
 
 
 class SwarmClient(SwarmObserver):
@@ -524,6 +533,38 @@ class SwarmClient(SwarmObserver):
             adapter=adapter,
         )
 
+    async def trainable_lm(
+        self, adapter: Any = None, *, hold_ends: bool = True, compress: str = "none", **sizes: Unpack[SizeKeywords]
+    ) -> TunedCausalLM:
+        """Return the swarm as a transformers model that trains. Call the model from other threads than this loop's.
+
+        Args:
+            adapter: Adapter to train: peft's config, fields of a recipe such as {"method": "lora", "rank": 16}, or the folder of a
+                saved one, to train it further. None for gradients of the caller's own parameters alone.
+            hold_ends: Run embedding and head here, so that logits come out, and token ids and labels stay here. Otherwise the swarm
+                computes the loss alone.
+            compress: Codec of activations and gradients between machines.
+            **sizes: `rows` and `positions`, the most rows of a batch and tokens of a row; `window`, the most forward passes that
+                wait for their backward pass.
+
+        Raises:
+            UsageError: If the swarm serves no language model, or it cannot have such an adapter.
+            CheckpointError: If the folder or the ends cannot be read.
+            NoRoute, Busy: If no machines tune within the client's patience.
+        """
+        self._host.supervisor.check()
+        tuning = await self.tuning()
+        model_class, settings_class, chosen_adapter = await asyncio.to_thread(_import_trainable)
+        loop = asyncio.get_running_loop()
+
+        def run(coroutine: Coroutine[Any, Any, T]) -> T:
+            return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+
+        recipe, weights = await asyncio.to_thread(chosen_adapter, adapter)
+        settings = settings_class(recipe, hold_ends, compress=compress, **sizes)
+        model: TunedCausalLM = await asyncio.to_thread(model_class, run, await tuning.module_parts(settings, weights))
+        return model
+
     # -- the model
 
     async def tokenizer(self) -> Tokenizer | ByteTokenizer | None:
@@ -571,6 +612,14 @@ def _import_tuning() -> type[TuningClient]:
     from swarmnode.client.tuning.client import TuningClient
 
     return TuningClient
+
+
+def _import_trainable() -> tuple[Any, Any, Any]:
+    """Import the class of models that train, the class of their settings, and the function that reads an adapter."""
+    from swarmnode.client.tuning.client import ModuleSettings, chosen_adapter
+    from swarmnode.client.tuning.tuned_lm import TunedCausalLM
+
+    return TunedCausalLM, ModuleSettings, chosen_adapter
 
 
 def _import_scores() -> Callable[

@@ -12,12 +12,13 @@ import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
-from swarmnode.client.swarm_client import SwarmClient, aconnect
+from swarmnode.client.swarm_client import SizeKeywords, SwarmClient, aconnect
 from swarmnode.client.text_stream import GeneratedText, TextStream
 from swarmnode.client.tokenizer import ChatMessage
 from swarmnode.config import ClientConfig
+from swarmnode.errors import UsageError
 from swarmnode.net.tasks import cancel_the_rest
 from swarmnode.serving.client.generation import GenerateKeywords, GenerateOptions, Generation
 
@@ -28,9 +29,15 @@ if TYPE_CHECKING:
     from swarmnode.client.tuning.tuned_lm import TunedCausalLM
     from swarmnode.compute.training.adapters.recipe import AdapterRecipe
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
-    from swarmnode.tuning.client.remote_gradients import RemoteGradients
 
 T = TypeVar("T")
+
+
+class PeftConfig(Protocol):
+    """Settings of an adapter as peft has them, such as its LoraConfig."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields by name."""
 
 
 class SyncStream:
@@ -171,49 +178,65 @@ class SyncSwarm:
         """Return the probability of each class for each text. Raises UsageError if the swarm serves no classifier."""
         return self.run(self._client.classify(texts))
 
-    def causal_lm(self, *, hold_ends: bool = False, compress: str = "none", adapter: str = "") -> RemoteCausalLM:
-        """Return the swarm as a transformers model, whose `generate` drives every step.
+    @overload
+    def causal_lm(self, *, hold_ends: bool = False, compress: str = "none", adapter: str = "") -> RemoteCausalLM: ...
 
-        Args:
-            hold_ends: Run embedding and head on this machine, so that token ids and logits never leave it.
-            compress: Codec of the activations between machines.
-            adapter: Name of the swarm's LoRA adapter; "" is the model alone.
-
-        Raises:
-            UsageError: If the swarm has no language model, codec or adapter of this name.
-        """
-        return self.run(self._client.acausal_lm(hold_ends=hold_ends, compress=compress, adapter=adapter))
-
-    def tuned_lm(
+    @overload
+    def causal_lm(
         self,
-        adapter: AdapterRecipe | Mapping[str, Any],
         *,
-        rows: int = 16,
-        positions: int = 1024,
+        adapter: Mapping[str, Any] | AdapterRecipe | PeftConfig,
+        hold_ends: bool = True,
         compress: str = "none",
-    ) -> TunedCausalLM:
-        """Return a new adapter of the swarm's model as a torch module, which trains in a loop of yours or under a Trainer.
+        is_trainable: bool = True,
+        **sizes: Unpack[SizeKeywords],
+    ) -> TunedCausalLM: ...
+
+    @overload
+    def causal_lm(
+        self,
+        *,
+        is_trainable: Literal[True],
+        hold_ends: bool = True,
+        compress: str = "none",
+        adapter: str | Path | None = None,
+        **sizes: Unpack[SizeKeywords],
+    ) -> TunedCausalLM: ...
+
+    def causal_lm(
+        self,
+        *,
+        hold_ends: bool | None = None,
+        compress: str = "none",
+        adapter: Any = "",
+        is_trainable: bool | None = None,
+        **sizes: Unpack[SizeKeywords],
+    ) -> RemoteCausalLM | TunedCausalLM:
+        """Return the swarm as a transformers model: one that generates, or with a new adapter or `is_trainable` one that trains.
 
         Args:
-            adapter: Recipe of the adapter, or its fields, such as {"method": "lora", "rank": 16}.
-            rows: Most rows of a microbatch.
-            positions: Most tokens of a row.
-            compress: Codec of activations and gradients between machines.
+            hold_ends: Run embedding and head on this machine, so that token ids and logits never leave it. By default only a model
+                that trains does; without them it has a loss and no logits.
+            compress: Codec of the activations, and of gradients, between machines.
+            adapter: To generate, the name of the swarm's LoRA adapter or a folder of yours; "" is the model alone. To train, peft's
+                config or fields of a recipe such as {"method": "lora", "rank": 16}.
+            is_trainable: Train the adapter in the folder `adapter` further; without an adapter, only parameters of yours train.
+            **sizes: Of a model that trains: `rows` (16) and `positions` (1024), the most rows of a batch and tokens of a row, and
+                `window` (4), the most forward passes that wait for their backward pass.
 
         Raises:
-            UsageError: If the swarm serves no language model, or it cannot have such an adapter.
-            NoRoute, Busy: If no machines tune within the client's patience.
+            UsageError: If the swarm has no language model, codec or adapter of this name, or the adapter cannot be trained.
+            CheckpointError: If the folder or the ends cannot be read.
+            NoRoute, Busy: If a model shall train, and no machines tune within the client's patience.
         """
-        from swarmnode.client.tuning.tuned_lm import TunedCausalLM
-        from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-
-        recipe = adapter if isinstance(adapter, AdapterRecipe) else AdapterRecipe(**adapter)
-
-        async def opened() -> RemoteGradients:
-            tuning = await self._client.tuning()
-            return await tuning.gradients(recipe, rows=rows, positions=positions, compress=compress)
-
-        return TunedCausalLM(self.run, self.run(opened()), recipe, None, self._client.manifest.name)
+        names_one = adapter is None or isinstance(adapter, str | Path)
+        if is_trainable or (not names_one and is_trainable is None):
+            ends = hold_ends is not False
+            return self.run(self._client.trainable_lm(adapter, hold_ends=ends, compress=compress, **sizes))
+        if not names_one or sizes:
+            raise UsageError("a new adapter, and the sizes of batches, are for a model with is_trainable=True")
+        name = str(adapter.absolute()) if isinstance(adapter, Path) else adapter or ""
+        return self.run(self._client.acausal_lm(hold_ends=bool(hold_ends), compress=compress, adapter=name))
 
     def close(self) -> None:
         """Leave the swarm and end the thread. A second call does nothing."""

@@ -1,6 +1,6 @@
 """Bodies of `/swarmnode/tune/1` and `/swarmnode/cotune/1`: tuning of adapters by the peers of a route (`protocol/tuning.md`).
 
-OPEN_ADAPTER, ADAPTER_OPENED    owner and hop; their conversation carries all but the next three
+OPEN_ADAPTER, ADAPTER_OPENED    owner and hop; their conversation carries all that follows but JOIN_ADAPTER
 JOIN_ADAPTER                    a hop and the next one
 TUNE_INPUT, TUNE_GRADIENT       there, and back
 TUNE_LABELS                     owner and last hop
@@ -115,7 +115,10 @@ class TuneLabels(Body, frozen=True):
 
 
 class TuneGradient(Body, frozen=True):
-    """Gradients of a TUNE_INPUT's values, in order; `present` says which values have one."""
+    """Gradients of a TUNE_INPUT's values, in order; `present` says which values have one.
+
+    If the owner computes the head, it sends gradients to the last hop; without any present one the microbatch is dropped.
+    """
 
     step: Step
     number: Index

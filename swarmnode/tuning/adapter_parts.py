@@ -106,6 +106,16 @@ class AdapterParts:
         return range(self._parts[0].units.start, self._parts[-1].units.stop)
 
     @property
+    def model_units(self) -> int:
+        """Number of layers of the whole model."""
+        return self._parts[0].trainer.span.family.units
+
+    @property
+    def hidden_size(self) -> int:
+        """Size of the hidden states between the layers."""
+        return self._parts[0].trainer.span.hidden_size
+
+    @property
     def adapter_bytes(self) -> int:
         """Bytes of weights, gradients and optimiser state."""
         return sum(part.trainer.adapter_bytes for part in self._parts)

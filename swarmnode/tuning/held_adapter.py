@@ -10,8 +10,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Union
+from typing import Any, Protocol
 
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
@@ -60,8 +61,21 @@ log = logging.getLogger(__name__)
 Key = tuple[int, int]
 """(step, number) of a microbatch"""
 
-Sent = Union[tuple[tuple[bool, ...], Encoded], None]
-"""Gradients for the previous hop: which values have one, and those encoded"""
+Sent = tuple[tuple[bool, ...], Encoded]
+"""Gradients for the sender of a microbatch: which values have one, and those encoded"""
+
+DROPPED: Sent = ((), ((), []))
+"""Answer for a microbatch that its owner has dropped"""
+
+MOST_VALUES = 2  # of a microbatch: hidden states or token ids, and positions
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """Values of a microbatch that left, and the future of their gradients."""
+
+    infos: Sequence[TensorInfo]
+    gradients: asyncio.Future[tuple[TuneGradient, Buffer]]
 
 
 class AdapterHost(Protocol):
@@ -69,6 +83,10 @@ class AdapterHost(Protocol):
 
     switchboard: Switchboard
     meter: StageMeter
+
+    @property
+    def forgotten_s(self) -> float:
+        """Seconds after which an owner that keeps this node waiting loses its adapter."""
 
     def ended(self, adapter: HeldAdapter) -> None:
         """Free the place of an adapter that has ended, and close it."""
@@ -88,6 +106,7 @@ class HopCodecs:
 
     def __init__(self, opened: OpenAdapter, allowed: Collection[int]) -> None:
         self._fixed = None if opened.adapts else Codec(opened.codec)
+        self._decoded = {int(Codec.NONE), *(allowed if opened.adapts else (opened.codec,))}
         self._controllers = {direction: Controller(allowed) for direction in (FORWARD, BACKWARD)}
         self._bandwidths_bps: dict[str, float | None] = {}
         self._counted_s: list[float] = []  # when the microbatches of the step were counted
@@ -95,6 +114,10 @@ class HopCodecs:
 
     def __repr__(self) -> str:
         return f"<HopCodecs {self._fixed or self._controllers}>"
+
+    def may_come(self, codec: int) -> bool:
+        """Return whether the hops beside this one, and the owner, may send values in this codec."""
+        return codec in self._decoded
 
     def hear(self, direction: str, bandwidth_bps: float | None) -> None:
         """Note the bandwidth of the link in a direction."""
@@ -136,7 +159,7 @@ class HeldAdapter:
         self._clock = asyncio.get_running_loop().time
         self.owner = channel.peer
         self.ended = False
-        self.moved_s = self._clock()  # when the owner was last heard
+        self.moved_s = self._clock()  # when the owner was last heard, or a microbatch came
         self._host = host
         self._channel = channel
         self._parts = parts
@@ -147,7 +170,7 @@ class HeldAdapter:
         self._present: set[Key] = set()  # microbatches in flight, and those that wait for their step
         self._change = asyncio.Event()  # set, and replaced, when a microbatch is over and when a step begins
         self._labels: dict[Key, asyncio.Future[tuple[TuneLabels, Buffer]]] = {}
-        self._answers: dict[Key, asyncio.Future[tuple[TuneGradient, Buffer]]] = {}
+        self._leaving: dict[Key, _Leaving] = {}
         self._next: asyncio.Task[Channel] | None = None
         self._obeys = False  # whether a command of the owner is under way
         self._loading = bytearray()  # the beginning of the file of layer `_due`
@@ -176,6 +199,11 @@ class HeldAdapter:
     def _is_last(self) -> bool:
         return self.opened.index + 1 == len(self.opened.route)
 
+    @property
+    def _ends_at_owner(self) -> bool:
+        """Whether the route ends before the head: its last hop sends outputs to the owner, which sends gradients back."""
+        return self.opened.route[-1].end < self._parts.model_units
+
     def start(self) -> None:
         """Tell the owner that the adapter is open, with the bytes that it takes."""
         parts = self._parts
@@ -202,7 +230,7 @@ class HeldAdapter:
             self._before.close()
         if self._next is not None and self._next.done() and not self._next.cancelled() and not self._next.exception():
             self._next.result().close()
-        waits: list[asyncio.Future[Any]] = [*self._labels.values(), *self._answers.values()]
+        waits: list[asyncio.Future[Any]] = [*self._labels.values(), *(one.gradients for one in self._leaving.values())]
         for wait in waits:
             wait.cancel()  # else the microbatches in flight would wait for ever
         self._parts.close()
@@ -219,8 +247,10 @@ class HeldAdapter:
         self.moved_s = self._clock()
         if isinstance(body, TuneInput) and self.opened.index == 0:
             self._enter(body, frame.payload)
-        elif isinstance(body, TuneLabels) and self._is_last:
+        elif isinstance(body, TuneLabels) and self._is_last and not self._ends_at_owner:
             self._take_labels(body, frame.payload)
+        elif isinstance(body, TuneGradient) and self._is_last and self._ends_at_owner:
+            self._take_gradient(body, frame.payload)
         elif isinstance(body, Gather):
             self._obey(self._gather(body))
         elif isinstance(body, Update):
@@ -242,9 +272,7 @@ class HeldAdapter:
 
     def _hear_next(self, frame: Frame, body: Body) -> None:
         if isinstance(body, TuneGradient):
-            answer = self._answers.get((body.step, body.number))
-            if answer is not None and not answer.done():
-                answer.set_result((body, frame.payload))
+            self._take_gradient(body, frame.payload)
         elif isinstance(body, Error):
             self._fail(refusal(ErrorCode(body.code), peer=self._next_peer))
         elif isinstance(body, End):
@@ -252,7 +280,8 @@ class HeldAdapter:
 
     @property
     def _next_peer(self) -> str:
-        return self.opened.route[self.opened.index + 1].peer
+        """Peer that outputs go to, and whose gradients come back: the next hop, or the owner."""
+        return self.owner if self._is_last else self.opened.route[self.opened.index + 1].peer
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self.ended:
@@ -311,6 +340,7 @@ class HeldAdapter:
         elif not self._fits(body.values):
             self._fail(ProtocolError("a microbatch larger than those of the adapter", code=ErrorCode.TOO_LARGE))
         else:
+            self.moved_s = self._clock()  # the owner feeds it, if through other hops
             self._present.add(key)
             self._spawn(self._pass(body, payload))
 
@@ -319,10 +349,36 @@ class HeldAdapter:
         return step in (self._step, self._step + 1)
 
     def _fits(self, values: Sequence[TensorInfo]) -> bool:
-        """Return whether all values have at most the rows and positions that the owner asked for."""
-        opened, shapes = self.opened, [info.shape for info in values]
-        return bool(shapes) and all(
-            len(shape) >= 2 and shape[0] <= opened.rows and shape[1] <= opened.positions for shape in shapes
+        """Return whether the values may be decoded: of the adapter's codec, and at most of the sizes that the owner asked for."""
+        limits = (self.opened.rows, self.opened.positions, self._parts.hidden_size)
+        return 1 <= len(values) <= MOST_VALUES and all(
+            2 <= len(info.shape) <= len(limits)
+            and self._codecs.may_come(info.codec)
+            and all(size <= limit for size, limit in zip(info.shape, limits, strict=False))
+            for info in values
+        )
+
+    def _take_gradient(self, body: TuneGradient, payload: Buffer) -> None:
+        """Take the gradients of values that left here. Those of other values, or of other shapes, end the adapter."""
+        leaving = self._leaving.get((body.step, body.number))
+        if leaving is None or leaving.gradients.done():
+            error = f"a gradient of microbatch {body.number} of step {body.step}, which did not leave here"
+        elif not self._belongs(body, leaving.infos):
+            error = f"other gradients than those of the values of microbatch {body.number}"
+        else:
+            leaving.gradients.set_result((body, payload))
+            return
+        self._fail(ProtocolError(error, peer=self._next_peer))
+
+    def _belongs(self, body: TuneGradient, infos: Sequence[TensorInfo]) -> bool:
+        """Return whether each gradient has the shape of its value, and may be decoded. None at all drop the microbatch."""
+        if not any(body.present):
+            return self._ends_at_owner
+        if len(body.present) != len(infos):
+            return False
+        shapes = [info.shape for info, present in zip(infos, body.present, strict=True) if present]
+        return shapes == [info.shape for info in body.values] and all(
+            self._codecs.may_come(info.codec) for info in body.values
         )
 
     def _take_labels(self, body: TuneLabels, payload: Buffer) -> None:
@@ -341,28 +397,20 @@ class HeldAdapter:
 
     async def _pass(self, body: TuneInput, payload: Buffer) -> None:
         """Take one microbatch there and, if it learns, back."""
-        key, number, began_s = (body.step, body.number), body.number, self._clock()
+        key, number = (body.step, body.number), body.number
         came = partial(self._decoded, body.values, payload, self._sender)
         self._hear_links()
-        gradients: Sent = None
         try:
             await self._until(lambda: self._step == body.step)
-            if self._is_last:
-                gradients = await self._finish(body, came)
-            else:
-                with _blaming(self._sender):
-                    encoded = await self._parts.forward(number, came, self._encoded, learns=body.learns)
-                self._host.note_pass(FORWARD, self._clock() - began_s, self)
-                answering = await self._send_on(body, encoded)
-                if body.learns:
-                    gradients = await self._turn(number, await answering)
-            if body.learns:
+            ends_here = self._is_last and not self._ends_at_owner
+            gradients = await (self._finish if ends_here else self._there_and_back)(body, came)
+            if body.learns and gradients is not DROPPED:
                 self._counted |= 1 << number
                 self._codecs.count(self._clock())
         finally:
             self._present.discard(key)
             self._labels.pop(key, None)
-            self._answers.pop(key, None)
+            self._leaving.pop(key, None)
             self._parts.forget(number)
             self._note_change()
         if body.learns and not self.ended:
@@ -376,12 +424,13 @@ class HeldAdapter:
             self._codecs.hear(BACKWARD, self._host.bandwidth_bps(self._sender))
 
     def _answer(self, body: TuneInput, gradients: Sent) -> None:
-        """Report a counted microbatch: to the owner from the first hop, else with the gradients to the previous hop."""
-        if self.opened.index == 0:
+        """Send the gradients of a microbatch to its sender. The owner gets a report instead if token ids came, which have none."""
+        present, (infos, buffers) = gradients
+        channel = self._before if self.opened.index else self._channel
+        if not self.opened.index and not self.hop.start and gradients is not DROPPED:
             self._channel.send(TuneCounted(body.step, body.number), at_once=True)
-        elif self._before is not None and gradients is not None:
-            present, (infos, buffers) = gradients
-            self._before.send(TuneGradient(body.step, body.number, present, infos), payload=buffers, at_once=True)
+        elif channel is not None:
+            channel.send(TuneGradient(body.step, body.number, present, infos), payload=buffers, at_once=True)
 
     @property
     def _sender(self) -> str:
@@ -402,14 +451,40 @@ class HeldAdapter:
             self._channel.send(report, at_once=True)
         return end.sent
 
-    async def _send_on(self, body: TuneInput, encoded: Encoded) -> asyncio.Future[tuple[TuneGradient, Buffer]]:
-        """Send the outputs to the next hop, and return the future of their gradients."""
+    async def _there_and_back(self, body: TuneInput, came: Callable[[], Values]) -> Sent:
+        """Compute the outputs and send them on; if the microbatch learns, return the gradients of its inputs."""
+        began_s = self._clock()
+        with _blaming(self._sender):
+            encoded = await self._parts.forward(body.number, came, self._encoded, learns=body.learns)
+        self._host.note_pass(FORWARD, self._clock() - began_s, self)
+        leaving = await self._send_on(body, encoded)
+        if not body.learns:
+            return DROPPED
+        answer = await self._gradients_of(leaving)
+        return await self._turn(body.number, answer) if any(answer[0].present) else DROPPED
+
+    async def _gradients_of(self, leaving: _Leaving) -> tuple[TuneGradient, Buffer]:
+        """Wait for the gradients of values that left. Raises ProtocolError if the owner keeps the place for too long."""
+        if not self._is_last:
+            return await leaving.gradients
+        try:
+            return await asyncio.wait_for(leaving.gradients, self._host.forgotten_s)
+        except asyncio.TimeoutError:
+            raise ProtocolError("the owner sent no gradient in time", code=ErrorCode.BUSY) from None
+
+    async def _send_on(self, body: TuneInput, encoded: Encoded) -> _Leaving:
+        """Send the outputs to the next hop, from the last hop to the owner."""
+        channel = self._channel if self._is_last else await self._to_next()
+        leaving = _Leaving(encoded[0], asyncio.get_running_loop().create_future())
+        if body.learns:
+            self._leaving[body.step, body.number] = leaving
+        channel.send(TuneInput(body.step, body.number, encoded[0], body.learns), payload=encoded[1], at_once=True)
+        return leaving
+
+    async def _to_next(self) -> Channel:
         if self._next is None:
             self._next = self._tasks.spawn(self._call_next(), "call the next hop", awaited=True)
-        channel = await asyncio.shield(self._next)
-        answer = self._answers[body.step, body.number] = asyncio.get_running_loop().create_future()
-        channel.send(TuneInput(body.step, body.number, encoded[0], body.learns), payload=encoded[1], at_once=True)
-        return answer
+        return await asyncio.shield(self._next)
 
     async def _call_next(self) -> Channel:
         try:
@@ -448,9 +523,7 @@ class HeldAdapter:
         return self._codecs.encode(values, FORWARD)
 
     def _encoded_gradients(self, gradients: Gradients) -> Sent:
-        """Encode the gradients for the previous hop; None at the first hop, since the owner has no use for them."""
-        if self.opened.index == 0:
-            return None
+        """Encode the gradients for the sender of a microbatch."""
         present = tuple(one is not None for one in gradients)
         return present, self._codecs.encode(tuple(one for one in gradients if one is not None), BACKWARD)
 

@@ -69,6 +69,11 @@ class TuningServer:
         return f"<TuningServer {'draining' if self.draining else 'serving'} {self.load} adapters on {self.span}>"
 
     @property
+    def forgotten_s(self) -> float:
+        """Seconds after which an owner that keeps this node waiting loses its adapter."""
+        return self._config.forgotten_s
+
+    @property
     def load(self) -> int:
         """Number of adapters that are kept here."""
         return len(self._adapters)

@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.nn import functional
 
 from swarmnode.client.training.preparation import NO_DATA
-from swarmnode.client.tuning.client import TuningClient
+from swarmnode.client.tuning.client import ModuleParts, ModuleSettings, TuningClient
 from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob
 from swarmnode.client.tuning.local import tune_here
 from swarmnode.client.tuning.plan import TuningPlan
@@ -30,7 +31,7 @@ from swarmnode.net.memory.medium import Path as NetworkPath
 from swarmnode.swarm.records.manifest import FileContent
 from swarmnode.swarm.records.recipe import RECIPE, Recipe
 from swarmnode.swarm.records.run import Run
-from swarmnode.tuning.client.tuned_route import TunedMicrobatch
+from swarmnode.tuning.client.tuned_route import TunedMicrobatch, TunedRoute
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.test_chat import save_tokenizer
@@ -361,25 +362,66 @@ async def test_two_trainers_with_the_same_data_draw_the_curve_of_one_though_one_
             await friend.tune(replace(led, out=tmp_path / "late"), Heard(), asyncio.Event())
 
 
+def loss_at_owner(
+    parts: ModuleParts, states: torch.Tensor, labels: torch.Tensor, share: float
+) -> tuple[float, torch.Tensor]:
+    """The loss by the head that the owner holds, and its gradient for the states that left the swarm."""
+    assert parts.ends is not None
+    states.requires_grad_()
+    logits = parts.ends.logits(states)
+    loss = share * functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    (gradient,) = torch.autograd.grad(loss, states)
+    return loss.item(), gradient
+
+
+@pytest.mark.parametrize(("harm", "place"), [("kill", 0), ("leave", 1), ("hang", 1)])
 @in_virtual_time
-async def test_gradients_for_weights_of_the_owner_are_the_same_after_a_kill(
-    founded: Founded, alone: dict[int, float], tmp_path: Path
+async def test_a_pass_whose_machine_fails_before_its_gradient_has_the_same_gradients(
+    founded: Founded, alone: dict[int, float], tmp_path: Path, harm: str, place: int
 ) -> None:
-    """Weights of step 0 give the loss of the first step, and twice the same gradients."""
+    """Also the same as if the swarm computes the loss, which is that of the first step."""
     settings = settings_in(tmp_path)
     async with swarm_of(founded, tmp_path, TWO_BY_TWO) as swarm, owner_of(swarm) as client:
         job = TuningJob.prepare(client.swarm, client.manifest, founded.swarm.checkpoint or tmp_path, settings)
         rows = [job.batches.microbatch(0, number, job.run) for number in range(2)]
-        given = [TunedMicrobatch(number, inputs, labels, 1 / 60) for number, (inputs, labels) in enumerate(rows)]
-        remote = await client.gradients(LORA, rows=2, positions=16, compress="none")
-        weights = await remote.start()
-        found = []
-        for struck in ("a1", "b1", "a2"):
-            found.append(await remote.compute(weights, given))
-            if struck != "a2":
-                await swarm.members[struck].kill()
-        await remote.close()
-        assert [loss for loss, _ in found] == pytest.approx([alone[0]] * 3, rel=1e-5)
-        first, last = found[0][1], found[-1][1]
-        assert first.keys() == weights.keys() and max(float(one.abs().max()) for one in first.values()) > 0
-        assert all(torch.allclose(first[name], last[name], rtol=1e-4, atol=1e-7) for name in first)
+        given = [TunedMicrobatch(0, inputs, labels, 1 / 60) for inputs, labels in rows]
+        there = await client.module_parts(ModuleSettings(LORA, False, rows=2, positions=16))
+        weights = await there.layers.start()
+        wanted = [await there.layers.loss(weights, one) for one in given]
+        assert sum(loss for loss, _ in wanted) == pytest.approx(alone[0], rel=1e-5)
+        await there.layers.close()
+
+        here = await client.module_parts(ModuleSettings(LORA, rows=2, positions=16))
+        assert here.ends is not None
+        layers, passes = here.layers, []
+        for one in given:  # both in flight
+            with torch.no_grad():
+                entering = here.ends.enter(one.inputs[0], None)
+            states, flight = await layers.forward(weights, (entering,), learns=True)
+            passes.append((flight, *loss_at_owner(here, states, one.labels[0], one.share)))
+        assert [loss for _, loss, _ in passes] == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
+        route = layers._route
+        assert isinstance(route, TunedRoute) and (route.request.route[0].start, route.request.route[-1].end) == (1, 5)
+        victim = swarm.member(route.request.route[place].peer)
+        leaving = [asyncio.ensure_future(victim.stop())] if harm == "leave" else []
+        if harm == "kill":
+            await victim.kill()
+        elif harm == "hang":
+            swarm.world.hang(victim.peer)
+        await asyncio.sleep(1.0)
+        backs = []
+        for (flight, _, gradient), (_, wanted_gradients) in zip(passes, wanted, strict=True):
+            back, gradients = await layers.backward(flight, gradient, trains=True)
+            backs.append(back)
+            assert gradients.keys() == wanted_gradients.keys()
+            assert all(
+                torch.allclose(gradients[name], one, rtol=1e-4, atol=1e-7) for name, one in wanted_gradients.items()
+            )
+        with torch.no_grad():
+            _, flight = await layers.forward(weights, (here.ends.enter(given[0].inputs[0], None),), learns=True)
+        back, _ = await layers.backward(flight, passes[0][2], trains=False)
+        assert torch.allclose(back, backs[0], rtol=1e-4, atol=1e-8)
+        assert isinstance(layers._route, TunedRoute)
+        assert victim.peer not in [hop.peer for hop in layers._route.request.route]
+        await asyncio.gather(*leaving)
+        await layers.close()

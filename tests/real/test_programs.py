@@ -92,7 +92,8 @@ def test_the_examples_of_the_page_run(
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
     printed = capsys.readouterr().out
-    assert len(blocks) == 6
+    assert len(blocks) == 8
+    assert "torch.Size([8, " in printed, "a soft prompt has a gradient"
     assert printed.startswith("swarm2")
     assert re.search(r"^2 \d", printed, re.MULTILINE), printed  # the last step of the training
     assert "no-such-swarm" in printed

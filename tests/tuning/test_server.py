@@ -13,6 +13,7 @@ import torch
 
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.messages import Error, Fault
+from swarmnode.codec.tensors import Codec
 from swarmnode.codec.tuning_messages import (
     TUNE_PROTOCOL,
     AdapterOpened,
@@ -23,6 +24,7 @@ from swarmnode.codec.tuning_messages import (
     JoinAdapter,
     OpenAdapter,
     TuneCounted,
+    TuneGradient,
     TuneInput,
     TuneLabels,
     TuneLoss,
@@ -307,3 +309,116 @@ async def test_an_adapter_that_ends_takes_its_passes_along(span: ModelSpan) -> N
         talk.channel.close()
         await asyncio.sleep(5.0)
         assert (len(ended._tasks), scene.server.load, scene.held) == (0, 0, 0)
+
+
+# -- owners that compute the model's ends
+
+
+async def open_between(scene: Scene, start: int = 1, end: int = UNITS - 1, **changes: Any) -> Talk:
+    """An adapter on a route without the embedding, the head, or both."""
+    talk, opened = await scene.open(route=(HopSpec(scene.peer, start, end),), **changes)
+    assert isinstance(opened, AdapterOpened)
+    return talk
+
+
+def enter(talk: Talk, values: torch.Tensor, number: int = 0, *, learns: bool = True) -> None:
+    infos, payload = encode_values((values,))
+    talk.send(TuneInput(0, number, infos, learns), payload)
+
+
+def turn(talk: Talk, gradient: torch.Tensor, number: int = 0, codec: Codec = Codec.NONE) -> None:
+    infos, payload = encode_values((gradient,), codec, keep=0.01)
+    talk.send(TuneGradient(0, number, (True,), infos), payload)
+
+
+@pytest.mark.parametrize(("start", "end"), [(1, UNITS - 1), (0, UNITS - 1), (1, UNITS)])
+@in_virtual_time
+async def test_an_owner_may_compute_either_end_of_the_model(span: ModelSpan, start: int, end: int) -> None:
+    hidden = torch.randn(2, 8, span.hidden_size, generator=torch.manual_seed(0))
+    async with scene_of(span) as scene:
+        talk = await open_between(scene, start, end)
+        for number in range(3):
+            enter(talk, hidden if start else IDS, number)
+            if end < UNITS:
+                out = await talk.next()
+                assert isinstance(out, TuneInput) and out.values[0].shape == tuple(hidden.shape)
+                turn(talk, hidden, number)
+            else:
+                infos, payload = encode_values((IDS,))
+                talk.send(TuneLabels(0, number, infos, 1 / 14), payload)
+                assert isinstance(await talk.next(), TuneLoss)
+            back = await talk.next()
+            if start:
+                assert isinstance(back, TuneGradient) and back.values[0].shape == tuple(hidden.shape)
+            else:
+                assert back == TuneCounted(0, number)
+        gathered = await talk.ask(Gather(0))
+        assert isinstance(gathered, Gathered) and gathered.counted == b"\x07" and gathered.square > 0
+
+
+@in_virtual_time
+async def test_passes_that_their_owner_drops_or_only_evaluates_count_nothing(span: ModelSpan) -> None:
+    hidden = torch.zeros(2, 8, span.hidden_size)
+    async with scene_of(span) as scene:
+        talk = await open_between(scene)
+        held = scene.held
+        for number in range(4):  # more than the window
+            enter(talk, hidden, number, learns=number % 2 == 0)
+            assert isinstance(await talk.next(), TuneInput)
+            if number % 2 == 0:
+                assert scene.held > held
+                assert await talk.ask(TuneGradient(0, number, (), ())) == TuneGradient(0, number, (), ())
+        gathered = await talk.ask(Gather(0))
+        assert isinstance(gathered, Gathered) and gathered.counted == b""
+        assert scene.held == held
+
+
+HOSTILE = {
+    "another shape": ErrorCode.MALFORMED,
+    "not in flight": ErrorCode.MALFORMED,
+    "twice": ErrorCode.MALFORMED,
+    "another codec": ErrorCode.MALFORMED,
+    "nan": ErrorCode.NOT_FINITE,
+    "too wide": ErrorCode.TOO_LARGE,
+    "dropped with a loss": ErrorCode.MALFORMED,
+    "never": ErrorCode.BUSY,
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+@in_virtual_time
+async def test_an_owner_whose_gradients_do_not_fit_loses_its_adapter(span: ModelSpan, what: str) -> None:
+    hidden = torch.zeros(2, 8, span.hidden_size)
+    async with scene_of(span) as scene:
+        talk = await open_between(scene, end=UNITS if what == "dropped with a loss" else UNITS - 1)
+        if what == "too wide":
+            enter(talk, hidden.repeat(1, 1, 2))
+        elif what == "dropped with a loss":
+            enter(talk, hidden)
+            talk.send(TuneGradient(0, 0, (), ()))
+        else:
+            enter(talk, hidden)
+            assert isinstance(await talk.next(), TuneInput)
+        if what == "another shape":
+            turn(talk, hidden[:, :7])
+        elif what == "not in flight":
+            turn(talk, hidden, number=1)
+        elif what == "twice":
+            turn(talk, hidden)
+            assert isinstance(await talk.next(), TuneGradient)
+            turn(talk, hidden)
+        elif what == "another codec":
+            turn(talk, hidden, codec=Codec.TOPK)
+        elif what == "nan":
+            turn(talk, hidden * torch.nan)
+        elif what == "never":
+            for _ in range(2):  # an owner that is heard keeps its adapter, and not a place in it
+                await asyncio.sleep(25.0)
+                talk.send(GetAdapter(0))
+                while not isinstance(piece := await talk.next(), AdapterPiece) or not piece.last:
+                    pass
+            await asyncio.sleep(15.0)
+        answer = await talk.next()
+        assert isinstance(answer, Fault) and answer.code == HOSTILE[what] and answer.index == 0
+        await asyncio.sleep(1.0)
+        assert (scene.server.load, scene.held) == (0, 0)

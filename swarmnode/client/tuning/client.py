@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+import os
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.listener import Listener
 from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, check_tunes
 from swarmnode.client.tuning.plan import TuningPlan
+from swarmnode.codec.body import MAX_ROWS
 from swarmnode.codec.tensors import check_compression, codec_named
-from swarmnode.codec.tuning_messages import TUNE_PROTOCOL
+from swarmnode.codec.tuning_messages import MAX_TUNED_POSITIONS, MAX_WINDOW, TUNE_PROTOCOL
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
-from swarmnode.compute.model.family import family_of
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.model.family import Family, family_of
+from swarmnode.compute.training.adapters.held_ends import HeldEnds
+from swarmnode.compute.training.adapters.recipe import NO_METHOD, AdapterRecipe
+from swarmnode.compute.training.adapters.saved_folder import load_adapter, recipe_of
 from swarmnode.compute.training.adapters.targets import check_targets
 from swarmnode.counting import counted
 from swarmnode.errors import PeerError, UsageError
+from swarmnode.ledger import Account
 from swarmnode.net.addressing.addresses import without_peer
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining
@@ -34,10 +43,92 @@ from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.tuning.client.averaging import SharedRun, VectorLayout
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import TuningLeader
-from swarmnode.tuning.client.remote_gradients import RemoteGradients
+from swarmnode.tuning.client.remote_layers import RemoteLayers
 from swarmnode.tuning.client.route_opener import AdapterRequest, SwarmRoutes
 from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.weights.weights import Weights
+
+
+@dataclass(frozen=True)
+class ModuleSettings:
+    """Settings of a model that trains in Python.
+
+    Args:
+        recipe: Recipe of the adapter.
+        holds_ends: Whether the embedding and the head run in this process.
+        rows: Most rows of a batch.
+        positions: Most tokens of a row.
+        window: Most forward passes that wait for their backward pass.
+        compress: Codec of activations and gradients between machines.
+    """
+
+    recipe: AdapterRecipe
+    holds_ends: bool = True
+    rows: int = 16
+    positions: int = 1024
+    window: int = 4
+    compress: str = "none"
+
+    def check(self) -> None:
+        """Raise UsageError if a number is out of its bounds."""
+        limits = {"rows": MAX_ROWS, "positions": MAX_TUNED_POSITIONS // max(1, self.rows), "window": MAX_WINDOW - 1}
+        for name, limit in limits.items():
+            if not 1 <= getattr(self, name) <= limit:
+                raise UsageError(f"{name} of {getattr(self, name)}: it must be from 1 to {limit}")
+        if self.recipe.method == NO_METHOD and not self.holds_ends:
+            raise UsageError("without an adapter and with the ends in the swarm nothing would train: give an adapter")
+
+
+@dataclass(frozen=True)
+class ModuleParts:
+    """Parts of a model that trains in Python: the swarm's layers, and the ends if they are here.
+
+    `weights` are those to begin with; None for the start of the recipe. `base` is the name of the swarm.
+    """
+
+    settings: ModuleSettings
+    family: Family
+    layers: RemoteLayers
+    ends: HeldEnds | None
+    base: str
+    weights: Mapping[str, Tensor] | None = None
+
+    @property
+    def positions(self) -> int:
+        """Most tokens of a row: as asked for, and no more than the model's table of positions has."""
+        limit = None if self.ends is None else self.ends.front.position_limit
+        asked = self.settings.positions
+        return asked if limit is None else min(asked, limit - self.settings.recipe.prompt_positions)
+
+
+def chosen_adapter(adapter: Any) -> tuple[AdapterRecipe, Mapping[str, Tensor] | None]:
+    """Return an adapter's recipe, and its weights if it was trained before.
+
+    Args:
+        adapter: AdapterRecipe or its fields, peft's config or its fields, a folder that peft saved, or "" or None for no adapter.
+
+    Raises:
+        UsageError: If it is none of these, or cannot be trained in a swarm.
+        CheckpointError: If the folder is damaged.
+    """
+    if isinstance(adapter, AdapterRecipe):
+        return adapter, None
+    if not adapter:
+        return AdapterRecipe(method=NO_METHOD), None
+    if isinstance(adapter, str | os.PathLike):
+        folder = Path(adapter)
+        if not folder.is_dir():
+            raise UsageError(f"adapter {str(adapter)[:64]!r}: to train it further give the folder that it was saved in")
+        return load_adapter(folder)
+    fields = dict(adapter.to_dict() if hasattr(adapter, "to_dict") else adapter)
+    if "peft_type" in fields:
+        return recipe_of(fields, "adapter"), None
+    if isinstance(fields.get("targets"), list):
+        fields["targets"] = tuple(fields["targets"])
+    try:
+        return AdapterRecipe(**fields), None
+    except TypeError as error:
+        raise UsageError(f"adapter: {str(error).removeprefix('AdapterRecipe.__init__() ')}") from None
 
 
 class TuningClient(SwarmObserver):
@@ -49,6 +140,7 @@ class TuningClient(SwarmObserver):
         self._patience_s = patience_s
         self._weights = Weights(host)
         self._board = board_of(host, TUNE_PROTOCOL, on_peer_lost=self._suspect)
+        self._ends = host.link_config.ledger.count(Account.WEIGHTS)  # of models that train in Python
 
     @classmethod
     async def join(
@@ -76,21 +168,35 @@ class TuningClient(SwarmObserver):
         """End all tunings, but stay in the swarm."""
         await self._board.close()
         await self._weights.close()
+        self._ends.release()
 
-    async def gradients(self, recipe: AdapterRecipe, *, rows: int, positions: int, compress: str) -> RemoteGradients:
-        """Return a function that has the swarm compute losses and gradients of an adapter, whose weights stay with the caller.
+    async def module_parts(self, settings: ModuleSettings, weights: Mapping[str, Tensor] | None = None) -> ModuleParts:
+        """Return the parts of a model that trains in Python, whose adapter begins with `weights` if there are any.
 
-        Microbatches have at most `rows` rows of `positions` tokens. Raises UsageError if the model cannot have the adapter.
+        Raises UsageError if the model cannot have the adapter, NoRoute or CheckpointError if its ends cannot be fetched.
         """
+        settings.check()
         check_tunes(self.manifest)
-        check_compression(compress, self.manifest.codecs)
+        check_compression(settings.compress, self.manifest.codecs)
         self._host.check_welcome(Role.CLIENT)
+        recipe, ledger = settings.recipe, self._host.link_config.ledger
         folder = await self._weights.small_files()
         family = await asyncio.to_thread(lambda: family_of(load_config(folder / CONFIG_FILE)))
         await asyncio.to_thread(check_targets, family, recipe)
         shapes = await asyncio.to_thread(StateShapes.of, family, recipe)
-        request = AdapterRequest.of(recipe, (rows, positions + recipe.prompt_positions), 1, compress)
-        return RemoteGradients(self._routes(request, shapes, lambda _why, _missing: None))
+        if weights is not None:
+            shapes.check_weights(weights)
+        size = (settings.rows, settings.positions + recipe.prompt_positions)
+        request = AdapterRequest.of(recipe, size, settings.window + 1, settings.compress)
+        ends = None
+        if settings.holds_ends:
+            ends = await asyncio.to_thread(HeldEnds.load, await self._weights.ends(), recipe)
+            self._ends.count(self._ends.size_bytes + ends.weight_bytes)
+        span = Span(1, family.units - 1) if ends is not None else Span(0, family.units)
+        routes = self._routes(request, shapes, lambda _why, _missing: None, span)
+        units = {unit: shapes.units[unit] for unit in range(span.start, span.end)}
+        layers = RemoteLayers(routes, units, settings.window, ledger)
+        return ModuleParts(settings, family, layers, ends, self.manifest.name, weights)
 
     async def tune(
         self,
@@ -162,10 +268,15 @@ class TuningClient(SwarmObserver):
         return await self._weights.everything()
 
     def _routes(
-        self, request: AdapterRequest, shapes: StateShapes, on_waiting: Callable[[str, tuple[int, ...]], None]
+        self,
+        request: AdapterRequest,
+        shapes: StateShapes,
+        on_waiting: Callable[[str, tuple[int, ...]], None],
+        span: Span | None = None,
     ) -> SwarmRoutes:
+        """Return the routes through the layers of `span`, by default all."""
         units = self.manifest.model.units
-        router = DirectoryRouter(self._host, units, Span(0, units), ring=False, trust=self._trust)
+        router = DirectoryRouter(self._host, units, span or Span(0, units), ring=False, trust=self._trust)
         return SwarmRoutes(
             self._board,
             router,

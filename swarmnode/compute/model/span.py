@@ -249,6 +249,15 @@ class ModelSpan:
             return hidden_BTH if end < self.family.units else hidden_BTH.new_empty(len(x), 0, self._output_size)
         return self._forward_logits(inputs, entering_BTH, keep_last)
 
+    def normed(self, hidden_BTH: Tensor, *, cache: Any) -> Tensor:
+        """Return the states that enter the head's matrix, from those that left the last layer: behind the family's final norm."""
+        self.stack.select(self.family.layer_count, self.family.layer_count)
+        self.adapters.choose((), hidden_BTH.shape[1])
+        inputs = {"inputs_embeds": hidden_BTH, CACHE_ARGUMENT: cache, "use_cache": cache is not None}
+        output, _ = self.stack.pass_through(lambda: self.model.base_model(**inputs), hidden_BTH)
+        normed_BTH: Tensor = output.last_hidden_state
+        return normed_BTH
+
     @property
     def _output_size(self) -> int:
         """Number of values for each position behind the head."""

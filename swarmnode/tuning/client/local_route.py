@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import TypeVar
+
+from torch import Tensor
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tuning_messages import AdapterOpened
@@ -18,6 +21,7 @@ from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
 from swarmnode.tuning.pace import TuningPace
 
+T = TypeVar("T")
 HERE = "this machine"
 
 
@@ -47,6 +51,23 @@ class LocalRoute:
             end = await self._parts.finish(one.number, inputs, labels, _nothing, one.share, learns=one.learns)
             found[one.number] = end.loss, end.labels
         return found
+
+    async def forward(self, step: int, number: int, inputs: Values, *, learns: bool) -> Tensor:
+        """Return the outputs of layers without the model's ends."""
+        hidden_BTH, *_places = await self._parts.forward(number, partial(_given, inputs), _given, learns=learns)
+        if not learns:
+            await self.drop(step, number)
+        return hidden_BTH
+
+    async def backward(self, step: int, number: int, gradient_BTH: Tensor) -> Tensor:
+        """Return the gradient of a microbatch's hidden states, and count the adapter's gradients."""
+        back_BTH = (await self._parts.backward(number, partial(_given, (gradient_BTH,)), _given))[0]
+        assert back_BTH is not None
+        return back_BTH
+
+    async def drop(self, step: int, number: int) -> None:
+        """Forget a microbatch that waits for its gradient."""
+        self._parts.forget(number)
 
     async def gradient(
         self, step: int, microbatches: Sequence[TunedMicrobatch]
@@ -101,7 +122,7 @@ class LocalOpener:
         """Do nothing: no peer has to be forgiven."""
 
 
-def _given(values: Values) -> Values:
+def _given(values: T) -> T:
     return values
 
 

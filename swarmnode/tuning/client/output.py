@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -28,6 +29,12 @@ def adapter_tensors(family: Family, recipe: AdapterRecipe, state: AdapterState) 
     for raw in state.layers.values():
         tensors = safetensors.torch.load(raw)
         found |= {name.removeprefix(WEIGHT): one for name, one in tensors.items() if name.startswith(WEIGHT)}
+    return filed(family, recipe, found)
+
+
+def filed(family: Family, recipe: AdapterRecipe, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an adapter's trained tensors under the names that peft saves, with the frozen ones of its recipe."""
+    found = dict(tensors)
     if recipe.method == "lora-fa":
         model = outline(family, 0, family.units, dtype=torch.float32)
         for layer, (inputs, _) in target_layers(model, recipe).items():

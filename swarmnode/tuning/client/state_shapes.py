@@ -18,7 +18,7 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.starts import PROMPT
 from swarmnode.compute.training.adapters.targets import target_layers
 from swarmnode.compute.training.saved_activations import is_finite
-from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
+from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.tuning.adapter_bytes import SLACK_BYTES, decode_state
 
 WEIGHTS, *_, SQUARES = VECTORS
@@ -44,6 +44,17 @@ class StateShapes:
     def most_bytes(self, unit: int) -> int:
         """Return an upper bound of the bytes of a unit's file."""
         return len(VECTORS) * FLOAT_BYTES * sum(map(prod, self.units[unit].values())) + SLACK_BYTES
+
+    def check_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise UsageError if `weights` of a whole adapter have other names or shapes than these."""
+        wanted = {name: shape for shapes in self.units.values() for name, shape in shapes.items()}
+        found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        for name in sorted(wanted.keys() | found.keys()):
+            if wanted.get(name) != found.get(name):
+                raise UsageError(
+                    f"the adapter has {name[:100]} of shape {found.get(name)}, the model and the adapter's settings ask for "
+                    f"{wanted.get(name)}: use an adapter of this model"
+                )
 
     def check(self, unit: int, raw: bytes, step: int, *, gradients: bool, peer: str) -> None:
         """Check the file that `peer` gave for a unit: its state at the beginning of `step`, or its sums of gradients.

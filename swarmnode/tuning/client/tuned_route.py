@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
+import torch
+from torch import Tensor
 
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
+from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.codec.tuning_messages import (
     AdapterOpened,
     AdapterPiece,
@@ -24,13 +27,15 @@ from swarmnode.codec.tuning_messages import (
     GetAdapter,
     OpenAdapter,
     TuneCounted,
+    TuneGradient,
     TuneInput,
     TuneLabels,
     TuneLoss,
     Update,
     Updated,
 )
-from swarmnode.compress.codecs import encode_values
+from swarmnode.compress.codecs import decode_values, encode_values
+from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode, NetworkDown, PeerLost, ProtocolError, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
@@ -81,6 +86,14 @@ class _Hop:
 
 
 @dataclass(frozen=True)
+class _Passing:
+    """Microbatch on a route without the model's ends: the futures of its outputs and of the gradients of its inputs."""
+
+    outputs: asyncio.Future[tuple[Sequence[TensorInfo], Buffer]]
+    gradients: asyncio.Future[tuple[Sequence[TensorInfo], Buffer]]
+
+
+@dataclass(frozen=True)
 class _Wait:
     """Microbatch in flight: the reports on it that are `missing`."""
 
@@ -102,6 +115,7 @@ class TunedRoute:
         self._failed: asyncio.Future[None] = self._loop.create_future()
         self._losses: dict[int, tuple[float, int]] = {}
         self._waits: dict[int, _Wait] = {}  # by microbatch
+        self._passing: dict[int, _Passing] = {}  # by microbatch
         self._heard_s = self._loop.time()
         self._longest_s = 0.0  # silence between two answers
         self._answered = False
@@ -238,6 +252,81 @@ class TunedRoute:
             finally:
                 del self._waits[one.number]
 
+    # -- passes between ends that the owner computes
+
+    async def forward(self, step: int, number: int, inputs: Values, *, learns: bool) -> Tensor:
+        """Return the outputs hidden_BTH (float32) of the route's layers.
+
+        `inputs` are hidden_BTH, and positions_BT if rows hold several documents. A microbatch that `learns` waits at the hops for
+        `backward` or `drop`. Raises ProtocolError if the outputs have another shape, or are NaN or infinite.
+        """
+        passing = self._passing[number] = _Passing(self._loop.create_future(), self._loop.create_future())
+        infos, payload = encode_values(inputs, Codec(self.request.codec))
+        self._hops[0].channel.send(TuneInput(step, number, infos, learns), payload=payload, at_once=True)
+        try:
+            came = await self._wait(passing.outputs)
+            return await asyncio.to_thread(self._decoded, came, inputs, self.request.route[-1].peer)
+        finally:
+            if not learns:
+                del self._passing[number]
+
+    async def backward(self, step: int, number: int, gradient_BTH: Tensor) -> Tensor:
+        """Return the gradient of a microbatch's hidden states (float32) from that of its outputs.
+
+        The hops count the adapter's gradients. Raises ProtocolError if the gradient that comes has another shape, or is NaN or
+        infinite.
+        """
+        values = (gradient_BTH,)
+        infos, payload = encode_values(values, Codec(self.request.codec))
+        came = await self._turned(step, number, infos, payload)
+        if not came[0]:
+            raise ProtocolError("some hop dropped a microbatch")
+        return await asyncio.to_thread(self._decoded, came, values, self.request.route[0].peer)
+
+    async def drop(self, step: int, number: int) -> None:
+        """Have the hops forget a microbatch that waits for its gradient. Nothing is counted."""
+        infos, _ = await self._turned(step, number, (), [])
+        if infos:
+            raise ProtocolError("a gradient of a microbatch that was dropped", peer=self.request.route[0].peer)
+
+    async def _turned(
+        self, step: int, number: int, infos: Sequence[TensorInfo], payload: Sequence[Buffer]
+    ) -> tuple[Sequence[TensorInfo], Buffer]:
+        """Send the gradient of the outputs to the last hop, and return what the first one answers."""
+        passing = self._passing[number]
+        present = (True, *(False for _ in passing.outputs.result()[0][1:])) if infos else ()
+        self._hops[-1].channel.send(TuneGradient(step, number, present, tuple(infos)), payload=payload, at_once=True)
+        try:
+            return await self._wait(passing.gradients)
+        finally:
+            del self._passing[number]
+
+    @staticmethod
+    def _decoded(came: tuple[Sequence[TensorInfo], Buffer], like: Values, peer: PeerId) -> Tensor:
+        """Return the first of the values that `peer` sent, which must have the shapes of the values `like`."""
+        infos, payload = came
+        if [info.shape for info in infos] != [tuple(value.shape) for value in like]:
+            raise ProtocolError("values of other shapes than those of the microbatch", peer=peer)
+        values = decode_values(infos, payload, "cpu")
+        if not values[0].is_floating_point() or not is_finite(values):
+            raise ProtocolError("values that are NaN or infinite", code=ErrorCode.NOT_FINITE, peer=peer)
+        return values[0].to(torch.float32)
+
+    def _take_values(self, index: int, body: TuneInput | TuneGradient, payload: Buffer) -> None:
+        """Take outputs of the last hop, or gradients of the first one. Values that nothing waits for end the route."""
+        passing = self._passing.get(body.number)
+        at_end = index == (0 if isinstance(body, TuneGradient) else len(self._hops) - 1)
+        future = None if passing is None else passing.gradients if isinstance(body, TuneGradient) else passing.outputs
+        if future is None or future.done() or not at_end:
+            error = ProtocolError("values that nothing waits for", peer=self.request.route[index].peer)
+            self._fail(error)
+            return
+        self._answered = True
+        self._note_progress()
+        future.set_result((body.values, payload))
+
+    # -- states
+
     async def load(self, state: AdapterState, *, gradients: bool = False) -> None:
         """Go on from a state: the hops forget the sums of gradients. With `gradients`, replace these sums, and nothing else."""
         await self._settle()
@@ -277,6 +366,8 @@ class TunedRoute:
             hop.opened.set_result(body)
         elif isinstance(body, AdapterPiece):
             self._take(hop, body, payload)
+        elif isinstance(body, TuneInput | TuneGradient):
+            self._take_values(index, body, payload)
         elif isinstance(body, Fault) and body.code == ErrorCode.DRAINING and body.index == index and hop.channel.open:
             self.leavers.add(hop.spec.peer)
         elif isinstance(body, Fault):
@@ -299,6 +390,8 @@ class TunedRoute:
 
     def _note(self, body: TuneLoss | TuneCounted) -> None:
         """Note a report on a microbatch, which is over once both reports are here; a held-out one has only a loss."""
+        if body.number in self._passing:
+            self._fail(ProtocolError("a hop that gives its owner no gradients", peer=self.request.route[0].peer))
         wait = self._waits.get(body.number)
         if wait is None or wait.step != body.step or type(body) not in wait.missing:
             return

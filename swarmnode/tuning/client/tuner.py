@@ -22,6 +22,7 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.compute.training.optimizer import clip_factor
+from swarmnode.compute.training.segment import Values
 from swarmnode.data.rows import NO_LABEL
 from swarmnode.errors import NetworkDown, PeerError, ProtocolError
 from swarmnode.net.tasks import until_first
@@ -44,6 +45,15 @@ class AdapterRoute(Protocol):
 
     async def compute(self, step: int, microbatches: Sequence[TunedMicrobatch]) -> dict[int, tuple[float, int]]:
         """Return for each microbatch the sum of its labels' losses, and their number."""
+
+    async def forward(self, step: int, number: int, inputs: Values, *, learns: bool) -> Tensor:
+        """Return the outputs of layers without the model's ends. A microbatch that `learns` then waits for `backward` or `drop`."""
+
+    async def backward(self, step: int, number: int, gradient_BTH: Tensor) -> Tensor:
+        """Return the gradient of a microbatch's hidden states from that of its outputs, and count the adapter's gradients."""
+
+    async def drop(self, step: int, number: int) -> None:
+        """Forget a microbatch that waits for its gradient."""
 
     async def gradient(
         self, step: int, microbatches: Sequence[TunedMicrobatch]

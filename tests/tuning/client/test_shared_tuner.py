@@ -23,7 +23,7 @@ from swarmnode.compute.training.datasets.batches import Batches, Microbatch
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.data.rows import NO_LABEL
 from swarmnode.errors import LeaderLost, NetworkDown, PeerError, PeerLost
-from swarmnode.ledger import Account
+from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.records.recipe import RECIPE, Recipe
@@ -32,7 +32,7 @@ from swarmnode.tuning.client.averaging import Partners, SharedRun, VectorLayout
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import FLOOR_S, TuningLeader
 from swarmnode.tuning.client.local_route import LocalOpener, LocalRoute
-from swarmnode.tuning.client.remote_gradients import RemoteGradients
+from swarmnode.tuning.client.remote_layers import RemoteLayers
 from swarmnode.tuning.client.shared_tuner import SharedTuner
 from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
@@ -261,7 +261,8 @@ async def test_averaging_every_four_steps_is_a_plain_loop_of_torch(folder: Path)
 async def plain_loop(scene: Scene) -> tuple[list[list[float]], Tensor]:
     """Losses of each trainer, and the weights at the end, with torch's own optimiser and clipping."""
     losses: list[list[float]] = [[], []]
-    remotes = [RemoteGradients(Trainer.on(scene.span(), LORA, 0.0).opener) for _ in losses]
+    units = StateShapes.of(scene.span().family, LORA).units
+    remotes = [RemoteLayers(Trainer.on(scene.span(), LORA, 0.0).opener, units, 1, MemoryLedger()) for _ in losses]
     starts = [await remote.start() for remote in remotes]
     names = [name for _, name, _ in scene.layout.tensors]
     trained = [[start[name].clone().requires_grad_() for name in names] for start in starts]
@@ -273,11 +274,11 @@ async def plain_loop(scene: Scene) -> tuple[list[list[float]], Tensor]:
             counts = [int((labels_BS != NO_LABEL).sum()) for _, (labels_BS, _) in rows]
             given = [TunedMicrobatch(n, one.inputs, one.labels[:1], 1 / sum(counts)) for n, one in enumerate(rows)]
             weights = {name: one.detach() for name, one in zip(names, trained[place], strict=True)}
-            loss, gradients = await remote.compute(weights, given)
-            losses[place].append(loss)
+            found = [await remote.loss(weights, one) for one in given]
+            losses[place].append(sum(loss for loss, _ in found))
             labels[place] += sum(counts)
             for name, one in zip(names, trained[place], strict=True):
-                one.grad = gradients[name]
+                one.grad = torch.stack([gradients[name] for _, gradients in found]).sum(dim=0)
             clip_grad_norm_(trained[place], 1.0)
             optimizers[place].step()
         if step % 4 == 3 or step == scene.run.steps - 1:

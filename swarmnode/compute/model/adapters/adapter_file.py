@@ -129,7 +129,11 @@ def _first_fit(patterns: Mapping[str, T], module: str, otherwise: T) -> T:
 
 def read_lora_config(file: Path) -> LoraConfig:
     """Read `adapter_config.json`. Raises CheckpointError if it is damaged, or asks for something that is not served."""
-    fields = _read(file)
+    return lora_config_of(file, read_fields(file))
+
+
+def lora_config_of(file: Path | str, fields: Mapping[str, Any]) -> LoraConfig:
+    """Return the settings in a config's `fields`; `file` names it in errors. Raises CheckpointError as `read_lora_config`."""
     kind = fields.get("peft_type")
     if kind != "LORA":
         raise CheckpointError(f"{file}: an adapter of type {kind!r}: only LORA is served; train a LoRA adapter")
@@ -169,7 +173,7 @@ def read_lora_config(file: Path) -> LoraConfig:
     )
 
 
-def _patterns(file: Path, fields: Mapping[str, Any], name: str) -> list[tuple[str, object]]:
+def _patterns(file: Path | str, fields: Mapping[str, Any], name: str) -> list[tuple[str, object]]:
     """Return the entries of a field that maps names of layers. Raises CheckpointError for regular expressions."""
     found = fields.get(name) or {}
     if not isinstance(found, dict) or len(found) > MAX_PATTERNS:
@@ -182,13 +186,13 @@ def _patterns(file: Path, fields: Mapping[str, Any], name: str) -> list[tuple[st
     return list(found.items())
 
 
-def _rank(file: Path, name: str, rank: object) -> int:
+def _rank(file: Path | str, name: str, rank: object) -> int:
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
         raise CheckpointError(f"{file}: {name} must be a whole number from 1 to {MAX_RANK}")
     return rank
 
 
-def _alpha(file: Path, name: str, alpha: object) -> float:
+def _alpha(file: Path | str, name: str, alpha: object) -> float:
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= MAX_ALPHA:
         raise CheckpointError(f"{file}: {name} must be a number up to {MAX_ALPHA:g}")
     return alpha
@@ -201,7 +205,8 @@ def _is_set(value: object) -> bool:
     return bool(value)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_fields(file: Path) -> dict[str, Any]:
+    """Return the fields of an adapter's config. Raises CheckpointError if it is no JSON object of a few kB."""
     try:
         raw = read_bounded(file, MAX_CONFIG_BYTES)
         if raw is None:

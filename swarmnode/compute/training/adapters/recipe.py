@@ -9,6 +9,9 @@ from swarmnode.compute.model.adapters.adapter_file import MAX_ALPHA, MAX_PATTERN
 from swarmnode.errors import UsageError
 
 METHODS = ("lora", "lora-fa", "dora", "prompt")
+NO_METHOD = "none"
+PLACELESS = ("prompt", NO_METHOD)
+"""Methods that change no layer"""
 ALL_LINEAR = "all-linear"
 MAX_PROMPT_TOKENS = 4096
 MAX_FROZEN_RANK = (
@@ -21,7 +24,8 @@ class AdapterRecipe:
     """Recipe of an adapter's training. Raises UsageError if a value is out of its bounds.
 
     Args:
-        method: "lora" (arXiv 2106.09685), "lora-fa" (2308.03303), "dora" (2402.09353) or "prompt" (2104.08691).
+        method: "lora" (arXiv 2106.09685), "lora-fa" (2308.03303), "dora" (2402.09353), "prompt" (2104.08691), or "none": no
+            weights, only gradients of the values that enter the layers.
         rank: Rank of the two matrices of each layer.
         alpha: Numerator of the scale of their product.
         targets: Names of linear layers, or their ends; "all-linear" for all but the head.
@@ -47,7 +51,7 @@ class AdapterRecipe:
     clip: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if self.method not in (*METHODS, NO_METHOD):
             raise UsageError(f"no method {self.method[:64]!r}: use one of {', '.join(METHODS)}")
         if not 1 <= self.rank <= MAX_RANK:
             raise UsageError(f"a rank of {self.rank}: it must be from 1 to {MAX_RANK}")

@@ -10,7 +10,7 @@ import torch
 from swarmnode.compute.model.adapters.changes import features_of
 from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import Family
-from swarmnode.compute.training.adapters.recipe import ALL_LINEAR, AdapterRecipe
+from swarmnode.compute.training.adapters.recipe import ALL_LINEAR, PLACELESS, AdapterRecipe
 from swarmnode.errors import UsageError
 
 Sizes = tuple[int, int]
@@ -22,10 +22,10 @@ TOLD = 12  # names of layers in an error
 def target_layers(model: Any, recipe: AdapterRecipe) -> dict[str, Sizes]:
     """Return the linear layers of `model`, a whole one or a span's, that the adapter changes, by name.
 
-    A soft prompt changes none. "all-linear" leaves out the head, as peft does.
+    Methods of `PLACELESS` change none. "all-linear" leaves out the head, as peft does.
     """
     layers = _linear_layers(model)
-    if recipe.method == "prompt":
+    if recipe.method in PLACELESS:
         return {}
     if recipe.targets == ALL_LINEAR:
         head = model.get_output_embeddings()
@@ -37,7 +37,7 @@ def check_targets(family: Family, recipe: AdapterRecipe) -> None:
     """Raise UsageError if the model has no linear layer of some name in the recipe."""
     model = outline(family, 0, family.units, dtype=torch.float32)
     layers = _linear_layers(model)
-    if recipe.method == "prompt":
+    if recipe.method in PLACELESS:
         return
     if not target_layers(model, recipe) and recipe.targets == ALL_LINEAR:
         raise UsageError("the model has no linear layers that an adapter could change; use --method prompt")

@@ -178,6 +178,7 @@ class AdapterTrainer:
         one = self._passes[number] = _Pass(tokens, evaluates, self._reserve(saved_bytes, rows * length))
         try:
             x = inputs.to(self.span.device)
+            x = x.to(self.span.dtype) if x.is_floating_point() else x  # the sender may compute in another one
             for start, end in pairwise(self._cuts):
                 x = self._run(one, start, end, x, positions_BS)
                 yield
