@@ -15,8 +15,8 @@ a chat file, one sample at a time.
     python contrib/benchmarks/recipes.py evaluation [--steps 100] [--seeds 3]
 
 `evaluation` compares two trainings. One evaluates 1 % of the data every 100 steps and at the end, the other never does. It prints
-the additional passes through layers as a share of all, where a pass back counts twice. `ratio_of_cpu` is of pairs that alternate, and
-noisy on a busy machine.
+the additional passes through layers as a share of the others. A pass back counts twice. `ratio_of_cpu` is of pairs that alternate,
+and noisy on a busy machine.
 """
 
 from __future__ import annotations
