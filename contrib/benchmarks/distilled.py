@@ -7,8 +7,8 @@ and the head become one matrix.
 
 The teacher writes most of the texts: requests for code and questions after a user's first words (Magpie, arXiv 2406.08464), and
 answers. The other texts are pieces of the standard library's sources. The result is a folder for `swarmnode run --draft-model`,
-in the user's cache (or $SWARMNODE_TEST_MODELS). If the folder is there, nothing is made. An interrupted run keeps its texts for
-the next run.
+in the user's cache (or $SWARMNODE_TEST_MODELS). If the folder is there, nothing is made. Texts stay in the cache, in
+smollm2-texts, for runs with other recipes.
 
 Prints JSON: the folder, and the curve of the student. Each point has the CPU seconds of training, and figures of held-out greedy
 answers: the share of the tokens that the student predicts, and the tokens of a turn with 4 and with 8 guesses.
