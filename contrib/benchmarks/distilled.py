@@ -1,4 +1,4 @@
-"""Distil a draft model for SmolLM2, for drafts.py: `python contrib/benchmarks/distilled.py [--written 8 --epochs 6 …]`.
+"""Distil a draft model for SmolLM2, for drafts.py: `python contrib/benchmarks/distilled.py [--written 3 --epochs 5 …]`.
 
 The student begins as the first layers of SmolLM2 with its embedding and head, which stay as they are, and a translator before
 the head: the linear map with the least squared error from the student's to the teacher's last states (as the tuned lens, arXiv
@@ -47,9 +47,9 @@ READ_CHARS, READ_TOKENS = 1200, 192  # of a piece of sources
 REQUEST_TOKENS, ANSWER_TOKENS = 32, 144
 BATCH_ROWS = 12  # of a step of training
 USUAL_TOKENS, OTHER_TOKENS = 4096, 2048  # of the vocabulary in a step: the most frequent ones, and random others
-LEARNING_RATE, WARMUP_STEPS = 6e-4, 20
+LEARNING_RATE, WARMUP_STEPS = 1e-3, 20
 RIDGE = 1e-4  # of the least squares, relative to the mean square of a state's element
-CURVE_STEPS = 40  # between two points of the curve
+CURVE_STEPS = 20  # between two points of the curve
 PROCESSES = 2
 USER, END, ASSISTANT = "<|im_start|>user\n", "<|im_end|>", "<|im_start|>assistant\n"
 OPENINGS = (
@@ -64,9 +64,9 @@ class Recipe:
     """Everything that decides the student: its layers, the shards that the teacher writes and reads, and the passes over them."""
 
     layers: int = 4
-    written: int = 2
-    read: int = 3
-    epochs: int = 3
+    written: int = 3
+    read: int = 2
+    epochs: int = 5
 
     @property
     def name(self) -> str:

@@ -1,4 +1,4 @@
-"""Distil an EAGLE head for SmolLM2: `python contrib/benchmarks/distilled_head.py [--written 8 --epochs 4 …]`.
+"""Distil an EAGLE head for SmolLM2: `python contrib/benchmarks/distilled_head.py [--written 3 --epochs 4 …]`.
 
 The head (arXiv 2401.15077) reads the teacher's last state and the token that was drawn behind it, and predicts the next state. It
 is for `swarmnode run --draft-model FOLDER` at the node with the last layer. It begins as the linear map with the least squared
