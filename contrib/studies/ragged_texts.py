@@ -3,15 +3,13 @@
     OMP_NUM_THREADS=1 python contrib/studies/ragged_texts.py --dtype bfloat16 [--tokens 2000] [--rows 2 4 8]
 
 A drafted step has a row for each guess, and the bits of a row may depend on their number. SmolLM2 writes answers to the prompts of
-contrib/benchmarks/drafts.py, one token a pass: copies with edits, and free text. Every second text is sampled at 0.8, the others
-are greedy; once all prompts are used, all texts are sampled.
-
-Then the same text passes once more for each number of rows, by that many positions a pass, as if all guesses were right. Each
-position is drawn again from the new logits. So each token shows alone whether its draw depends on the number of rows. Nodes run
-the same code on a CPU. Weights are unpacked, as with `run --products plain`.
+contrib/benchmarks/drafts.py, one token a pass: copies with edits, and free text, greedy and sampled at 0.8. Then the same text
+passes once more for each number of rows, by that many positions a pass, as if all guesses were right. Each position is drawn again
+from the new logits. So each token shows alone whether its draw depends on the number of rows. Nodes run the same code on a CPU.
+Weights are unpacked, as with `run --products plain`.
 
 Prints JSON: for each kind of text and number of rows the tokens, those that differ, and their number per 100,000. `ties` counts
-the tokens whose two largest logits are less than 1e-5 apart in steps of one row, and `near` those less than 0.01 apart.
+the tokens whose two largest logits are less than 1e-5 apart in steps of one row.
 """
 
 from __future__ import annotations
@@ -36,15 +34,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # before this
 from drafts import Work, questions, renames, tasks
 
 from swarmnode.codec.sampling import Sampling
-from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.sampling import sample
 from swarmnode.founding.model_source import open_model
 from tests.trained import SMOLLM2, trained
 
-TEMPERATURE = 0.8
-TIE, NEAR = 1e-5, 1e-2  # differences of logits
+WAYS = {"greedy": 0.0, "sampled": 0.8}  # their temperatures
+TIE = 1e-5  # difference of two logits
 CACHE_BYTES = 1 << 28
 
 
@@ -97,22 +94,21 @@ class Text:
         return [int(sample(row_V[None], self._parameters, position + at)) for at, row_V in enumerate(logits_KV)]
 
 
-def study(span: ModelSpan, tokenizer: Any, works: Sequence[Work], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the findings about the texts of some prompts."""
-    runner, ends = StageRunner(span, RunnerConfig(CACHE_BYTES)), [tokenizer.eos_token_id]
+def study(
+    runner: StageRunner, tokenizer: Any, works: Sequence[Work], temperature: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the findings about texts that answer some prompts, once each if they are greedy."""
     counts: Counter[str] = Counter()
     differ = dict.fromkeys(options.rows, 0)
-    for number, work in enumerate(itertools.cycle(works)):
-        if counts["tokens"] >= options.tokens:
+    for seed, work in enumerate(itertools.cycle(works)):
+        if counts["tokens"] >= options.tokens or (not temperature and seed == len(works)):
             break
         prompt = tokenizer(work.prompt).input_ids
-        temperature = TEMPERATURE if number % 2 or number >= len(works) else 0.0
-        text = Text(runner, prompt, Sampling(len(prompt), work.options["max_new_tokens"], temperature, seed=number))
-        text.write(ends)
+        text = Text(runner, prompt, Sampling(len(prompt), work.options["max_new_tokens"], temperature, seed=seed))
+        text.write([tokenizer.eos_token_id])
         counts["tokens"] += len(text.ids)
         counts["texts"] += 1
         counts["ties"] += sum(gap < TIE for gap in text.gaps)
-        counts["near"] += sum(gap < NEAR for gap in text.gaps)
         for rows in options.rows:
             again = text.drawn_again(rows)
             differ[rows] += sum(one != other for one, other in zip(text.ids, again, strict=True))
@@ -137,7 +133,13 @@ def main() -> None:
         span.packings.at_once.run()
         tokenizer = AutoTokenizer.from_pretrained(model.parent, gguf_file=model.name)
         kinds = {"edits": renames(64), "free": [*questions(64), *tasks(64)]}
-        print(json.dumps({name: study(span, tokenizer, works, options) for name, works in kinds.items()}, indent=1))
+        runner = StageRunner(span, RunnerConfig(CACHE_BYTES))
+        found = {
+            f"{kind}, {way}": study(runner, tokenizer, works, temperature, options)
+            for kind, works in kinds.items()
+            for way, temperature in WAYS.items()
+        }
+        print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -150,7 +150,7 @@ function writing(busy, { tokens, guesses }) {
     { title: "Texts at machines", now: number(busy), note: "a text counts at each machine that works on it" },
     { title: "Tokens per second, by this gateway", now: number(tokens.at(-1) ?? 0, 1), points: tokens.length > 1 ? tokens : null, note: "a curve of the last hour appears here" },
     ...(all.length > 1 && Math.max(...all) > 0
-      ? [{ title: "Right guesses per second, of all", now: `${number(right.at(-1), 1)} of ${number(all.at(-1), 1)}`, points: right, above: all }]
+      ? [{ title: "Right guesses per second (dashed: all)", now: `${number(right.at(-1), 1)} of ${number(all.at(-1), 1)}`, points: right, above: all }]
       : []),
   ];
 }
