@@ -136,9 +136,10 @@ class TuneCounted(Body, frozen=True):
 
 
 class Gather(Body, frozen=True):
-    """Question for the square of a step's gradient, after its last microbatch."""
+    """Question for the square of a step's gradient, once `microbatches` of the step are counted."""
 
     step: Step
+    microbatches: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)] = 0
 
 
 class Gathered(Body, frozen=True):

@@ -94,7 +94,8 @@ class HeldAdapter:
         self._tasks = Tasks(f"adapter of {channel.peer}", on_crash=None)
         self._step = 0
         self._counted = 0  # microbatches of the step, as bits
-        self._present: set[Key] = set()  # microbatches in flight
+        self._present: set[Key] = set()  # microbatches in flight, and those that wait for their step
+        self._change = asyncio.Event()  # set, and replaced, when a microbatch is over and when a step begins
         self._labels: dict[Key, asyncio.Future[tuple[TuneLabels, Buffer]]] = {}
         self._answers: dict[Key, asyncio.Future[tuple[TuneGradient, Buffer]]] = {}
         self._next: asyncio.Task[Channel] | None = None
@@ -246,10 +247,13 @@ class HeldAdapter:
     # -- microbatches
 
     def _enter(self, body: TuneInput, payload: Buffer) -> None:
-        """Begin a microbatch. A wrong step, a counted number, too many and too large microbatches end the adapter."""
+        """Begin a microbatch. A wrong step, a counted number, too many and too large microbatches end the adapter.
+
+        A microbatch of the next step waits for the UPDATE before it, which may be on its way.
+        """
         key = (body.step, body.number)
-        is_counted = body.learns and self._counted >> body.number & 1
-        if body.step != self._step or is_counted or key in self._present:
+        is_counted = body.step == self._step and body.learns and self._counted >> body.number & 1
+        if not self._is_near(body.step) or is_counted or key in self._present:
             self._fail(ProtocolError(f"microbatch {body.number} of step {body.step} does not belong here now"))
         elif len(self._present) >= self.opened.window:
             self._fail(ProtocolError("more microbatches than the window", code=ErrorCode.TOO_LARGE))
@@ -258,6 +262,10 @@ class HeldAdapter:
         else:
             self._present.add(key)
             self._spawn(self._pass(body, payload))
+
+    def _is_near(self, step: int) -> bool:
+        """Return whether microbatches of `step` may come now: of the present step, or of the next one."""
+        return step in (self._step, self._step + 1)
 
     def _fits(self, values: Sequence[TensorInfo]) -> bool:
         """Return whether all values have at most the rows and positions that the owner asked for."""
@@ -268,7 +276,7 @@ class HeldAdapter:
 
     def _take_labels(self, body: TuneLabels, payload: Buffer) -> None:
         future = self._labels_of((body.step, body.number))
-        if body.step != self._step or future.done() or len(self._labels) > self.opened.window:
+        if not self._is_near(body.step) or future.done() or len(self._labels) > self.opened.window:
             self._fail(ProtocolError("more labels than microbatches, or those of another step"))
         elif not self._fits(body.values):
             self._fail(ProtocolError("labels larger than the adapter's microbatches", code=ErrorCode.TOO_LARGE))
@@ -286,6 +294,7 @@ class HeldAdapter:
         came = partial(self._decoded, body.values, payload, self._sender)
         gradients: Sent = None
         try:
+            await self._until(lambda: self._step == body.step)
             if self._is_last:
                 gradients = await self._finish(body, came)
             else:
@@ -302,6 +311,7 @@ class HeldAdapter:
             self._labels.pop(key, None)
             self._answers.pop(key, None)
             self._parts.forget(number)
+            self._note_change()
         if body.learns and not self.ended:
             self._answer(body, gradients)
 
@@ -386,20 +396,42 @@ class HeldAdapter:
 
     # -- steps
 
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready` returns true. The end of the adapter ends the wait."""
+        while not ready():
+            await self._change.wait()
+
+    def _note_change(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def _begin(self, step: int) -> None:
+        self._step, self._counted = step, 0
+        self._note_change()
+
+    @property
+    def _is_computing(self) -> bool:
+        """Whether a microbatch of the present step is in flight."""
+        return any(step == self._step for step, _ in self._present)
+
     def _check_step(self, step: int) -> None:
-        if step != self._step or self._present:
-            raise ProtocolError(f"step {step} is not complete here: this hop is at step {self._step}")
+        if step != self._step:
+            raise ProtocolError(f"step {step} is not the present one: this hop is at step {self._step}")
 
     async def _gather(self, body: Gather) -> None:
+        """Answer with the square of the step's gradient, once all its microbatches are counted."""
         self._check_step(body.step)
+        await self._until(lambda: self._counted.bit_count() >= body.microbatches and not self._is_computing)
         square = await self._parts.square()
         mask = self._counted.to_bytes((self._counted.bit_length() + 7) // 8, "little")
         self._channel.send(Gathered(body.step, square, mask), at_once=True)
 
     async def _update(self, body: Update) -> None:
         self._check_step(body.step)
+        if self._is_computing:
+            raise ProtocolError(f"step {body.step} is not complete here")
         await self._parts.step(body.step, body.learning_rate, body.scale)
-        self._step, self._counted = body.step + 1, 0
+        self._begin(body.step + 1)
         self._channel.send(Updated(self._step), at_once=True)
 
     async def _give(self, body: GetAdapter) -> None:
@@ -438,7 +470,8 @@ class HeldAdapter:
     async def _loaded(self, body: AdapterPiece, raw: bytes) -> None:
         await self._parts.load(body.unit, raw)
         if body.last:
-            self._step, self._counted, self._loaded_bytes = body.step, 0, 0
+            self._begin(body.step)
+            self._loaded_bytes = 0
             self._memory.release()
             self._channel.send(Updated(self._step), at_once=True)
 

@@ -26,6 +26,7 @@ from swarmnode.config import ServerConfig
 from swarmnode.data.rules import DataRules, DataSummary
 from swarmnode.errors import Busy, NoRoute, NotFinite, UsageError
 from swarmnode.ledger import Account
+from swarmnode.net.memory.medium import Path as NetworkPath
 from swarmnode.swarm.records.manifest import FileContent
 from swarmnode.swarm.records.recipe import RECIPE, Recipe
 from swarmnode.swarm.records.run import Run
@@ -49,6 +50,7 @@ class Heard:
     at: int = -1
     strike: Callable[[], None] = lambda: None
     losses: dict[int, float] = field(default_factory=dict)
+    took_s: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
     plans: list[TuningPlan] = field(default_factory=list)
     why: list[str] = field(default_factory=list)
@@ -59,6 +61,7 @@ class Heard:
     def step(self, report: StepSummary) -> None:
         assert report.step not in self.losses, "a step is told once"
         self.losses[report.step] = report.loss
+        self.took_s.append(report.step_s)
         if report.held_out_loss is not None:
             self.held_out[report.step] = report.held_out_loss
         if report.step == self.at:
@@ -141,6 +144,16 @@ async def test_two_machines_draw_the_curve_of_one_process_and_go_on_serving(
         assert heard.losses[STEPS - 1] < heard.losses[0]
         await asyncio.sleep(1.0)
         assert [held_bytes(member) for member in swarm.members.values()] == [0, 0], "nothing stays"
+
+
+@in_virtual_time
+async def test_a_step_of_two_machines_waits_for_four_delays_of_the_link(founded: Founded, tmp_path: Path) -> None:
+    """There, on, back and home: neither the norm of the gradient nor the update takes a way of its own."""
+    heard = Heard()
+    async with swarm_of(founded, tmp_path, {"a": "0:3", "b": "3:6"}) as swarm:
+        swarm.world.default_path = NetworkPath(latency_s=0.5)
+        await tuned(swarm, settings_in(tmp_path, checkpoint_steps=STEPS), heard)
+        assert max(heard.took_s[1:]) == pytest.approx(4 * 0.5, rel=0.1)
 
 
 @pytest.mark.parametrize(("harm", "place"), [("kill", 0), ("hang", 1), ("leave", 1)])

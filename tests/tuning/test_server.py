@@ -212,7 +212,7 @@ async def test_an_owner_that_breaks_a_rule_loses_its_adapter(span: ModelSpan, wh
             assert isinstance(await talk.next(), TuneLoss) and isinstance(await talk.next(), TuneCounted)
             feed(talk)
         elif what == "another step":
-            feed(talk, step=1)
+            feed(talk, step=2)
         elif what == "too many":
             infos, payload = encode_values((IDS,))
             for number in range(3):
@@ -233,12 +233,30 @@ async def test_an_owner_that_breaks_a_rule_loses_its_adapter(span: ModelSpan, wh
                 talk.send(GetAdapter(0))
         elif what == "labels of another step":
             infos, payload = encode_values((IDS,))
-            talk.send(TuneLabels(1, 0, infos, 1.0), payload)
+            talk.send(TuneLabels(2, 0, infos, 1.0), payload)
         else:
             talk.send(AdapterPiece(0, 0, 0, 1 << 35), [bytes(16)])
         answer = await talk.next()
         assert isinstance(answer, Fault) and answer.code == code and answer.index == 0
         assert scene.server.load == 0
+
+
+@in_virtual_time
+async def test_commands_and_microbatches_may_come_before_their_turn(span: ModelSpan) -> None:
+    """A hop gathers once all microbatches are counted, and begins those of the next step after its UPDATE."""
+    async with scene_of(span, cost_s=1.0) as scene:
+        talk, _ = await scene.open()
+        talk.send(Gather(0, 2))
+        feed(talk, 0)
+        feed(talk, 1)
+        reports = [await talk.next() for _ in range(5)]
+        assert [type(one) for one in reports] == [TuneLoss, TuneCounted, TuneLoss, TuneCounted, Gathered]
+        assert isinstance(reports[-1], Gathered) and reports[-1].counted == b"\x03"
+        first = next(one.loss for one in reports if isinstance(one, TuneLoss))
+        feed(talk, 0, step=1)
+        assert await talk.ask(Update(0, 1e-1, 1.0)) == Updated(1)
+        later = await talk.next()
+        assert isinstance(later, TuneLoss) and later.step == 1 and later.loss < first, "computed by the updated weights"
 
 
 @in_virtual_time

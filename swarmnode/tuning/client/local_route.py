@@ -48,9 +48,11 @@ class LocalRoute:
             found[one.number] = end.loss, end.labels
         return found
 
-    async def gather(self, step: int, numbers: Sequence[int]) -> float:
-        """Return the norm of the step's gradient."""
-        return math.sqrt(await self._parts.square())
+    async def gradient(
+        self, step: int, microbatches: Sequence[TunedMicrobatch]
+    ) -> tuple[dict[int, tuple[float, int]], float]:
+        """Return what `compute` does, and the norm of the step's gradient."""
+        return await self.compute(step, microbatches), math.sqrt(await self._parts.square())
 
     async def update(self, step: int, learning_rate: float, scale: float) -> None:
         """Update the adapter with its gradient times `scale`."""

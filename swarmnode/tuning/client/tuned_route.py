@@ -71,7 +71,10 @@ class _Hop:
     spec: HopSpec
     channel: Channel
     opened: asyncio.Future[AdapterOpened]
-    answer: asyncio.Future[Body] | None = None
+    answer: asyncio.Future[Body] | None = None  # to the last command
+    updating: asyncio.Future[Body] | None = (
+        None  # the same one, if the command is an UPDATE whose answer nothing has waited for
+    )
     files: dict[int, bytes] = field(default_factory=dict)  # of the state that comes: complete ones,
     file: bytearray = field(default_factory=bytearray)  # and the beginning of the next one
     given: asyncio.Future[dict[int, bytes]] | None = None
@@ -102,6 +105,7 @@ class TunedRoute:
         self._heard_s = self._loop.time()
         self._longest_s = 0.0  # silence between two answers
         self._answered = False
+        self._next_step = 0  # that the last UPDATE begins
 
     def __repr__(self) -> str:
         peers = " ".join(f"{hop.peer[-8:]} {hop.start}:{hop.end}" for hop in self.request.route)
@@ -161,9 +165,22 @@ class TunedRoute:
             await cancel_and_wait(*feeding)
         return dict(self._losses)
 
-    async def gather(self, step: int, numbers: Sequence[int]) -> float:
+    async def gradient(
+        self, step: int, microbatches: Sequence[TunedMicrobatch]
+    ) -> tuple[dict[int, tuple[float, int]], float]:
+        """Have the route compute a step. Returns what `compute` does, and the norm of the gradient of those that learn.
+
+        The hops are asked for the norm at once, and answer when they are ready: over a far link this saves a way there and back.
+        """
+        gathering = asyncio.ensure_future(self._gather(step, [one.number for one in microbatches if one.learns]))
+        try:
+            return await self.compute(step, microbatches), await gathering
+        finally:
+            await cancel_and_wait(gathering)
+
+    async def _gather(self, step: int, numbers: Sequence[int]) -> float:
         """Return the norm of the step's gradient. Raises ProtocolError if a hop counted other microbatches than `numbers`."""
-        answers = await self._ask_all(Gather(step), Gathered)
+        answers = await self._ask_all(Gather(step, len(numbers)), Gathered)
         mask = sum(1 << number for number in numbers)
         for hop, answer in zip(self._hops, answers, strict=True):
             if answer.step != step or int.from_bytes(answer.counted, "little") != mask:
@@ -171,18 +188,27 @@ class TunedRoute:
         return math.sqrt(math.fsum(answer.square for answer in answers))
 
     async def update(self, step: int, learning_rate: float, scale: float) -> None:
-        """Update all hops' layers. Raises an error unless all have answered."""
-        for hop, answer in zip(
-            self._hops, await self._ask_all(Update(step, learning_rate, scale), Updated), strict=True
-        ):
-            if answer.step != step + 1:
-                raise ProtocolError("the hop is at another step", peer=hop.spec.peer)
+        """Order an update of all hops' layers. The next command waits for the answers, the next microbatches do not."""
+        await self._settle()
+        for hop in self._hops:
+            hop.updating = self._expect(hop)
+            hop.channel.send(Update(step, learning_rate, scale), at_once=True)
+        self._next_step = step + 1
+
+    async def _settle(self) -> None:
+        """Wait until all hops have answered the last UPDATE. Raises ProtocolError if one answers something else."""
+        for hop in self._hops:
+            if hop.updating is not None:
+                if await self._wait(hop.updating) != Updated(self._next_step):
+                    raise ProtocolError("the hop is at another step", peer=hop.spec.peer)
+                hop.updating = None
 
     async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
         """Return the weights and optimiser state of all layers at the beginning of `step`, or the sums of gradients in it.
 
         Raises ProtocolError if a hop gives other tensors than those of the adapter, NaN or infinity.
         """
+        await self._settle()
         layers: dict[int, bytes] = {}
         for hop in self._hops:
             hop.files, hop.file = {}, bytearray()
@@ -214,6 +240,7 @@ class TunedRoute:
 
     async def load(self, state: AdapterState) -> None:
         """Go on from a state: the hops forget the sums of gradients."""
+        await self._settle()
         answers = []
         for hop in self._hops:
             answers.append(self._expect(hop))
@@ -309,6 +336,7 @@ class TunedRoute:
 
     async def _ask_all(self, question: Body, kind: type[T]) -> list[T]:
         """Ask all hops, and return their answers in order. Raises ProtocolError for an answer of another kind."""
+        await self._settle()
         answers = [self._expect(hop) for hop in self._hops]
         for hop in self._hops:
             hop.channel.send(question, at_once=True)

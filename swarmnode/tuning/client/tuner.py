@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -43,11 +43,13 @@ class AdapterRoute(Protocol):
     async def compute(self, step: int, microbatches: Sequence[TunedMicrobatch]) -> dict[int, tuple[float, int]]:
         """Return for each microbatch the sum of its labels' losses, and their number."""
 
-    async def gather(self, step: int, numbers: Sequence[int]) -> float:
-        """Return the norm of the step's gradient, which is of the microbatches `numbers`."""
+    async def gradient(
+        self, step: int, microbatches: Sequence[TunedMicrobatch]
+    ) -> tuple[dict[int, tuple[float, int]], float]:
+        """Return what `compute` does, and the norm of the step's gradient, which is of the microbatches that learn."""
 
     async def update(self, step: int, learning_rate: float, scale: float) -> None:
-        """Update the adapter with its gradient times `scale`."""
+        """Order an update of the adapter with its gradient times `scale`. A failure may show only at the next call."""
 
     async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
         """Return the state at the beginning of `step`, or the sums of gradients in it."""
@@ -134,28 +136,33 @@ class AdapterTuner:
 
     async def _compute(self, route: AdapterRoute) -> None:
         run, step, began_s = self.run, self._step, self.clock()
-        microbatches, found = await self._pass(route)
-        learnt = [one for one in microbatches if one.learns]
-        loss = math.fsum(found[one.number][0] * one.share for one in learnt)
+        microbatches = await self._microbatches()
+        found, norm = await route.gradient(step, microbatches)
+        self._check_labels(route, microbatches, found)
+        loss = math.fsum(found[one.number][0] * one.share for one in microbatches if one.learns)
         held_out = [found[one.number] for one in microbatches if not one.learns]
-        norm = await route.gather(step, [one.number for one in learnt])
         await route.update(step, run.learning_rate_at(step), clip_factor(self.recipe.clip, norm))
         self._step = step + 1
         if self._step == run.steps and run.passes(run.steps):  # held-out data by the final weights
-            held_out = [*(await self._pass(route))[1].values()]
+            microbatches = await self._microbatches()
+            found = await route.compute(run.steps, microbatches)
+            self._check_labels(route, microbatches, found)
+            held_out = [*found.values()]
         if self._step > self._reported:  # else the faults of a later step would be forgiven each time
             self._reported = self._step
             self.opener.succeeded()
             self._report(step, loss, norm, self.clock() - began_s, held_out)
 
-    async def _pass(self, route: AdapterRoute) -> tuple[list[TunedMicrobatch], dict[int, tuple[float, int]]]:
-        """Have the route compute the microbatches of the present step. Returns them, and for each its losses and labels."""
-        numbers = self.run.passes(self._step)
-        microbatches = [await asyncio.to_thread(self._microbatch, number) for number in numbers]
-        found = await route.compute(self._step, microbatches)
+    async def _microbatches(self) -> list[TunedMicrobatch]:
+        """Return the microbatches of the present step."""
+        return [await asyncio.to_thread(self._microbatch, number) for number in self.run.passes(self._step)]
+
+    def _check_labels(
+        self, route: AdapterRoute, microbatches: Sequence[TunedMicrobatch], found: Mapping[int, tuple[float, int]]
+    ) -> None:
+        """Raise ProtocolError if the last hop counted other labels than the microbatches have."""
         if any(found[one.number][1] != self._count(one.labels[0]) for one in microbatches):
             raise ProtocolError("the last hop counted other labels", peer=route.sizes[-1][0].peer)
-        return microbatches, found
 
     def _count(self, labels_BS: Tensor) -> int:
         return count_labels(labels_BS, self.recipe.prompt_positions)
