@@ -14,15 +14,11 @@ SmolLM2 (tests/trained.py): `tools` are calls whose schema forces most tokens, `
 look-up hits, `off` compares two plain runs and shows the noise. `model` are greedy answers to requests for code and to questions,
 with `--drafts auto` and the draft model of distilled.py at the first hop. `by_proposer` has its guesses.
 
-Three kinds of rows are about texts.
-
-    killed      has two holders of each hop. Each text loses one of its hops to SIGKILL: in turn the first, the middle and the last
-    one, once without and once with guesses. `longest_wait_s` are the longest waits for a token.
-    same_…      compare `--tokens` tokens of eight sessions at once, without a delay: each prompt as it is, then sampled by several
-    seeds. Each different text is listed with the `gap` between the log probabilities of the two tokens, which are tied up to 1e-5.
-    The gap of a sampled text is null. `different_tokens` stand behind the places where texts part.
-    bf16_…      compare in the same way in bfloat16, with one session at a time: a text's bits also depend on its company there.
-    `bf16_off` compares two plain runs. `parted_per_100_000` counts the texts that part, for 100,000 tokens before these places.
+Two kinds of rows are about texts. `killed` has two holders of each hop. Each text loses one of its hops to SIGKILL: the first, the
+middle and the last one in turn, once without and once with guesses. `longest_wait_s` are the longest waits for a token.
+`same_edits`, `same_tools`, `same_json` and `same_free` compare `--tokens` tokens of eight sessions at once, without a delay: each
+prompt as it is, then sampled with several seeds. Each different text is listed with the `gap` between the log probabilities of the
+two tokens: up to 1e-5 the two are tied. It is null for a sampled text.
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import uvloop
-from copying import COPY, held_out, repeats, trained_model
+from copying import held_out, repeats, trained_model
 from delaying_relay import DelayingRelay, free_port
 from distilled import Recipe, distilled
 from transformers import AutoTokenizer
@@ -65,10 +61,6 @@ from tests.trained import SMOLLM2, trained
 HOPS = 3
 KILLED_AFTER = 24  # tokens
 AT_ONCE, PROMPTS = 8, 64  # sessions and prompts of the rows that compare texts
-RENAMED_CHARS = 240  # of a text that SmolLM2 copies with edits
-FLOAT32 = "--dtype", "float32"
-# Packed weights with fast products have the same bits in any company.
-BFLOAT16 = "--dtype", "bfloat16", "--products", "plain"
 LIKELIEST = 5  # tokens whose probabilities are asked for at a difference
 TEXTS = "SWARMNODE_BENCH_TEXTS"  # environment variable with the file of the oracle's texts
 Prompt = str | list[int]
@@ -192,15 +184,6 @@ def edits(count: int) -> list[Work]:
     return [Work(list(prompt.encode()), {"max_new_tokens": 200}) for prompt, _ in found[:count]]
 
 
-def renames(count: int) -> list[Work]:
-    """Return requests for an edited copy: modules of `held_out`, with a word for another."""
-    asked = [
-        f"Write this text again, with `yield` for each `return`:\n\n{text.removesuffix(COPY)}"
-        for text, _ in held_out(count, RENAMED_CHARS)
-    ]
-    return [Work(chat(one), {"max_new_tokens": 90}) for one in asked]
-
-
 def schema(definition: dict[str, Any]) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(definition))
 
@@ -243,23 +226,24 @@ def rounds(works: Sequence[Work]) -> Iterator[Work]:
 class Ring:
     """Nodes of a ring of three hops and a client, in processes of their own but for the client."""
 
-    def __init__(self, swarm: LocalSwarm, relay: DelayingRelay, texts: Path, kind: Kind, draft: Path | None) -> None:
+    def __init__(self, swarm: LocalSwarm, relay: DelayingRelay, texts: Path, holders: int, draft: Path | None) -> None:
         self._draft = draft  # draft model of the first node
-        self._numbers = kind.numbers
         self.texts = texts  # file that the oracle reads
         self._swarm = swarm
         self._relay = relay
         self._nodes: dict[str, int] = {}  # number of a node, by peer id
-        self._holders = kind.holders  # of each hop
+        self._holders = holders  # of each hop
         units = load_swarm(swarm.file).manifest.model.units  # type: ignore[union-attr]
         self._cuts = [round(number * units / HOPS) for number in range(HOPS + 1)]
         self.client: SwarmClient
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def over(cls, model: Path, kind: Kind, delay_s: float, draft: Path | None) -> AsyncIterator[Ring]:
-        """Start a ring for a row, over relays of `delay_s` seconds each way. The first node gets the model `draft`, if there is
-        one, else the oracle of oracle_node.py."""
+    async def over(
+        cls, model: Path, delay_s: float, holders: int = 1, draft: Path | None = None
+    ) -> AsyncIterator[Ring]:
+        """Start a ring with `holders` nodes for each hop, over relays of `delay_s` seconds each way. The first node gets the model
+        `draft`, if there is one, else the oracle of oracle_node.py."""
         with tempfile.TemporaryDirectory(prefix="swarmnode-drafts-") as name, contextlib.ExitStack() as stack:
             relay = stack.enter_context(DelayingRelay(delay_s))
             swarm = stack.enter_context(LocalSwarm(Path(name)))
@@ -267,8 +251,8 @@ class Ring:
             swarm.environment[TEXTS] = str(texts)
             await asyncio.to_thread(swarm.create, model)
             await asyncio.to_thread(swarm.bootstrap)
-            ring = cls(swarm, relay, texts, kind, draft)
-            nodes = [ring._start(number) for number in range(kind.holders * HOPS)]
+            ring = cls(swarm, relay, texts, holders, draft)
+            nodes = [ring._start(number) for number in range(holders * HOPS)]
             await asyncio.gather(
                 *(asyncio.to_thread(ring._await_ready, number, node) for number, node in enumerate(nodes))
             )
@@ -292,7 +276,7 @@ class Ring:
         oracle = (sys.executable, str(Path(__file__).with_name("oracle_node.py")))
         wrapper = oracle if number == 0 and self._draft is None else ()
         lent = ("--draft-model", str(self._draft)) if number == 0 and self._draft is not None else ()
-        options = (*span, *at, *lent, "--no-direct", *self._numbers)
+        options = (*span, *at, *lent, "--no-direct", "--dtype", "float32")
         return self._swarm.node(f"n{number}", *options, inside=wrapper)
 
     def _await_ready(self, number: int, node: NodeProcess) -> None:
@@ -382,8 +366,8 @@ class Ring:
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind of row: its prompts, the number of sessions at once, the relays' delay (None: as `--delay-ms` says), the drafts, the
-    number of holders of each hop, the nodes' options for their numbers, and its measurement."""
+    """Kind of row: its prompts, how many run at once, the relays' delay (None: as `--delay-ms` says), the drafts, the number of
+    holders of each hop, and how it is measured."""
 
     works: Callable[[int], list[Work]]
     copies: bool = False  # whether the copying model answers, else SmolLM2
@@ -392,7 +376,6 @@ class Kind:
     drafts: str = "lookup"
     draft_model: Callable[[], Path] | None = None  # of the first hop, instead of an oracle
     holders: int = 1
-    numbers: tuple[str, ...] = FLOAT32
     measure: Callable[[Ring, Kind, argparse.Namespace], Coroutine[Any, Any, dict[str, Any]]] = field(
         default_factory=lambda: speeds
     )
@@ -440,10 +423,10 @@ async def losses(ring: Ring, kind: Kind, options: argparse.Namespace) -> dict[st
 async def same_texts(ring: Ring, kind: Kind, options: argparse.Namespace) -> dict[str, Any]:
     """Compare the texts of `--tokens` tokens without and with guesses."""
     works = rounds(kind.works(PROMPTS))
-    tokens = texts = accepted = wasted = behind = 0
+    tokens = texts = accepted = wasted = 0
     different = []
     while tokens < options.tokens:
-        together = list(itertools.islice(works, kind.at_once))
+        together = list(itertools.islice(works, AT_ONCE))
         (plain, _), (drafted, _) = await ring.run(together, "off"), await ring.run(together, kind.drafts)
         for work, one, other in zip(together, plain, drafted, strict=True):
             texts, tokens = texts + 1, tokens + len(other.ids)
@@ -451,17 +434,7 @@ async def same_texts(ring: Ring, kind: Kind, options: argparse.Namespace) -> dic
             if (place := first_difference(one.ids, other.ids)) is not None:
                 gap = await ring.gap(work, place, one.ids, other.ids)
                 different.append({"at": place, "tokens": len(other.ids), "gap": gap})
-                behind += len(other.ids) - place
-    return {
-        "tokens": tokens,
-        "texts": texts,
-        "accepted": accepted,
-        "wasted": wasted,
-        "different_texts": len(different),
-        "different_tokens": behind,
-        "parted_per_100_000": round(1e5 * len(different) / max(1, tokens - behind), 1),
-        "different": different,
-    }
+    return {"tokens": tokens, "texts": texts, "accepted": accepted, "wasted": wasted, "different": different}
 
 
 KINDS = {
@@ -475,13 +448,10 @@ KINDS = {
     "edits_8_sessions": Kind(edits, copies=True, at_once=8),
     "free_16_sessions_0ms": Kind(questions, at_once=16, delay_s=0.0),
     "killed": Kind(edits, copies=True, holders=2, measure=losses),
-    "same_edits": Kind(edits, copies=True, at_once=AT_ONCE, delay_s=0.0, measure=same_texts),
-    "same_tools": Kind(tools, at_once=AT_ONCE, delay_s=0.0, measure=same_texts),
-    "same_json": Kind(free_values, at_once=AT_ONCE, delay_s=0.0, measure=same_texts),
-    "same_free": Kind(questions, at_once=AT_ONCE, delay_s=0.0, measure=same_texts),
-    "bf16_edits": Kind(renames, delay_s=0.0, numbers=BFLOAT16, measure=same_texts),
-    "bf16_free": Kind(questions, delay_s=0.0, numbers=BFLOAT16, measure=same_texts),
-    "bf16_off": Kind(questions, delay_s=0.0, drafts="off", numbers=BFLOAT16, measure=same_texts),
+    "same_edits": Kind(edits, copies=True, delay_s=0.0, measure=same_texts),
+    "same_tools": Kind(tools, delay_s=0.0, measure=same_texts),
+    "same_json": Kind(free_values, delay_s=0.0, measure=same_texts),
+    "same_free": Kind(questions, delay_s=0.0, measure=same_texts),
 }
 
 
@@ -489,7 +459,7 @@ async def measured(kind: Kind, model: Path, options: argparse.Namespace) -> dict
     """Measure a row over a ring of its own."""
     delay_s = options.delay_ms / 1e3 if kind.delay_s is None else kind.delay_s
     draft = None if kind.draft_model is None else await asyncio.to_thread(kind.draft_model)
-    async with Ring.over(model, kind, delay_s, draft) as ring:
+    async with Ring.over(model, delay_s, kind.holders, draft) as ring:
         return await kind.measure(ring, kind, options)
 
 

@@ -31,7 +31,8 @@ from transformers import AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))  # before this folder, which has another drafts.py
 
-from drafts import Work, questions, renames, tasks
+from copying import COPY, held_out
+from drafts import Work, chat, questions, tasks
 
 from swarmnode.codec.sampling import Sampling
 from swarmnode.compute.serving.loading import load_span
@@ -43,6 +44,13 @@ from tests.trained import SMOLLM2, trained
 WAYS = {"greedy": 0.0, "sampled": 0.8}  # their temperatures
 TIE = 1e-5  # difference of two logits
 CACHE_BYTES = 1 << 28
+RENAMED_CHARS, RENAME = 240, "Write this text again, with `yield` for each `return`:"
+
+
+def renames(count: int) -> list[Work]:
+    """Return requests for an edited copy of pieces of source texts."""
+    asked = [f"{RENAME}\n\n{text.removesuffix(COPY)}" for text, _ in held_out(count, RENAMED_CHARS)]
+    return [Work(chat(one), {"max_new_tokens": 90}) for one in asked]
 
 
 class Text:

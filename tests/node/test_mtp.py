@@ -58,7 +58,7 @@ async def test_the_text_is_the_same_and_a_good_layer_saves_turns(
 
 @in_virtual_time
 async def test_an_eagle_head_guesses_at_the_last_hop(model: tuple[Founded, TinyModel, bool], tmp_path: Path) -> None:
-    """One that has its own embedding, and one that borrows the model's, which another node holds."""
+    """Heads with an embedding of their own, and without: that borrows the model's, which another node holds."""
     founded, tiny, knows = model
     head = save_eagle(tmp_path / "head", tiny.folder, knows=knows, embeds=not knows)
     async with swarm_of(founded, tmp_path, TWO, draft_model=str(head)) as (swarm, client):
