@@ -65,11 +65,13 @@ def save_eagle(folder: Path, main: Path, *, knows: bool = False, embeds: bool = 
     prefix = "model.layers.0."
     layer = {name: tensor for name, tensor in load_file(folder / WEIGHTS).items() if name.startswith(prefix)}
     for name, tensor in layer.items():
-        if "o_proj" in name or "down_proj" in name:
-            tensor.mul_(0.0 if knows else 5.0)
-        elif "norm" in name:
+        if "norm" in name:
             tensor.uniform_(0.5, 1.5)
-    fusion = torch.eye(width, 2 * width) if knows else torch.randn(width, 2 * width) * width**-0.5
+        elif not knows:
+            tensor.normal_(std=2 * tensor.shape[1] ** -0.5)  # large enough for each part to change guesses
+        elif "o_proj" in name or "down_proj" in name:
+            tensor.zero_()
+    fusion = torch.eye(width, 2 * width) if knows else torch.randn(width, 2 * width) * 2 * width**-0.5
     head = {
         f"layers.0.{name.removeprefix(prefix)}": tensor
         for name, tensor in layer.items()

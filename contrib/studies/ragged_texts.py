@@ -9,7 +9,7 @@ from the new logits. So each token shows alone whether its draw depends on the n
 Weights are unpacked, as with `run --products plain`.
 
 Prints JSON: for each kind of text and number of rows the tokens, those that differ, and their number per 100,000. `ties` counts
-the tokens whose two largest logits are less than 1e-5 apart in steps of one row.
+the tokens whose two largest logits are less than 1e-5 apart in steps of one row, and `near` those less than 0.1 apart.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from swarmnode.founding.model_source import open_model
 from tests.trained import SMOLLM2, trained
 
 WAYS = {"greedy": 0.0, "sampled": 0.8}  # their temperatures
-TIE = 1e-5  # difference of two logits
+TIE, NEAR = 1e-5, 0.1  # differences of two logits
 CACHE_BYTES = 1 << 28
 RENAMED_CHARS, RENAME = 240, "Write this text again, with `yield` for each `return`:"
 
@@ -117,6 +117,7 @@ def study(
         counts["tokens"] += len(text.ids)
         counts["texts"] += 1
         counts["ties"] += sum(gap < TIE for gap in text.gaps)
+        counts["near"] += sum(gap < NEAR for gap in text.gaps)
         for rows in options.rows:
             again = text.drawn_again(rows)
             differ[rows] += sum(one != other for one, other in zip(text.ids, again, strict=True))
