@@ -154,6 +154,12 @@ class StepFailed(SwarmnodeError):
     remedy = "Read the log of the peer that the error names: it may lack memory (--microbatch). The same command tries again."
 
 
+class LeaderLost(SwarmnodeError):
+    """The leader of an adapter's trainers has gone, or refuses this one. This trainer's last checkpoint stands."""
+
+    remedy = "Ask the leader to start again with `tune --share`, and join with the new ticket."
+
+
 class NetworkDown(SwarmnodeError):
     """The swarm cannot be reached from this machine: no bootstrap peer answers, or the local p2pd has ended."""
 

@@ -114,6 +114,9 @@ class FrameKind(IntEnum):
     UPDATED = 123
     GET_ADAPTER = 124
     ADAPTER_PIECE = 125
+    JOIN_TUNING = 126
+    TUNING_JOINED = 127
+    SHARE_PIECE = 128
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):

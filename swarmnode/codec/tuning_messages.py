@@ -1,4 +1,4 @@
-"""Bodies of `/swarmnode/tune/1`: tuning of adapters by the peers of a route (`protocol/tuning.md`).
+"""Bodies of `/swarmnode/tune/1` and `/swarmnode/cotune/1`: tuning of adapters by the peers of a route (`protocol/tuning.md`).
 
 OPEN_ADAPTER, ADAPTER_OPENED    owner and hop; their conversation carries all but the next three
 JOIN_ADAPTER                    a hop and the next one
@@ -8,6 +8,8 @@ TUNE_LOSS, TUNE_COUNTED         reports of the last hop and the first one
 GATHER, GATHERED                the square of the gradient, before an update
 UPDATE, UPDATED                 the update itself
 GET_ADAPTER, ADAPTER_PIECE      the state of a hop's layers, in pieces; the owner also sends pieces to load
+JOIN_TUNING, TUNING_JOINED      a trainer and the leader of several trainers of one adapter
+SHARE_PIECE                     gradients or changes of weights: a trainer's, and back the mean of all
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_fields import (
     MAX_MASK_BYTES,
     MAX_VALUES,
+    EncodedRun,
     Index,
     Norm,
     Number,
@@ -32,13 +35,17 @@ from swarmnode.codec.training_fields import (
 )
 
 TUNE_PROTOCOL = "/swarmnode/tune/1"
+COTUNE_PROTOCOL = "/swarmnode/cotune/1"
 MAX_RECIPE_BYTES = 4096
 MAX_WINDOW = 64  # microbatches in flight
 MAX_TUNED_POSITIONS = 1 << 20  # of one microbatch, all rows together
 MAX_ADAPTER_BYTES = 1 << 36  # of one hop's state
+MAX_INTERVAL = 1 << 16  # steps between two averagings of trainers
+MAX_SHARE_LABELS = 1 << 40  # of all trainers, between two averagings
 PIECE_BYTES = 1 << 20
 
 Bytes = Annotated[int, Meta(ge=0, le=MAX_ADAPTER_BYTES)]
+RecipeBytes = Annotated[bytes, Meta(min_length=1, max_length=MAX_RECIPE_BYTES)]
 
 
 class OpenAdapter(Body, frozen=True):
@@ -52,11 +59,12 @@ class OpenAdapter(Body, frozen=True):
     epoch: Epoch
     route: Route
     index: HopIndex  # the receiver's place in the route
-    recipe: Annotated[bytes, Meta(min_length=1, max_length=MAX_RECIPE_BYTES)]
+    recipe: RecipeBytes
     rows: Annotated[int, Meta(ge=1, le=MAX_ROWS)]
     positions: Annotated[int, Meta(ge=1, le=MAX_TUNED_POSITIONS)]
     window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)]
     codec: Code = 0  # of the values between hops
+    adapts: bool = False  # each hop chooses the codec of what it sends, as its link needs
 
     def check(self) -> None:
         check_route("OPEN_ADAPTER", self.route, self.index)
@@ -174,7 +182,8 @@ class GetAdapter(Body, frozen=True):
 class AdapterPiece(Body, frozen=True):
     """Piece of the tensors of one layer, as bytes of a safetensors file of `size` bytes. `last`: of the last layer.
 
-    Sent by the hop as the answer to GET_ADAPTER; sent by the client to load a state of the beginning of `step`.
+    Sent by the hop as the answer to GET_ADAPTER; sent by the client to load a state of the beginning of `step`, or `gradients` that
+    replace the hop's sums of that step. The leader of several trainers sends its state likewise.
     """
 
     step: Step
@@ -182,9 +191,46 @@ class AdapterPiece(Body, frozen=True):
     offset: Bytes
     size: Bytes
     last: bool = False
+    gradients: bool = False
 
     def check(self) -> None:
         check_rules("ADAPTER_PIECE", {"an offset within its size": self.offset <= self.size})
+
+
+class JoinTuning(Body, frozen=True):
+    """First frame of a trainer to the leader of an adapter's trainers: the `adapter` and the `secret` of the leader's ticket."""
+
+    adapter: SessionId
+    secret: SessionId
+
+
+class TuningJoined(Body, frozen=True):
+    """Answer to JOIN_TUNING: the encoded AdapterRecipe and Run, and how the trainers average.
+
+    With `every` 1 they average the gradients of each step, else the changes of their weights in `every` steps, encoded by `codec`.
+    """
+
+    recipe: RecipeBytes
+    run: EncodedRun
+    every: Annotated[int, Meta(ge=1, le=MAX_INTERVAL)] = 1
+    codec: Code = 0
+
+
+class SharePiece(Body, frozen=True):
+    """Piece of a vector of `size` bytes that ends `step`: a trainer's for the leader, or the mean for the trainers.
+
+    The vector strings together the tensors of all layers. `labels` is the number of labels that it is the mean over, and `loss` the
+    mean loss over them.
+    """
+
+    step: Step
+    offset: Bytes
+    size: Bytes
+    labels: Annotated[int, Meta(ge=0, le=MAX_SHARE_LABELS)]
+    loss: Number
+
+    def check(self) -> None:
+        check_rules("SHARE_PIECE", {"an offset within its size": self.offset <= self.size})
 
 
 TUNING_BODIES: dict[FrameKind, type[Body]] = {
@@ -202,4 +248,7 @@ TUNING_BODIES: dict[FrameKind, type[Body]] = {
     FrameKind.UPDATED: Updated,
     FrameKind.GET_ADAPTER: GetAdapter,
     FrameKind.ADAPTER_PIECE: AdapterPiece,
+    FrameKind.JOIN_TUNING: JoinTuning,
+    FrameKind.TUNING_JOINED: TuningJoined,
+    FrameKind.SHARE_PIECE: SharePiece,
 }

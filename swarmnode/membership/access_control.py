@@ -56,11 +56,12 @@ ANSWERS = {
     "audit": Role.VOLUNTEER,
     "train": Role.VOLUNTEER,
     "tune": Role.VOLUNTEER,
+    "cotune": Role.CLIENT,
     "spot-check": Role.VOLUNTEER,
     "state": Role.VOLUNTEER,
     "probe": Role.VOLUNTEER,
 }
-"""Least role that may answer a link of a protocol; BOOTSTRAP for the others, so never a client."""
+"""Least role that may answer a link of a protocol; BOOTSTRAP for the others."""
 
 
 @dataclass(eq=False)

@@ -111,6 +111,26 @@ async def until_first(*work: Awaitable[Any]) -> None:
         await cancel_and_wait(*tasks)
 
 
+async def unless_failed(work: Awaitable[T], failed: asyncio.Future[None], left_s: Callable[[], float]) -> T:
+    """Return the result of `work`, which is cancelled if anything else comes first.
+
+    Raises the error of `failed`, or asyncio.TimeoutError once `left_s()`, which may grow meanwhile, is no longer above 0.
+    """
+    working = asyncio.ensure_future(work)
+    try:
+        while not working.done():
+            if (timeout_s := left_s()) <= 0:
+                raise asyncio.TimeoutError
+            both: set[asyncio.Future[Any]] = {working, failed}
+            await asyncio.wait(both, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if failed.done():
+                failed.result()
+        return working.result()
+    finally:
+        if not working.cancel() and not working.cancelled():
+            working.exception()  # marks it as retrieved
+
+
 async def cancel_the_rest() -> None:
     """Cancel all tasks of this event loop but the current one, such as searches of the table without a caller, before the loop
     ends."""

@@ -30,12 +30,17 @@ def decode_recipe(raw: bytes) -> AdapterRecipe:
         raise ProtocolError(f"bad recipe: {error}") from None
 
 
-def pieces_of(step: int, unit: int, raw: bytes, *, ends: bool) -> Iterator[tuple[AdapterPiece, bytes]]:
-    """Yield the messages for the file of one layer at `step`, each with its payload. `ends`: it is the last layer."""
+def pieces_of(
+    step: int, unit: int, raw: bytes, *, ends: bool, gradients: bool = False
+) -> Iterator[tuple[AdapterPiece, bytes]]:
+    """Yield the messages for the file of one layer at `step`, each with its payload. `ends`: it is the last layer.
+
+    `gradients`: the file holds sums of gradients for a hop, in place of a state.
+    """
     for offset in range(0, max(1, len(raw)), PIECE_BYTES):
         piece = raw[offset : offset + PIECE_BYTES]
         is_last = ends and offset + len(piece) == len(raw)
-        yield AdapterPiece(step, unit, offset, len(raw), is_last), piece
+        yield AdapterPiece(step, unit, offset, len(raw), is_last, gradients), piece
 
 
 def decode_state(raw: bytes) -> dict[str, Tensor]:

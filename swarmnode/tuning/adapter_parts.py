@@ -90,6 +90,8 @@ class AdapterParts:
                 make = partial(_make, parts, device, narrowed(device.span, units), recipe, owner)
                 await device.executor.call(Urgency.FORWARD, make, kind="open an adapter", owner=owner)
             opened = cls(parts, owner)
+            for part in parts:
+                await opened._run(part, Urgency.FORWARD, part.trainer.prepare_by_piece())
             opened.pass_bytes = sum([await opened._on(part, part.trainer.activation_bytes, *size) for part in parts])
         except BaseException:
             for device in used:  # each behind a part that its thread still makes for a caller that was cancelled
@@ -205,10 +207,13 @@ class AdapterParts:
         part = self._part_of(unit)
         return await self._on(part, _saved, part, unit, part.trainer.gradients)
 
-    async def load(self, unit: int, raw: bytes) -> None:
-        """Take in the state of one layer; all are loaded with the last one. Raises ProtocolError if the state does not fit."""
+    async def load(self, unit: int, raw: bytes, *, gradients: bool = False) -> None:
+        """Take in the state of one layer, or its sums of gradients; all are loaded with the last one.
+
+        Raises ProtocolError if the tensors do not fit.
+        """
         part = self._part_of(unit)
-        await self._on(part, _load, part, unit, raw)
+        await self._on(part, _load, part, unit, raw, part.trainer.load_gradients if gradients else part.trainer.load)
 
     def _part_of(self, unit: int) -> _Part:
         return next(part for part in self._parts if unit in part.units)
@@ -280,11 +285,11 @@ def _saved(part: _Part, unit: int, tensors: Callable[[], Mapping[str, Tensor]]) 
     return raw
 
 
-def _load(part: _Part, unit: int, raw: bytes) -> None:
+def _load(part: _Part, unit: int, raw: bytes, load: Callable[[Mapping[str, Tensor]], None]) -> None:
     try:
         part.loading |= decode_state(raw)
         if unit == part.units[-1]:
             state, part.loading = part.loading, {}
-            part.trainer.load(state)
+            load(state)
     except CheckpointError as error:
         raise ProtocolError(f"a state that does not fit: {error}", code=ErrorCode.INVALID_REQUEST) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, Union
@@ -33,7 +33,7 @@ from swarmnode.codec.tuning_messages import (
     Update,
     Updated,
 )
-from swarmnode.compress.codecs import Encoded, decode_values, encode_values
+from swarmnode.compress.codecs import Encoded, decode_values, describe_values, encode_values
 from swarmnode.compute.training.saved_activations import Gradients, is_finite
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import (
@@ -48,9 +48,10 @@ from swarmnode.errors import (
 )
 from swarmnode.ledger import Account
 from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
-from swarmnode.net.interfaces import Buffer
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
+from swarmnode.plan.compression import Controller, Look
 from swarmnode.tuning.adapter_bytes import pieces_of
 from swarmnode.tuning.adapter_parts import AdapterParts
 
@@ -75,14 +76,63 @@ class AdapterHost(Protocol):
     def note_pass(self, phase: str, seconds: float, adapter: HeldAdapter) -> None:
         """Count a pass of one microbatch, which took `seconds` with its waiting."""
 
+    def bandwidth_bps(self, peer: PeerId) -> float | None:
+        """Return the rate of large frames to a peer in bits/s; None if unknown."""
+
+
+class HopCodecs:
+    """Codecs of the values that one hop sends on and back: one for all, or as each link needs among those that are `allowed`.
+
+    `hear` is called on the event loop, `encode` on the device's thread.
+    """
+
+    def __init__(self, opened: OpenAdapter, allowed: Collection[int]) -> None:
+        self._fixed = None if opened.adapts else Codec(opened.codec)
+        self._controllers = {direction: Controller(allowed) for direction in (FORWARD, BACKWARD)}
+        self._bandwidths_bps: dict[str, float | None] = {}
+        self._counted_s: list[float] = []  # when the microbatches of the step were counted
+        self._beat_s = 0.0  # between two microbatches in the last step
+
+    def __repr__(self) -> str:
+        return f"<HopCodecs {self._fixed or self._controllers}>"
+
+    def hear(self, direction: str, bandwidth_bps: float | None) -> None:
+        """Note the bandwidth of the link in a direction."""
+        self._bandwidths_bps[direction] = bandwidth_bps
+
+    def count(self, now_s: float) -> None:
+        """Note that a microbatch is counted at `now_s`."""
+        self._counted_s.append(now_s)
+
+    def end_step(self) -> None:
+        """Take the mean time between the step's microbatches for that of the next step's."""
+        if len(self._counted_s) > 1:
+            self._beat_s = (self._counted_s[-1] - self._counted_s[0]) / (len(self._counted_s) - 1)
+        self._counted_s = []
+
+    def encode(self, values: Values, direction: str) -> Encoded:
+        """Return descriptors and payloads of values."""
+        codec = self._fixed
+        if codec is None:
+            look = Look(describe_values(values), self._bandwidths_bps.get(direction), self._beat_s)
+            codec = self._controllers[direction].look(look).codec
+        return encode_values(values, codec)
+
 
 class HeldAdapter:
     """Adapter on this node, from `start` to `end`. `place` is its place among those of the node."""
 
     def __init__(
-        self, host: AdapterHost, channel: Channel, opened: OpenAdapter, parts: AdapterParts, place: object
+        self,
+        host: AdapterHost,
+        channel: Channel,
+        opened: OpenAdapter,
+        parts: AdapterParts,
+        place: object,
+        codecs: HopCodecs,
     ) -> None:
         self.opened = opened
+        self._codecs = codecs
         self._clock = asyncio.get_running_loop().time
         self.owner = channel.peer
         self.ended = False
@@ -102,6 +152,7 @@ class HeldAdapter:
         self._obeys = False  # whether a command of the owner is under way
         self._loading = bytearray()  # the beginning of the file of layer `_due`
         self._due = self.hop.start
+        self._loads_gradients = False  # whether the pieces that come are gradients, not a state
         self._loaded_bytes = 0  # of the files of the present state before it
         self._memory = host.switchboard.ledger.count(Account.CHECKPOINTS)  # of a state that comes or goes
         self._before: Channel | None = None  # from the previous hop
@@ -292,6 +343,7 @@ class HeldAdapter:
         """Take one microbatch there and, if it learns, back."""
         key, number, began_s = (body.step, body.number), body.number, self._clock()
         came = partial(self._decoded, body.values, payload, self._sender)
+        self._hear_links()
         gradients: Sent = None
         try:
             await self._until(lambda: self._step == body.step)
@@ -306,6 +358,7 @@ class HeldAdapter:
                     gradients = await self._turn(number, await answering)
             if body.learns:
                 self._counted |= 1 << number
+                self._codecs.count(self._clock())
         finally:
             self._present.discard(key)
             self._labels.pop(key, None)
@@ -314,6 +367,13 @@ class HeldAdapter:
             self._note_change()
         if body.learns and not self.ended:
             self._answer(body, gradients)
+
+    def _hear_links(self) -> None:
+        """Note the bandwidths of the links to the hops beside this one."""
+        if self.opened.adapts and not self._is_last:
+            self._codecs.hear(FORWARD, self._host.bandwidth_bps(self._next_peer))
+        if self.opened.adapts and self.opened.index:
+            self._codecs.hear(BACKWARD, self._host.bandwidth_bps(self._sender))
 
     def _answer(self, body: TuneInput, gradients: Sent) -> None:
         """Report a counted microbatch: to the owner from the first hop, else with the gradients to the previous hop."""
@@ -385,14 +445,14 @@ class HeldAdapter:
         return values
 
     def _encoded(self, values: Values) -> Encoded:
-        return encode_values(values, Codec(self.opened.codec))
+        return self._codecs.encode(values, FORWARD)
 
     def _encoded_gradients(self, gradients: Gradients) -> Sent:
         """Encode the gradients for the previous hop; None at the first hop, since the owner has no use for them."""
         if self.opened.index == 0:
             return None
         present = tuple(one is not None for one in gradients)
-        return present, self._encoded(tuple(one for one in gradients if one is not None))
+        return present, self._codecs.encode(tuple(one for one in gradients if one is not None), BACKWARD)
 
     # -- steps
 
@@ -431,6 +491,7 @@ class HeldAdapter:
         if self._is_computing:
             raise ProtocolError(f"step {body.step} is not complete here")
         await self._parts.step(body.step, body.learning_rate, body.scale)
+        self._codecs.end_step()
         self._begin(body.step + 1)
         self._channel.send(Updated(self._step), at_once=True)
 
@@ -448,10 +509,14 @@ class HeldAdapter:
         self._memory.release()
 
     def _load(self, body: AdapterPiece, payload: Buffer) -> None:
-        """Take a piece of a state, whose layers come in order. Each layer is loaded once its last piece is here."""
+        """Take a piece of a state or of gradients, whose layers come in order. Each layer is loaded once its last piece is here."""
         came = len(self._loading) + len(payload)
         is_over = came == body.size and body.unit == self._parts.units[-1]
-        if self._present or body.unit != self._due or body.offset != len(self._loading) or body.last != is_over:
+        is_due = body.unit == self._due and body.offset == len(self._loading) and body.last == is_over
+        if self._due == self.hop.start and not self._loading:
+            self._loads_gradients = body.gradients
+        is_same = body.gradients == self._loads_gradients and (not body.gradients or body.step == self._step)
+        if self._present or not is_due or not is_same:
             self._fail(ProtocolError("a piece of a state that does not belong here"))
         elif came > body.size or self._loaded_bytes + body.size > self._parts.most_state_bytes:
             self._fail(ProtocolError("a state larger than the adapter", code=ErrorCode.TOO_LARGE))
@@ -468,9 +533,10 @@ class HeldAdapter:
             self._spawn(self._loaded(body, raw))
 
     async def _loaded(self, body: AdapterPiece, raw: bytes) -> None:
-        await self._parts.load(body.unit, raw)
+        await self._parts.load(body.unit, raw, gradients=body.gradients)
         if body.last:
-            self._begin(body.step)
+            if not body.gradients:
+                self._begin(body.step)
             self._loaded_bytes = 0
             self._memory.release()
             self._channel.send(Updated(self._step), at_once=True)

@@ -26,7 +26,7 @@ from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.plan.view import Span
 from swarmnode.tuning.adapter_bytes import decode_recipe
 from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice
-from swarmnode.tuning.held_adapter import HeldAdapter
+from swarmnode.tuning.held_adapter import HeldAdapter, HopCodecs
 
 ADAPTERS, ADAPTERS_OF_PEER = 16, 4
 WATCH_S = 5.0
@@ -130,6 +130,12 @@ class TuningServer:
         self.meter.note_hop(phase, seconds)
         self.meter.note_pass(phase, seconds, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
 
+    def bandwidth_bps(self, peer: PeerId) -> float | None:
+        """Return the rate of large frames to a peer, at most that of this node's limit, in bits/s; None if it is unknown."""
+        links = self._peer.link_config
+        limit_bps = 0.0 if links.rate_limiter is None else links.rate_limiter.rate_bps
+        return min((bps for bps in (limit_bps, links.link_statistics.up_bps_to(peer)) if bps > 0), default=None)
+
     # -- incoming conversations
 
     def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
@@ -187,7 +193,7 @@ class TuningServer:
             raise
         finally:
             self._opening.discard(key)
-        adapter = self._adapters[key] = HeldAdapter(self, channel, body, parts, place)
+        adapter = self._adapters[key] = HeldAdapter(self, channel, body, parts, place, HopCodecs(body, self._codecs))
         self._idle.clear()
         self._watch()
         adapter.start()

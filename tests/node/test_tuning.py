@@ -24,7 +24,7 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import ServerConfig
 from swarmnode.data.rules import DataRules, DataSummary
-from swarmnode.errors import Busy, NoRoute, NotFinite, UsageError
+from swarmnode.errors import Busy, LeaderLost, NoRoute, NotFinite, UsageError
 from swarmnode.ledger import Account
 from swarmnode.net.memory.medium import Path as NetworkPath
 from swarmnode.swarm.records.manifest import FileContent
@@ -310,6 +310,43 @@ async def test_machines_without_room_are_not_asked_for_ever(
         with pytest.raises(Busy, match=r"have no room at the moment: .*BUSY"):
             await tuned(swarm, settings_in(tmp_path), Heard())
         assert asyncio.get_running_loop().time() - began_s < 90
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@in_virtual_time
+async def test_two_trainers_with_the_same_data_draw_the_curve_of_one_though_one_loses_a_hop(
+    founded: Founded, alone: dict[int, float], tmp_path: Path, every: int
+) -> None:
+    async with (
+        swarm_of(founded, tmp_path, TWO_BY_TWO) as swarm,
+        owner_of(swarm, "leader") as leader,
+        owner_of(swarm, "friend") as friend,
+    ):
+
+        def strike() -> None:
+            struck.append(asyncio.ensure_future(swarm.member(second.plans[-1].hops[1].hop.peer).kill()))
+
+        struck: list[asyncio.Future[Any]] = []
+        first, second, news = Heard(), Heard(at=2, strike=strike), asyncio.Queue[str]()
+        settings = replace(settings_in(tmp_path), trainers=2, average_every=every)
+        leading = asyncio.ensure_future(
+            leader.tune(settings, first, asyncio.Event(), first.plans.append, news.put_nowait)
+        )
+        ticket = (await news.get()).split()[-1]
+        led = replace(
+            settings_in(tmp_path, AdapterRecipe(), steps=1), ticket=ticket, out=tmp_path / "friends", compress="auto"
+        )
+        following = asyncio.ensure_future(friend.tune(led, second, asyncio.Event(), second.plans.append))
+        done = await asyncio.gather(leading, following)
+        await asyncio.gather(*struck)
+        assert [one.steps for one in done] == [STEPS, STEPS] and done[1].rewinds >= 1
+        assert done[1].steps_lost <= (0 if every == 1 else 2)
+        for heard in (first, second):
+            assert heard.losses == pytest.approx(alone, rel=1e-5)
+        adapters = [(folder / "adapter_model.safetensors").read_bytes() for folder in (settings.out, led.out)]
+        assert adapters[0] == adapters[1]
+        with pytest.raises(LeaderLost, match="cannot be reached"):
+            await friend.tune(replace(led, out=tmp_path / "late"), Heard(), asyncio.Event())
 
 
 @in_virtual_time

@@ -199,6 +199,8 @@ async def test_a_peer_has_so_many_adapters_and_no_more(span: ModelSpan) -> None:
         ("foreign state", ErrorCode.INVALID_REQUEST),
         ("large state", ErrorCode.TOO_LARGE),
         ("layers out of order", ErrorCode.MALFORMED),
+        ("gradients of another step", ErrorCode.MALFORMED),
+        ("gradients and a state", ErrorCode.MALFORMED),
         ("commands at once", ErrorCode.MALFORMED),
         ("labels of another step", ErrorCode.MALFORMED),
     ],
@@ -228,6 +230,11 @@ async def test_an_owner_that_breaks_a_rule_loses_its_adapter(span: ModelSpan, wh
                 talk.send(AdapterPiece(0, unit, 0, 16, unit == UNITS - 1), [bytes(16)])
         elif what == "layers out of order":
             talk.send(AdapterPiece(0, 1, 0, 16), [bytes(16)])
+        elif what == "gradients of another step":
+            talk.send(AdapterPiece(1, 0, 0, 16, False, True), [bytes(16)])
+        elif what == "gradients and a state":
+            talk.send(AdapterPiece(0, 0, 0, 16, False, True), [bytes(8)])
+            talk.send(AdapterPiece(0, 0, 8, 16, False, False), [bytes(8)])
         elif what == "commands at once":
             for _ in range(2):
                 talk.send(GetAdapter(0))

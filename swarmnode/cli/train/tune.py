@@ -102,6 +102,36 @@ class TuneAlone:
 
 
 @dataclass(frozen=True)
+class TuneTogether:
+    """Options of a tuning that has several trainers."""
+
+    share: bool = option(False, "Let others train this adapter with their data: print a ticket for them.", "--share")
+    trainers: int = option(1, "With --share: begin once this many trainers are there.", min=1, max=16)
+    average_every: int = option(1, "With --share: steps between two averagings of the trainers.", min=1, max=65536)
+    average_codec: str = option(
+        "none", "With --share: codec of averaging.", choices=("none", "bf16", "fp16", "int8", "int4", "int2")
+    )
+    join: str = option(
+        "", "Train the adapter of another trainer, by its ticket and settings.", metavar="TICKET", show_default=False
+    )
+
+    def settings(self, *led: bool) -> dict[str, Any]:
+        """Return fields of TuneSettings. `led`: whether options are given that a leader decides. Raises UsageError."""
+        if self.join and (self.share or any(led)):
+            raise UsageError(
+                "--join takes the leader's settings: leave out --share and options of the adapter and the steps"
+            )
+        if not self.share and dataclasses.replace(self, join="") != TuneTogether():
+            raise UsageError("--trainers, --average-every and --average-codec need --share")
+        return {
+            "trainers": self.trainers * self.share,
+            "ticket": self.join,
+            "average_every": self.average_every,
+            "average_codec": self.average_codec,
+        }
+
+
+@dataclass(frozen=True)
 class TuneOutput:
     """Options of the output, and of the values on their way between machines."""
 
@@ -109,7 +139,9 @@ class TuneOutput:
     force: bool = option(False, "Replace an adapter in --out.")
     window: int = option(4, "Microbatches in flight at once.", min=1, max=64)
     codec: str = option(
-        "none", "How values between machines are encoded.", choices=("none", "bf16", "fp16", "int8", "int4")
+        "none",
+        "How values between machines are encoded; auto lets each machine choose for its links.",
+        choices=("none", "auto", "bf16", "fp16", "int8", "int4"),
     )
 
     @property
@@ -128,6 +160,7 @@ def tune(
     adapter: AdapterOptions,
     steps: TuneSteps,
     output: TuneOutput,
+    together: TuneTogether,
     alone: TuneAlone,
     trust: Trust = TRUST,
     records: RecordOptions,
@@ -151,8 +184,9 @@ def tune(
         source.path,
         adapter.recipe(steps),
         steps.run(),
-        source.rules(steps.steps),
+        source.rules(1 if together.join else steps.steps),
         output.folder,
+        **together.settings(adapter != AdapterOptions(), steps != TuneSteps(), alone.local),
         window=output.window,
         compress=output.codec,
         force=output.force,
@@ -195,7 +229,7 @@ def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdap
     async def with_others(meter: TrainerMeter, stop: asyncio.Event) -> TunedAdapter:
         join = TuningClient.join(place.swarm, watch.home, patience_s=place.patience_s, trust=place.trust)
         async with await join as client, watch.over(name, lambda: [*meter.readings(), *client.readings()]):
-            return await client.tune(settings, meter, stop, tell)
+            return await client.tune(settings, meter, stop, tell, view.note)
 
     async def here(meter: TrainerMeter, stop: asyncio.Event) -> TunedAdapter:
         threads = place.alone.threads or None
@@ -228,6 +262,6 @@ def _say_the_end(done: TunedAdapter, steps: int, settings: TuneSettings, *, as_j
         fail(f"stopped after {done.steps} of {counted(steps, 'step')}{lost}; the same command continues")
     else:
         say(f"Done: {counted(done.steps, 'step')}{lost}; the adapter is in {settings.out}", err=as_json)
-        if settings.recipe.method != "prompt":
+        if done.method != "prompt":
             path = settings.out if settings.out.is_absolute() else f"./{settings.out}"
             say(f"generate and chat take it with --adapter {path}", err=as_json)

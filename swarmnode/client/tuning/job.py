@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from swarmnode.client.training.listener import EarlyStopping, Listener
-from swarmnode.client.training.preparation import prepare_text
+from swarmnode.client.training.preparation import NO_DATA, prepare_text
 from swarmnode.client.tuning.plan import TuningPlan, plan_of
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.targets import check_targets
 from swarmnode.compute.training.datasets.batches import Batches
+from swarmnode.counting import counted
 from swarmnode.data.rules import DataRules
-from swarmnode.errors import UsageError
+from swarmnode.errors import LeaderLost, UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.manifest import CAUSAL_LM, SERVE, Manifest
+from swarmnode.swarm.records.recipe import RECIPE
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.small_files import check_free
 from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.tuning.client.averaging import Partners
 from swarmnode.tuning.client.output import write_adapter
 from swarmnode.tuning.client.saved_tuning import SavedTuning
+from swarmnode.tuning.client.shared_tuner import SharedTuner
 from swarmnode.tuning.client.tuner import AdapterRoute, AdapterTuner, RouteOpener
 
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """Settings of a tuning. `run` counts steps and sizes and has the learning rate; `window` microbatches are in flight at once."""
+    """Settings of a tuning. `run` counts steps and sizes and has the learning rate; `window` microbatches are in flight at once.
+
+    With `trainers` above 0 this is the leader of several trainers, and begins once that many are there. With a `ticket` it follows
+    the leader that gave it, whose recipe and run replace these. They average every `average_every` steps.
+    """
 
     data: Path
     recipe: AdapterRecipe
@@ -41,11 +51,21 @@ class TuneSettings:
     window: int = 4
     compress: str = "none"  # of values between hops
     force: bool = False
+    trainers: int = 0
+    ticket: str = ""
+    average_every: int = 1
+    average_codec: str = "none"
     eval_patience: int = 0  # evaluations without a lower loss of held-out data, after which the tuning ends; 0: never
 
     def check(self) -> None:
         """Raise UsageError if the output folder holds something else."""
         check_free(self.out, force=self.force)
+
+    def as_led(self, recipe: AdapterRecipe, run: Run) -> TuneSettings:
+        """Return the settings of a follower: the leader's recipe and run, with data of its own."""
+        own = msgspec.structs.replace(run.known_recipe, evaluate_every=0, evaluation=0)
+        run = msgspec.structs.replace(run, data=NO_DATA, schedule=RECIPE, recipe=own, label_weights=msgspec.UNSET)
+        return replace(self, recipe=recipe, run=run)
 
     @property
     def state_file(self) -> Path:
@@ -57,13 +77,14 @@ class TuneSettings:
 class TunedAdapter:
     """Result of a tuning: the number of steps that are done, and how many were computed again after faults.
 
-    `stopped` says why the adapter was written before the last step; empty if it was not.
+    `stopped` says why the adapter was written before the last step; empty if it was not. `method` is the adapter's.
     """
 
     steps: int
     rewinds: int
     steps_lost: int
     stopped: str = ""
+    method: str = field(default="lora", compare=False)
 
 
 def check_tunes(manifest: Manifest) -> None:
@@ -110,12 +131,13 @@ class TuningJob:
         on_plan: Callable[[TuningPlan], None],
         peers: Callable[[], Mapping[PeerId, Announcement]],
         clock: Callable[[], float],
+        partners: Partners | None = None,
     ) -> TunedAdapter:
-        """Go on from the checkpoint, if there is one, until the run is over or `stop` is set.
+        """Go on from the checkpoint, if there is one, until the run is over or `stop` is set. `partners` are other trainers.
 
-        The output is written at the end of the run, also at an early one by `settings.eval_patience`.
+        The output is written at the end of the run, also at an early one by `settings.eval_patience` or by the leader.
 
-        Raises UsageError if the checkpoint is of another job, NotFinite, NoRoute, Busy, LocalError if the disk is full.
+        Raises UsageError if the checkpoint is of another job, NotFinite, NoRoute, Busy, LocalError if the disk is full, LeaderLost.
         """
         settings, run = self.settings, self.run
         saved = SavedTuning(settings.state_file, self.base, settings.recipe, run)
@@ -127,7 +149,8 @@ class TuningJob:
         def opened(route: AdapterRoute) -> None:
             on_plan(plan_of(settings.recipe, run, route.sizes, peers(), window=settings.window))
 
-        tuner = AdapterTuner(
+        make = AdapterTuner if partners is None else partial(SharedTuner, partners=partners)
+        tuner = make(
             routes,
             settings.recipe,
             run,
@@ -138,11 +161,17 @@ class TuningJob:
             clock=clock,
             state=state,
         )
-        steps = await tuner.tune(stop)
-        is_over = steps == run.steps or bool(early.stopped)
+        try:
+            steps = await tuner.tune(stop)
+        except LeaderLost as lost:
+            steps = 0 if tuner.state is None else tuner.state.step
+            kept = f"; the state after {counted(steps, 'step')} is in {settings.state_file}" if steps else ""
+            raise LeaderLost(f"{lost}{kept}") from lost
+        why = early.stopped or tuner.ended
+        is_over = steps == run.steps or bool(why)
         if is_over and tuner.state is not None:
             write = partial(write_adapter, self.family, settings.recipe, tuner.state, settings.out, base=self.name)
             await asyncio.to_thread(write)
             settings.state_file.unlink(missing_ok=True)
-        stopped = early.stopped if steps < run.steps and tuner.state is not None else ""
-        return TunedAdapter(steps, tuner.rewinds, tuner.steps_lost, stopped)
+        stopped = why if steps < run.steps and tuner.state is not None else ""
+        return TunedAdapter(steps, tuner.rewinds, tuner.steps_lost, stopped, settings.recipe.method)

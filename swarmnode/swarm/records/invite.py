@@ -91,9 +91,14 @@ def encode_invite(invite: Invite) -> str:
     """Return the line of text to hand out. Raises UsageError if the invite is not valid."""
     body = msgspec.msgpack.encode(invite)
     _check(invite)
-    data = hashlib.sha256(body).digest()[:CHECKSUM_BYTES] + body
     version = OWNED_VERSION if isinstance(invite, OwnedInvite) else VERSION
-    return f"{PREFIX}{version}{base64.b32encode(data).decode().rstrip('=').lower()}"
+    return f"{PREFIX}{version}{as_text(body)}"
+
+
+def as_text(body: bytes) -> str:
+    """Return a record as base32 text with its checksum, to hand out."""
+    data = hashlib.sha256(body).digest()[:CHECKSUM_BYTES] + body
+    return base64.b32encode(data).decode().rstrip("=").lower()
 
 
 def decode_invite(text: str) -> Invite:
@@ -105,7 +110,7 @@ def decode_invite(text: str) -> Invite:
     decoder = next((decoder for version, decoder in _decoders.items() if line.startswith(f"{PREFIX}{version}")), None)
     if decoder is None:
         raise UsageError(_foreign(line))
-    body = _checked_body(line[len(PREFIX) + 1 :])
+    body = from_text(line[len(PREFIX) + 1 :], "invite")
     try:
         invite: Invite = decoder.decode(body)
     except DECODE_ERRORS as error:
@@ -121,14 +126,15 @@ def _foreign(line: str) -> str:
     return f"this invite has version {version[1]}, this swarmnode knows {VERSION} and {OWNED_VERSION}: upgrade, or ask for another"
 
 
-def _checked_body(encoded: str) -> bytes:
+def from_text(encoded: str, kind: str) -> bytes:
+    """Return the record that `as_text` made a text of. Raises UsageError, naming its `kind`, if the text is damaged."""
     try:
         data = base64.b32decode(encoded.upper() + "=" * (-len(encoded) % 8))
     except (binascii.Error, ValueError):
-        raise UsageError("this invite is damaged: a character is missing or wrong; copy it again") from None
+        raise UsageError(f"this {kind} is damaged: a character is missing or wrong; copy it again") from None
     checksum, body = data[:CHECKSUM_BYTES], data[CHECKSUM_BYTES:]
     if hashlib.sha256(body).digest()[:CHECKSUM_BYTES] != checksum:
-        raise UsageError("this invite is damaged: checksum does not match; copy it again")
+        raise UsageError(f"this {kind} is damaged: checksum does not match; copy it again")
     return body
 
 

@@ -63,10 +63,10 @@ class LocalRoute:
         give = self._parts.gradients if gradients else self._parts.state
         return AdapterState(step, {unit: await give(unit) for unit in self._parts.units})
 
-    async def load(self, state: AdapterState) -> None:
-        """Go on from a state."""
+    async def load(self, state: AdapterState, *, gradients: bool = False) -> None:
+        """Go on from a state, or replace the sums of gradients."""
         for unit, raw in sorted(state.layers.items()):
-            await self._parts.load(unit, raw)
+            await self._parts.load(unit, raw, gradients=gradients)
 
     async def close(self) -> None:
         """Free the adapter."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.body import SESSION_ID_BYTES, HopSpec
-from swarmnode.codec.tensors import codec_named
+from swarmnode.codec.tensors import AUTO, codec_named
 from swarmnode.codec.tuning_messages import OpenAdapter
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, NotFinite, PeerError, PeerRefused, UsageError
@@ -34,12 +34,14 @@ class AdapterRequest:
     positions: int
     window: int
     codec: int = 0
+    adapts: bool = False
 
     @classmethod
     def of(cls, recipe: AdapterRecipe, size: tuple[int, int], window: int, compress: str) -> AdapterRequest:
-        """Return a request with a new id. `size` is the rows and positions of a microbatch, `compress` the name of a codec."""
+        """Return a request with a new id. `size` is the rows and positions of a microbatch, `compress` the name of a
+        codec, or auto."""
         adapter = secrets.token_bytes(SESSION_ID_BYTES)
-        return cls(adapter, encode_recipe(recipe), *size, window, codec_named(compress))
+        return cls(adapter, encode_recipe(recipe), *size, window, codec_named(compress), compress == AUTO)
 
     def to(self, route: Sequence[HopSpec], epoch: int) -> OpenAdapter:
         """Return the message for the first hop of `route`."""
@@ -53,6 +55,7 @@ class AdapterRequest:
             self.positions,
             self.window,
             self.codec,
+            self.adapts,
         )
 
 

@@ -9,7 +9,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -35,7 +35,7 @@ from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode, NetworkDown, PeerLost, ProtocolError, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.net.tasks import cancel_and_wait, unless_failed
 from swarmnode.tuning.adapter_bytes import pieces_of
 from swarmnode.tuning.client.state_shapes import StateShapes
 
@@ -238,15 +238,16 @@ class TunedRoute:
             finally:
                 del self._waits[one.number]
 
-    async def load(self, state: AdapterState) -> None:
-        """Go on from a state: the hops forget the sums of gradients."""
+    async def load(self, state: AdapterState, *, gradients: bool = False) -> None:
+        """Go on from a state: the hops forget the sums of gradients. With `gradients`, replace these sums, and nothing else."""
         await self._settle()
         answers = []
         for hop in self._hops:
             answers.append(self._expect(hop))
             units = [unit for unit in sorted(state.layers) if hop.spec.start <= unit < hop.spec.end]
             for unit in units:
-                for message, piece in pieces_of(state.step, unit, state.layers[unit], ends=unit == units[-1]):
+                raw, ends = state.layers[unit], unit == units[-1]
+                for message, piece in pieces_of(state.step, unit, raw, ends=ends, gradients=gradients):
                     hop.channel.send(message, payload=[piece])
                     await self._wait(hop.channel.drain())
         for answer in answers:
@@ -350,22 +351,11 @@ class TunedRoute:
 
     async def _wait(self, work: Awaitable[T]) -> T:
         """Wait for `work`. Raises the error of a hop that fails, or PeerLost if all hops are silent for too long."""
-        working: asyncio.Future[Any] = asyncio.ensure_future(work)
         self._heard_s = max(self._heard_s, self._loop.time())
         try:
-            while not working.done():
-                left_s = self._heard_s + self._patience_s - self._loop.time()
-                if left_s <= 0:
-                    raise PeerLost("no hop answers although all links are alive")
-                both: set[asyncio.Future[Any]] = {working, self._failed}
-                await asyncio.wait(both, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-                if self._failed.done():
-                    self._failed.result()
-            result: T = working.result()
-            return result
-        finally:
-            if not working.done():
-                working.cancel()
+            return await unless_failed(work, self._failed, lambda: self._heard_s + self._patience_s - self._loop.time())
+        except asyncio.TimeoutError:
+            raise PeerLost("no hop answers although all links are alive") from None
 
     @property
     def _patience_s(self) -> float:

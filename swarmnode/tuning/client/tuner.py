@@ -22,6 +22,7 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.compute.training.optimizer import clip_factor
+from swarmnode.data.rows import NO_LABEL
 from swarmnode.errors import NetworkDown, PeerError, ProtocolError
 from swarmnode.swarm.records.run import Run
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
@@ -54,8 +55,8 @@ class AdapterRoute(Protocol):
     async def fetch(self, step: int, *, gradients: bool = False) -> AdapterState:
         """Return the state at the beginning of `step`, or the sums of gradients in it."""
 
-    async def load(self, state: AdapterState) -> None:
-        """Go on from a state, without gradients."""
+    async def load(self, state: AdapterState, *, gradients: bool = False) -> None:
+        """Go on from a state, without gradients; or replace the sums of gradients, and nothing else."""
 
     async def close(self) -> None:
         """Free the adapter."""
@@ -74,6 +75,22 @@ class RouteOpener(Protocol):
         """Note that the last route has finished a step that none had finished before."""
 
 
+@dataclass(frozen=True)
+class ComputedStep:
+    """Step whose gradient the route has: its mean loss over `labels` labels, and the norm of the gradient before clipping.
+
+    `held_out` has the losses and labels of held-out microbatches. `began_s` and `ended_s` are the times of its begin and its end.
+    """
+
+    number: int
+    loss: float
+    labels: int
+    norm: float
+    held_out: Sequence[tuple[float, int]]
+    began_s: float
+    ended_s: float = 0.0
+
+
 @dataclass(eq=False)
 class AdapterTuner:
     """Trainer of one adapter. `state` is the last checkpoint, None before the first; `on_state` is called with each new one."""
@@ -89,6 +106,7 @@ class AdapterTuner:
     state: AdapterState | None = None
 
     def __post_init__(self) -> None:
+        self.ended = ""  # why another trainer ended the tuning before its last step
         self.rewinds = 0
         self.steps_lost = 0  # computed again after faults
         self._step = 0 if self.state is None else self.state.step
@@ -104,7 +122,7 @@ class AdapterTuner:
         Raises NotFinite, UsageError, NoRoute, Busy. The last checkpoint stands then.
         """
         try:
-            while self._saved_step < self.run.steps and not (stop.is_set() and self._saved_step == self._step):
+            while not self._is_over and not (stop.is_set() and self._saved_step == self._step):
                 try:
                     await self._go_on(stop)
                 except (PeerError, NetworkDown) as error:
@@ -116,42 +134,71 @@ class AdapterTuner:
         return self._saved_step
 
     @property
+    def _is_over(self) -> bool:
+        return self._saved_step == self.run.steps
+
+    @property
     def _saved_step(self) -> int:
         return 0 if self.state is None else self.state.step
 
     async def _go_on(self, stop: asyncio.Event) -> None:
-        """Compute a step, unless `stop` is set, and fetch a checkpoint if one is due."""
+        """Compute a step, unless `stop` is set, fetch a checkpoint if one is due, and report the step."""
         if self._route is None:
             self._route = await self.opener.open(self.state)
             self.on_open(self._route)
+            await self._catch_up(self._route)
         route = self._route
-        if not stop.is_set():
-            await self._compute(route)
-        is_due = self._step % self.run.checkpoint_steps == 0 or self._step == self.run.steps
-        if is_due or route.leaving or stop.is_set():
-            self.state = await route.fetch(self._step)
-            await self.on_state(self.state)
+        is_over = stop.is_set() or self._step == self.run.steps
+        done = None if is_over else await self._update(route, await self._compute(route))
+        ended_s = self.clock()
+        if self._saved_step < self._step and (self._is_checkpoint_due or route.leaving or stop.is_set()):
+            await self._save(await route.fetch(self._step))
+        if done is not None:
+            self._report(replace(done, ended_s=ended_s))
         if route.leaving:
             await self._leave()
 
-    async def _compute(self, route: AdapterRoute) -> None:
-        run, step, began_s = self.run, self._step, self.clock()
+    async def _catch_up(self, route: AdapterRoute) -> None:
+        """Do what a route that was just opened needs beside its state: nothing here."""
+
+    @property
+    def _is_checkpoint_due(self) -> bool:
+        return self._step % self.run.checkpoint_steps == 0 or self._step == self.run.steps
+
+    async def _save(self, state: AdapterState) -> None:
+        self.state = state
+        await self.on_state(state)
+
+    async def _compute(self, route: AdapterRoute) -> ComputedStep:
+        """Have the route compute the losses and the gradient of the present step."""
+        step, began_s = self._step, self.clock()
         microbatches = await self._microbatches()
         found, norm = await route.gradient(step, microbatches)
         self._check_labels(route, microbatches, found)
-        loss = math.fsum(found[one.number][0] * one.share for one in microbatches if one.learns)
+        learnt = [one for one in microbatches if one.learns]
+        loss = math.fsum(found[one.number][0] * one.share for one in learnt)
+        labels = sum(int((one.labels[0] != NO_LABEL).sum()) for one in learnt)
         held_out = [found[one.number] for one in microbatches if not one.learns]
-        await route.update(step, run.learning_rate_at(step), clip_factor(self.recipe.clip, norm))
+        return ComputedStep(step, loss, labels, norm, held_out, began_s)
+
+    async def _update(self, route: AdapterRoute, done: ComputedStep) -> ComputedStep:
+        """Update the adapter by the gradient of a step. Returns the step as it has to be reported."""
+        await self._update_by(route, done.number, done.norm)
+        return await self._evaluated(route, done)
+
+    async def _update_by(self, route: AdapterRoute, step: int, norm: float) -> None:
+        """Update the adapter by the gradient at the route, whose norm is `norm`."""
+        await route.update(step, self.run.learning_rate_at(step), clip_factor(self.recipe.clip, norm))
         self._step = step + 1
-        if self._step == run.steps and run.passes(run.steps):  # held-out data by the final weights
-            microbatches = await self._microbatches()
-            found = await route.compute(run.steps, microbatches)
-            self._check_labels(route, microbatches, found)
-            held_out = [*found.values()]
-        if self._step > self._reported:  # else the faults of a later step would be forgiven each time
-            self._reported = self._step
-            self.opener.succeeded()
-            self._report(step, loss, norm, self.clock() - began_s, held_out)
+
+    async def _evaluated(self, route: AdapterRoute, done: ComputedStep) -> ComputedStep:
+        """Return the step, whose update is done; the last one with the losses of held-out data by the final weights."""
+        if self._step < self.run.steps or not self.run.passes(self.run.steps):
+            return done
+        microbatches = await self._microbatches()
+        found = await route.compute(self.run.steps, microbatches)
+        self._check_labels(route, microbatches, found)
+        return replace(done, held_out=[*found.values()])
 
     async def _microbatches(self) -> list[TunedMicrobatch]:
         """Return the microbatches of the present step."""
@@ -167,14 +214,20 @@ class AdapterTuner:
     def _count(self, labels_BS: Tensor) -> int:
         return count_labels(labels_BS, self.recipe.prompt_positions)
 
-    def _report(self, step: int, loss: float, norm: float, step_s: float, held_out: list[tuple[float, int]]) -> None:
+    def _report(self, done: ComputedStep) -> None:
+        """Report a step, unless it was reported before a fault: else the faults of a later step would be forgiven each time."""
+        if done.number < self._reported:
+            return
         assert self._route is not None
+        self._reported = done.number + 1
+        self.opener.succeeded()
+        step_s = (done.ended_s or self.clock()) - done.began_s
         tokens = self.run.batch * max(1, self.run.sequence)
         peers = len({hop.peer for hop, _ in self._route.sizes})
-        summary = StepSummary(step, loss, step_s, tokens / max(step_s, 1e-9), peers, norm)
-        if held_out:
-            labels = sum(count for _, count in held_out)
-            summary = replace(summary, held_out_loss=math.fsum(loss for loss, _ in held_out) / max(1, labels))
+        summary = StepSummary(done.number, done.loss, step_s, tokens / max(step_s, 1e-9), peers, done.norm)
+        if done.held_out:
+            labels = sum(count for _, count in done.held_out)
+            summary = replace(summary, held_out_loss=math.fsum(loss for loss, _ in done.held_out) / max(1, labels))
         self.on_step(summary)
 
     def _microbatch(self, number: int) -> TunedMicrobatch:
@@ -191,9 +244,14 @@ class AdapterTuner:
         log.info("%r: %s", self, error)
         self.rewinds += self._route is not None
         await self._leave()
-        self.steps_lost += self._step - self._saved_step
+        self.steps_lost += max(0, min(self._step, self._reported) - self._saved_step - self._kept_updates)
         self._step = self._saved_step
         self.opener.failed(error)
+
+    @property
+    def _kept_updates(self) -> int:
+        """Number of updates since the last checkpoint that are kept here, so that no gradient is computed again for them."""
+        return 0
 
     async def _leave(self) -> None:
         route, self._route = self._route, None

@@ -103,12 +103,32 @@ class AdapterWeights:
         return {**tensors, STEP: torch.tensor(self.step)}
 
     @torch.no_grad()
+    def load_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replace the step's sums of gradients by `gradients`, which have the names of the weights.
+
+        Raises CheckpointError, changing nothing, if a tensor is missing, has another shape or dtype, or is NaN or infinite.
+        """
+        self._check(self.gradients, gradients)
+        for name, tensor in self.gradients.items():
+            tensor.copy_(gradients[name])
+
+    @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load a state, bit for bit, and forget gradients. Other tensors in `state` are ignored.
 
         Raises CheckpointError, changing nothing, if a tensor is missing, has another shape or dtype, or is NaN or infinite.
         """
         own = self.state()
+        self._check(own, state)
+        if int(state[STEP]) < 0:
+            raise CheckpointError("the adapter's state has a negative step: it is of another adapter")
+        for name, tensor in own.items():
+            tensor.copy_(state[name])
+        self.step = int(state[STEP])
+        self.discard()
+
+    @staticmethod
+    def _check(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         for name, tensor in own.items():
             found = state.get(name)
             if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
@@ -117,9 +137,3 @@ class AdapterWeights:
                 )
             if not bool(found.isfinite().all()):
                 raise CheckpointError(f"the adapter's state holds NaN or infinity in {name[:100]}; go back further")
-        if int(state[STEP]) < 0:
-            raise CheckpointError("the adapter's state has a negative step: it is of another adapter")
-        for name, tensor in own.items():
-            tensor.copy_(state[name])
-        self.step = int(state[STEP])
-        self.discard()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -96,17 +96,15 @@ class AdapterLayers:
             found[PROMPT] = start_of_prompt(self.recipe.seed, self.span.model, count, self.span.vocab_size)
         return found
 
-    def corrections(self, frozen: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return matrices (R, R) that the gradients of B are multiplied with, by the tensors' names, if A is frozen.
+    def corrections(self, frozen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield matrices (R, R) that the gradients of B are multiplied with, and the tensors' names, if A is frozen.
 
         The corrected gradient is the B whose product with A comes closest to the layer's own gradient:
         (1 / scale^2) (A A^T + 1e-8 I)^-1, as peft's `create_lorafa_optimizer` has it.
         """
-        found: dict[str, Tensor] = {}
         for name, a_RI in frozen.items():
             square_RR = a_RI @ a_RI.t() + RIDGE * torch.eye(len(a_RI), device=a_RI.device)
-            found[f"{layer_of(name)}.{B}"] = torch.linalg.pinv(square_RR) / self.recipe.scale**2
-        return found
+            yield f"{layer_of(name)}.{B}", torch.linalg.pinv(square_RR, hermitian=True) / self.recipe.scale**2
 
     def changes(self, tensors: Mapping[str, Tensor]) -> dict[str, TrainedChange]:
         """Return the changes of the span's layers by these tensors, by layer."""

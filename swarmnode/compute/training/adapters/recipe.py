@@ -11,6 +11,9 @@ from swarmnode.errors import UsageError
 METHODS = ("lora", "lora-fa", "dora", "prompt")
 ALL_LINEAR = "all-linear"
 MAX_PROMPT_TOKENS = 4096
+MAX_FROZEN_RANK = (
+    512  # of lora-fa, which inverts a matrix of this size for each layer, in one piece of the device's work
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class AdapterRecipe:
             raise UsageError(f"no method {self.method[:64]!r}: use one of {', '.join(METHODS)}")
         if not 1 <= self.rank <= MAX_RANK:
             raise UsageError(f"a rank of {self.rank}: it must be from 1 to {MAX_RANK}")
+        if self.method == "lora-fa" and self.rank > MAX_FROZEN_RANK:
+            raise UsageError(f"a rank of {self.rank}: lora-fa takes at most {MAX_FROZEN_RANK}; use lora for more")
         if not 1 <= self.prompt_tokens <= MAX_PROMPT_TOKENS:
             raise UsageError(f"a prompt of {self.prompt_tokens} tokens: it must have 1 to {MAX_PROMPT_TOKENS}")
         if not 0 < self.alpha <= MAX_ALPHA:

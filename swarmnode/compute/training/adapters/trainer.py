@@ -104,7 +104,7 @@ class AdapterTrainer:
                 trained = {key: starts[key] for key in self._layers.trained}
                 self._weights = AdapterWeights(trained, span.device, unit=span.start)
                 self._changes = self._layers.changes({**self._frozen, **self._weights.tensors})
-                self._corrections = self._layers.corrections(self._frozen)
+                self._corrections: dict[str, Tensor] = {}
             self._memory = reserved.pop_all()
         span.adapters.add(name, self._changes)
         self._working = self._ledger.count(Account.ACTIVATIONS)
@@ -134,6 +134,16 @@ class AdapterTrainer:
     def in_flight(self) -> int:
         """Number of forward passes that wait for their loss or their gradient."""
         return len(self._passes)
+
+    @torch.no_grad()
+    def prepare_by_piece(self) -> ByPiece[None]:
+        """Compute what updates multiply LoRA-FA's gradients with, layer by layer. The first update does it if nobody has."""
+        if not self._corrections:
+            found = {}
+            for name, factor_RR in self._layers.corrections(self._frozen):
+                found[name] = factor_RR
+                yield
+            self._corrections = found
 
     # -- passes
 
@@ -304,6 +314,7 @@ class AdapterTrainer:
         if not all(0 <= value < math.inf for value in (learning_rate, scale)):
             raise ProtocolError(f"a learning rate of {learning_rate} and a scale of {scale}: both must be from 0 on")
         self._forget_all()
+        drain(self.prepare_by_piece())
         self._weights.update(self.recipe, learning_rate, self._corrections, scale)
         self._refresh()
 
@@ -321,6 +332,14 @@ class AdapterTrainer:
     def gradients(self) -> dict[str, Tensor]:
         """Return the step's sums of gradients, by the names that `state` has for the weights: references."""
         return {f"{VECTORS[0]}/{name}": gradient for name, gradient in self._weights.gradients.items()}
+
+    def load_gradients(self, state: Mapping[str, Tensor]) -> None:
+        """Replace the step's sums of gradients by those of `state`, which has the names that `gradients` gives.
+
+        Raises CheckpointError, changing nothing, if tensors are missing or do not fit.
+        """
+        begin = f"{VECTORS[0]}/"
+        self._weights.load_gradients({name.removeprefix(begin): tensor for name, tensor in state.items()})
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load a state bit for bit; tensors of other spans in it are ignored. Passes in flight are forgotten.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swarmnode.compute.training.adapters.adapter_weights import AdapterWeights
-from swarmnode.errors import NotFinite
+from swarmnode.errors import CheckpointError, NotFinite
 
 
 def test_a_microbatch_is_counted_with_all_its_gradients_or_not_at_all() -> None:
@@ -26,3 +26,12 @@ def test_a_norm_that_overflows_is_an_error() -> None:
         weights.accumulate({"a": torch.full((4,), 3e38 / 4)})
     with pytest.raises(NotFinite, match="too large"):
         weights.gradient_square()
+
+
+def test_sums_are_replaced_as_a_whole_or_not_at_all() -> None:
+    weights = AdapterWeights({"a": torch.zeros(2), "b": torch.zeros(3)}, torch.device("cpu"), unit=0)
+    weights.load_gradients({"a": torch.ones(2), "b": torch.ones(3), "elsewhere": torch.ones(1)})
+    for bad in ({}, {"b": torch.zeros(4)}, {"b": torch.full((3,), torch.inf)}):
+        with pytest.raises(CheckpointError):
+            weights.load_gradients({"a": torch.zeros(2), **bad})
+    assert weights.gradient_square() == pytest.approx(5) and weights.step == 0

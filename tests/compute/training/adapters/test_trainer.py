@@ -14,7 +14,7 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.training.adapters.activation_size import KeptStorage
 from swarmnode.compute.training.adapters.recipe import METHODS
 from swarmnode.compute.training.adapters.trainer import AdapterTrainer
-from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
+from swarmnode.errors import CheckpointError, NotFinite, ProtocolError, UsageError
 from swarmnode.ledger import Account, Full
 from tests.compute.training.adapters.trained import SMALL, Route, batch_of, labels_of
 
@@ -198,3 +198,14 @@ def test_lora_fa_keeps_three_quarters_of_lora_s_activations(tmp_path_factory: py
         for method in ("lora", "lora-fa")
     )
     assert 0.5 * lora < lora_fa <= 0.75 * lora
+
+
+def test_lora_fa_prepares_its_updates_layer_by_layer(llama: Checkpoint) -> None:
+    """So sessions go on in between, and no layer takes long."""
+    recipe = replace(SMALL, method="lora-fa")
+    prepared, other = (Route.through(llama, [0, llama.units], recipe) for _ in range(2))
+    assert len([*prepared.trainers[0].prepare_by_piece()]) == len(prepared.trainers[0]._layers.frozen) > 1
+    assert [*prepared.trainers[0].prepare_by_piece()] == [], "once is enough"
+    assert prepared.train(range(2)) == other.train(range(2))
+    with pytest.raises(UsageError, match="at most 512"):
+        replace(recipe, rank=513)
