@@ -89,9 +89,8 @@ class StageConfig:
     audit_share: float = 0.03  # share of the training compute spent on recomputing replicas' microbatches
     # Of the device's time for tuning while sessions are served; 0: no tuning; None: by the swarm
     tune_share: float | None = None
-    draft_model: str = (
-        ""  # small model whose texts are guesses: folder, GGUF file or hub id; OWN: its MTP layer; empty: none
-    )
+    # Small model whose texts are guesses, or EAGLE head: folder, GGUF file or hub id; OWN: its MTP layer; empty: none
+    draft_model: str = ""
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def meeting(self, least: str) -> StageConfig:

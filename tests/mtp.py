@@ -1,4 +1,4 @@
-"""Tiny checkpoints with a prediction layer (MTP), in the form of DeepSeek-V3 and GLM-4.5."""
+"""Tiny checkpoints with a prediction layer (MTP), in the form of DeepSeek-V3 and GLM-4.5, and EAGLE heads beside them."""
 
 from __future__ import annotations
 
@@ -50,6 +50,35 @@ def save_mtp(folder: Path, model_type: str, *, knows: bool = False) -> Path:
     stored[f"{prefix}shared_head.head.weight"] = main.lm_head.weight.detach().clone()
     stored[f"{prefix}embed_tokens.weight"] = main.model.embed_tokens.weight.detach().clone()
     save_file({**load_file(folder / WEIGHTS), **stored}, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
+
+
+def save_eagle(folder: Path, main: Path, *, knows: bool = False, embeds: bool = True) -> Path:
+    """Save an EAGLE head for the model in `main`. If `knows`, it leaves each token's embedding to the model's head, which knows the
+    token that follows; else its weights are random. Without `embeds` it borrows the model's embedding."""
+    torch.manual_seed(8)
+    stored = load_file(main / WEIGHTS)
+    embedding, config = stored["model.embed_tokens.weight"], tiny_config("llama")
+    config.vocab_size, width = embedding.shape
+    config.hidden_size, config.num_hidden_layers = width, 1
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    prefix = "model.layers.0."
+    layer = {name: tensor for name, tensor in load_file(folder / WEIGHTS).items() if name.startswith(prefix)}
+    for name, tensor in layer.items():
+        if "norm" in name:
+            tensor.uniform_(0.5, 1.5)
+        elif not knows:
+            tensor.normal_(std=2 * tensor.shape[1] ** -0.5)  # large enough for each part to change guesses
+        elif "o_proj" in name or "down_proj" in name:
+            tensor.zero_()
+    fusion = torch.eye(width, 2 * width) if knows else torch.randn(width, 2 * width) * 2 * width**-0.5
+    head = {
+        f"layers.0.{name.removeprefix(prefix)}": tensor
+        for name, tensor in layer.items()
+        if "input_layernorm" not in name
+    }
+    head |= {"fc.weight": fusion, "fc.bias": torch.zeros(width) if knows else torch.randn(width) * 0.1}
+    save_file(head | ({"embed_tokens.weight": embedding.clone()} if embeds else {}), folder / WEIGHTS)
     return folder
 
 

@@ -464,7 +464,7 @@ async def measured(kind: Kind, model: Path, options: argparse.Namespace) -> dict
 
 
 def turns_alone(ids: Sequence[int], prompt: Sequence[int], count: int) -> int:
-    """Return the turns in which a look-up with `count` guesses at a time gets through the answer `ids`, without a network."""
+    """Return the number of turns that a look-up needs for the answer `ids`, with `count` guesses a turn and without a network."""
     drafter = LookupDrafter()
     drafter.push(prompt)
     done = turns = 0
@@ -496,7 +496,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--delay-ms", type=float, default=25.0)
-    parser.add_argument("--tokens", type=int, default=25_000, help="of each row that compares texts")
+    parser.add_argument("--tokens", type=int, default=25_000, help="tokens of each row that compares texts")
     parser.add_argument("--copying", type=Path, help="folder of the copying model; by default trained and cached")
     parser.add_argument(
         "--no-oracle", dest="oracle", action="store_false", help="leave out the proposer that knows the text"

@@ -1,18 +1,29 @@
-"""Optimisers beside those that they should beat, by the learners that swarms train with. Prints JSON with ratios.
+"""Comparison of optimisers: those of swarms beside those that they should beat, by the learners that swarms train with.
 
-    python contrib/benchmarks/optimisers.py packages                          # differences to schedulefree and lion-pytorch
-    python contrib/benchmarks/optimisers.py eva [--steps 120] [--norm batch|group] [--seeds 3]     # needs scikit-learn
+Prints JSON with ratios. All numbers are of this machine and of the sizes that are printed. The first argument is a part:
+
+    python contrib/benchmarks/optimisers.py packages
+
+`packages` prints the differences to schedulefree and lion-pytorch.
+
+    python contrib/benchmarks/optimisers.py eva [--steps 120] [--norm batch|group] [--seeds 3]
+
+`eva` needs scikit-learn. It trains a small ResNet on scikit-learn's digits, and compares the loss of all images with that of SGD
+with momentum.
+
     python contrib/benchmarks/optimisers.py muon [--tokens 1000000] [--hidden 320] [--layers 8] [--seeds 3]
+
+`muon` trains a byte-level Llama on the standard library's sources, and compares the loss of held-out windows with AdamW's.
+
+In both, the two optimisers train over one grid of learning rates. The goal is the lowest last loss of SGD or AdamW. Then the other
+optimiser trains with shorter and shorter schedules, at the rates that still reach the goal. `steps_ratio` is the shortest share of
+the steps that reached it; it is null if all steps were not enough. `time_ratio` is that share times the ratio of the CPU seconds
+of a step.
+
     python contrib/benchmarks/optimisers.py muloco [--steps 400] [--every 50] [--seeds 3]
 
-`eva` trains a small ResNet on scikit-learn's digits, and compares the loss of all images with that of SGD with momentum. `muon`
-trains a byte-level Llama on the standard library's sources, and compares the loss of held-out windows with AdamW's. Both optimisers
-train over one grid of learning rates; the goal is the lowest last loss of SGD or AdamW. Then the other one trains with shorter and
-shorter schedules, at the rates that still reach the goal. `steps_ratio` is the shortest share of the steps that reached it; it is
-null if all steps were not enough. `time_ratio` is that share times the ratio of the CPU seconds of a step.
 `muloco` trains four replicas that average every 50 steps: with AdamW in float32, and with Muon in two bits. It prints the held-out
 loss of their mean and the bytes that a replica sends.
-All numbers are of this machine and these sizes, which are printed.
 """
 
 from __future__ import annotations

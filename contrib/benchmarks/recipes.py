@@ -1,16 +1,22 @@
 """Recipes beside their references: transformers' Trainer, trl's SFTTrainer, and the cost of evaluation. Prints JSON with ratios.
 
     python contrib/benchmarks/recipes.py trainer [--steps 200] [--seeds 3] [--families llama qwen3 gpt2 qwen3_moe]
-    python contrib/benchmarks/recipes.py chat --model DIR      # a folder with a tokenizer and a chat template, such as SmolLM2's
+
+`trainer` needs the packages trl, accelerate and datasets. It trains small random models of four families on the same batches, with
+one recipe: AdamW, cosine with warm-up, weight decay, clipping, and the balance loss for the mixture of experts. It prints the
+largest relative difference of a step's loss. Rounding decides between two experts that are nearly equal. So the mixture is compared
+up to the step before one of the two trainings sends a token to another expert.
+
+    python contrib/benchmarks/recipes.py chat --model DIR
+
+`chat` needs the same packages, and a folder with a tokenizer and a chat template, such as SmolLM2's. It compares ids and labels of
+a chat file, one sample at a time.
+
     python contrib/benchmarks/recipes.py evaluation [--steps 100] [--seeds 3]
 
-`trainer` and `chat` need the packages trl, accelerate and datasets. `trainer` trains small random models of four families on
-the same batches, with one recipe (AdamW, cosine with warm-up, weight decay, clipping; the balance loss for the mixture of experts),
-and prints the largest relative difference of a step's loss. Of the mixture that is until the step before a token takes another
-expert in one of the two trainings: rounding decides between experts that are nearly equal, and both go on from there.
-`chat` compares ids and labels of a chat file, one sample at a time. `evaluation` compares a training that evaluates 1 % of the
-data every 100 steps, and its final weights, with one that does not: by the passes through layers that it computes (a pass back
-counts twice), and by CPU seconds in pairs that alternate, which are noisy on a busy machine.
+`evaluation` compares two trainings. One evaluates 1 % of the data every 100 steps and at the end, the other never does. It prints
+the additional passes through layers as a share of the others. A pass back counts twice. `ratio_of_cpu` is of pairs that alternate,
+and noisy on a busy machine.
 """
 
 from __future__ import annotations
@@ -156,14 +162,14 @@ def trainers_losses(folder: Path, rows_NT: Tensor, run: Run, out: Path, routes: 
 
 
 def in_order(batches: Batches, run: Run) -> Tensor:
-    """Return all rows of a run in the order in which it takes them, ids_NT."""
+    """Return all rows of a run, in its order, as ids_NT."""
     numbers = range(run.microbatches)
     parts = (batches.microbatch(step, number, run).inputs[0] for step in range(run.steps) for number in numbers)
     return torch.cat(list(parts))
 
 
 def first_flip(own: list[Tensor], theirs: list[Tensor], steps: int) -> int:
-    """Return the first step in which a token takes other experts; `steps` if there is none."""
+    """Return the number of the first step that sends a token to other experts; `steps` if there is none."""
     passes = len(own) // steps
     differ = (number for number, pair in enumerate(zip(own, theirs, strict=True)) if not torch.equal(*pair))
     return next(differ, steps * passes) // passes if passes else steps
@@ -250,7 +256,7 @@ def trl_samples(tokenizer: Any, rows: list[dict[str, Any]], **options: Any) -> l
 
 
 def labels_of(sample: TokenSample) -> list[int]:
-    """Return the labels of a sample: ids, or -100 where none counts."""
+    """Return the labels of a sample: the token's id, or -100 if the token does not count in the loss."""
     return [token if counts else NO_LABEL for token, counts in zip(*sample, strict=True)]
 
 

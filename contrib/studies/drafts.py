@@ -1,15 +1,15 @@
-"""What drafted tokens do to the throughput of a busy swarm of 64 peers on eight sites of three continents. Prints JSON.
+"""Simulation of a busy swarm with drafted tokens: throughput of 64 peers on eight sites of three continents. Prints JSON.
 
     python contrib/studies/drafts.py [--sessions 8 64 512] [--seconds 60] [--seed 0] [--pass-ms 8] [--position-ms 0.6]
 
 The network is DT-FM's worldwide one (contrib/scenarios/dtfm_worldwide_geo.json). Each of eight stages has a replica at every
-site, and a session's route stays at the site where it begins but for every second hop, which is at the site with the fewest
-sessions. A peer computes all waiting rows in one pass, of `--pass-ms` and `--position-ms` for each row. A third of the sessions
-copy with edits (95 % of the guesses are right), a third write code (60 %) and a third write freely (25 %).
+site. The hops of a session's route are in turn at the site where it begins and at the site with the fewest sessions. A peer
+computes all waiting rows in one pass, of `--pass-ms` and `--position-ms` for each row. A third of the sessions copy with edits
+(95 % of the guesses are right), a third write code (60 %) and a third write freely (25 %).
 
     off        no guesses.
-    measured   the budget of live nodes (plan/serving/draft_budget.py), which knows the costs and the number of sessions at the
-    route's hops. selfish    the same budget, but each session counts only itself.
+    measured   the budget of live nodes (plan/serving/draft_budget.py). It knows the costs, and the sessions at the route's hops.
+    selfish    the same budget, but each session counts only itself.
     always 8   eight guesses in flight, always.
 
 `all` is the sum of tokens/s. The kinds are the median session's tokens/s. `gain` is relative to off. `wasted` are rows in vain

@@ -1,11 +1,12 @@
-"""Whether a row of a product has the same bits in company, for 1 to 8 rows, and what it would cost to have that always.
+"""Study of row invariance: which products give a row the same bits alone and among 1 to 8 rows, and at which cost.
 
     OMP_NUM_THREADS=1 python contrib/studies/row_invariance.py --dtype bfloat16
 
 Drafted steps have one to eight rows. A text in 16 bits is the same with and without guesses only if each row of each product, and
 each query of attention, has the bits that it has alone. Every way of multiplying is tried on matrices of SmolLM2's and of a 1.1 B
-llama's shapes. Prints JSON: for each way whether rows keep their bits, its CPU time for 1 and 8 rows, and the time of the fastest
-way that keeps them, over 1 to 8 rows, as a multiple of the fastest ways' at each number. Attention is tried in the same manner.
+llama's shapes. Prints JSON. For each way there are its CPU time for 1 and 8 rows, and whether rows keep their bits. For each shape
+there is the fastest way that keeps them, with its time for 1 to 8 rows in multiples of the fastest way's. Attention is tried in the
+same manner.
 """
 
 from __future__ import annotations

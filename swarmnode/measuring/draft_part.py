@@ -1,4 +1,4 @@
-"""Draft model of a volunteer: a small language model with the swarm's vocabulary, whose texts are guesses."""
+"""Draft model of a volunteer: a small language model with the swarm's vocabulary, or a layer beside the model's head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import torch
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dequantize.gguf import SUFFIX
+from swarmnode.compute.model.mtp.eagle import borrowed_tensors, check_eagle, is_eagle, load_eagle
+from swarmnode.compute.model.mtp.guessing_layer import GuessingLayer
+from swarmnode.compute.model.mtp.layer import load_mtp, mtp_tensors
 from swarmnode.compute.model.packing.tensor_entry import read_json
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.model.tensor_check import check_tensors
 from swarmnode.errors import UsageError
 from swarmnode.founding.model_source import open_model
 from swarmnode.swarm.records.announcement import MAX_DRAFT_MODEL_CHARS
@@ -46,6 +51,27 @@ class DraftPart:
         return self.weight_bytes + self.cache_bytes
 
 
+@dataclass(frozen=True)
+class HeadPart:
+    """Layer that guesses beside the model's head, not loaded yet.
+
+    Args:
+        eagle: Folder of an EAGLE head; None if the served model's own prediction layer (MTP) guesses.
+        need_bytes: Memory that is set aside for its weights and caches.
+    """
+
+    eagle: Checkpoint | None
+    need_bytes: int
+
+    def tensors(self, served: Checkpoint) -> list[str]:
+        """Return the names of the served model's tensors that the layer needs."""
+        return list(mtp_tensors(served).values()) if self.eagle is None else borrowed_tensors(self.eagle, served)
+
+    def load(self, served: Checkpoint, main: ModelSpan) -> GuessingLayer:
+        """Load the layer beside the span with the served model's head. Raises CheckpointError if it does not fit."""
+        return load_mtp(served, main) if self.eagle is None else load_eagle(self.eagle, served, main)
+
+
 def draft_name(model: str) -> str:
     """Return the name of a draft model: the last part of its path or hub id, without the suffix of GGUF files, at most
     MAX_DRAFT_MODEL_CHARS printable characters."""
@@ -54,9 +80,10 @@ def draft_name(model: str) -> str:
 
 
 def open_draft(model: str, folder: Path, served: Checkpoint) -> Checkpoint:
-    """Open a draft model: a folder, a GGUF file, or a hub id. `folder` gets the index of a GGUF file.
+    """Open a draft model or an EAGLE head: a folder, a GGUF file, or a hub id. `folder` gets the index of a GGUF file.
 
-    Raises UsageError if its vocabulary is not the one of the `served` model, CheckpointError if it cannot be read or split.
+    Raises UsageError if its vocabulary is not the one of the `served` model, CheckpointError if it cannot be read or split, or
+    has tensors that nothing would use.
     """
     if isinstance(served, GraphCheckpoint):
         raise UsageError("--draft-model: this swarm serves a module, which writes no text: leave the option out")
@@ -72,7 +99,10 @@ def open_draft(model: str, folder: Path, served: Checkpoint) -> Checkpoint:
         raise UsageError(
             f"--draft-model {model}: its tokens are not those of the swarm's model: choose a model with its tokenizer"
         )
-    draft.family  # noqa: B018  # raises if it cannot be split
+    if is_eagle(draft):
+        check_eagle(draft, served)
+    else:
+        check_tensors(draft)
     return draft
 
 

@@ -31,6 +31,7 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.mtp.eagle import eagle_bytes, is_eagle
 from swarmnode.compute.model.mtp.layer import mtp_bytes
 from swarmnode.compute.model.packing.card_matrix import TRITON, kernels
 from swarmnode.compute.model.packing.ggml import PACKAGE, library
@@ -42,7 +43,7 @@ from swarmnode.counting import format_bytes, layers
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, speeds_section
-from swarmnode.measuring.draft_part import CACHE_TOKENS, DraftPart, draft_name
+from swarmnode.measuring.draft_part import CACHE_TOKENS, DraftPart, HeadPart, draft_name
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
 from swarmnode.plan.audits.judgement import KV8, PACKED
@@ -85,7 +86,7 @@ class Hardware:
     products: str = PLAIN  # of packed weights
     width: int = 0  # float32 values per position, or per sample of a module, that pass between two units
     draft: DraftPart | None = None  # on the first device, if this node holds the first layers
-    mtp: bool = False  # whether this node loads the model's own prediction layer beside the last layers
+    head: HeadPart | None = None  # guesses at this node, if it holds the last layers
 
     def __repr__(self) -> str:
         return f"<Hardware {self.device_name}, {self.capacity_units} units in {self.dtype}>"
@@ -110,7 +111,7 @@ class Hardware:
             trains: Whether the units are trained, rather than served.
             host: The ledger of the host's memory.
             clock: For the throttles of the devices.
-            draft: Model whose texts are guesses. Its memory on the first device is not available to layers.
+            draft: Model whose texts are guesses, or EAGLE head. Its memory is not available to layers.
 
         Raises:
             UsageError: An option is not valid, or not for this kind of model.
@@ -138,13 +139,12 @@ class Hardware:
         products = _products(config) if _stays_packed(devices, checkpoint, config, dtype) else PLAIN
         sizes = _sizes(checkpoint, dtype, config, trains=trains, keeps_packed=products != PLAIN)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
-        part = None if draft is None else _draft_part(devices[:1], draft, config)
+        head = _head_part(checkpoint, draft, config, sizes, dtype)
+        if head is not None:  # the last layer may come to lie on any device
+            lent = tuple(_set_aside(one, head.need_bytes) for one in lent)
+        part = None if draft is None or head is not None else _draft_part(devices[:1], draft, config)
         if part is not None:
             lent = (_set_aside(lent[0], part.need_bytes), *lent[1:])
-        has_mtp = config.draft_model == OWN
-        if has_mtp:  # the last layer may come to lie on any device
-            need_bytes = _mtp_bytes(checkpoint, dtype) + CACHE_POSITIONS * max(sizes.cache_bytes_per_token)
-            lent = tuple(_set_aside(one, need_bytes) for one in lent)
         hardware = cls(
             lent,
             dtype,
@@ -156,7 +156,7 @@ class Hardware:
             products=products,
             width=_width(checkpoint),
             draft=part,
-            mtp=has_mtp,
+            head=head,
         )
         if hardware.capacity_units == 0:
             raise LocalError(
@@ -389,6 +389,19 @@ def _draft_part(devices: Sequence[Device], draft: Checkpoint, config: StageConfi
     weight_bytes = sizes.need_bytes(0, draft.units, 0)
     cache_bytes = CACHE_TOKENS * sum(sizes.cache_bytes_per_token)
     return DraftPart(draft_name(config.draft_model), draft, dtype, products, weight_bytes, cache_bytes)
+
+
+def _head_part(
+    checkpoint: Checkpoint, draft: Checkpoint | None, config: StageConfig, sizes: UnitSizes, dtype: torch.dtype
+) -> HeadPart | None:
+    """Return the layer that guesses beside the model's head: the model's own, or the EAGLE head `draft`. None if the owner asked
+    for none. Raises UsageError if the model has none of its own."""
+    if config.draft_model == OWN:
+        return HeadPart(None, _mtp_bytes(checkpoint, dtype) + CACHE_POSITIONS * max(sizes.cache_bytes_per_token))
+    if draft is None or not is_eagle(draft):
+        return None
+    position_bytes = draft.family.cache_bytes_per_token(1, dtype.itemsize, config.kv)
+    return HeadPart(draft, eagle_bytes(draft, checkpoint, dtype) + CACHE_POSITIONS * position_bytes)
 
 
 def _mtp_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:

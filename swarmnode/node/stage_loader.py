@@ -17,13 +17,14 @@ from swarmnode.weights.seeder import Seeder
 if TYPE_CHECKING:
     from swarmnode.checkpoints.shared_states import SharedStates
     from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.measuring.draft_part import HeadPart
     from swarmnode.measuring.hardware import Workplace
     from swarmnode.serving.serving_stage import ServingStage
     from swarmnode.serving.span_part import KeptSpan
     from swarmnode.weights.weights import Weights
 
 
-MTP_PATIENCE_S = 60.0  # for a peer that has the prediction layer
+HEAD_PATIENCE_S = 60.0  # for a peer that has the tensors of the layer that guesses beside the head
 
 log = logging.getLogger(__name__)
 
@@ -87,17 +88,16 @@ class StageLoader:
         if isinstance(checkpoint, GraphCheckpoint):
             return await InferenceStage.load(self.place, checkpoint, span)
         place = self.place
-        if place.hardware.mtp and span.end == checkpoint.units and not await self._fetch_mtp(checkpoint, span):
-            place = replace(place, hardware=replace(place.hardware, mtp=False))
+        head = place.hardware.head
+        if head is not None and span.end == checkpoint.units and not await self._fetch_head(head, checkpoint, span):
+            place = replace(place, hardware=replace(place.hardware, head=None))
         return await self._with_tuning(await ServingStage.load(place, checkpoint, span))
 
-    async def _fetch_mtp(self, checkpoint: Checkpoint, span: Span) -> bool:
-        """Fetch the model's own prediction layer. Returns False, after a warning, if no peer has it."""
-        from swarmnode.compute.model.mtp.layer import mtp_tensors
-
-        found = await self.weights.tensors(mtp_tensors(checkpoint).values(), span, MTP_PATIENCE_S)
+    async def _fetch_head(self, head: HeadPart, checkpoint: Checkpoint, span: Span) -> bool:
+        """Fetch the model's tensors that guesses beside its head need. Returns False, after a warning, if no peer has them."""
+        found = await self.weights.tensors(head.tensors(checkpoint), span, HEAD_PATIENCE_S)
         if not found:
-            log.warning("no peer has the prediction layer (MTP): this node guesses nothing with it")
+            log.warning("no peer has the model's tensors that --draft-model needs: this node guesses nothing with it")
         return found
 
     async def _with_tuning(self, serving: ServingStage) -> Stage:

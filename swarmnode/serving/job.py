@@ -30,7 +30,7 @@ class ForwardHidden:
 @dataclass(frozen=True)
 class Sample:
     """Use of a job's output at the last hop in RING mode: tokens drawn for the positions from `first` on. `ahead` says that the
-    model's own prediction layer may guess what follows them."""
+    layer beside the model's head may guess the tokens behind them."""
 
     sampler: Sampler
     first: int

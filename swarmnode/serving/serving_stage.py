@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.mtp.layer import load_mtp
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.grammar import GrammarCompiler
 from swarmnode.compute.serving.loading import load_span
@@ -233,8 +232,8 @@ async def _load_part(
         products=hardware.products,
     )
     undo.callback(span.close)
-    if hardware.mtp and span.has_head:
-        span.reader = await asyncio.to_thread(load_mtp, checkpoint, span)
+    if hardware.head is not None and span.has_head:
+        span.reader = await asyncio.to_thread(hardware.head.load, checkpoint, span)
     weights.count(span.weight_bytes)  # tied weights count once
     return LoadedSpan(part.device, span, weights)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds, measure_serving
-from swarmnode.compute.model.mtp.layer import MtpLayer
+from swarmnode.compute.model.mtp.guessing_layer import GuessingLayer
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.mtp_guesses import MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
@@ -102,7 +102,7 @@ class SpanPart:
         bounds = RunnerConfig(cache_bytes=cache_bytes, capture=capture, kv=kv)
         runner = StageRunner(span, bounds, lent.throttle, lent.ledger)
         mtp = None
-        if isinstance(span.reader, MtpLayer):
+        if isinstance(span.reader, GuessingLayer):
             mtp = MtpGuesses(span.reader, lent.throttle, lent.ledger, capture=capture, kv=kv)
         longest = hardware.config.server.longest_chunk_tokens
         worker = Worker(runner, executor, longest_chunk_tokens=longest, mtp=mtp)

@@ -169,7 +169,7 @@ class Worker:
     runner: StageRunner
     executor: Executor
     _: KW_ONLY
-    mtp: MtpGuesses | None = None  # guesses of the model's own prediction layer, at the last hop
+    mtp: MtpGuesses | None = None  # guesses of the layer beside the model's head, at the last hop
     longest_chunk_tokens: int = ServerConfig.longest_chunk_tokens
 
     def __post_init__(self) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.client.swarm_client import SwarmClient
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.config import StageConfig
-from swarmnode.errors import LocalError, UsageError
+from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.ledger import Account
 from swarmnode.lending.lending import LendingState
-from swarmnode.measuring.draft_part import draft_name
+from swarmnode.measuring.draft_part import draft_name, open_draft
 from swarmnode.measuring.meters import by_proposer
 from swarmnode.measuring.timeline import Timeline
 from swarmnode.node.node_config import NodeConfig
@@ -23,6 +25,7 @@ from swarmnode.peer.host_config import HostConfig
 from swarmnode.serving.client.generation import Generation
 from swarmnode.serving.drafting import draft_model
 from swarmnode.serving.serving_stage import ServingStage
+from tests.mtp import WEIGHTS
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.test_kept_sessions import TWO_BY_TWO, swarm_of
@@ -182,6 +185,14 @@ async def test_the_draft_model_ends_with_a_pause_and_comes_back(
         await sees_ready(client, 2)
         assert (await ask(client)).ids == tiny.alone(PROMPT, NEW)
         assert stage_of(first).draft not in (None, before) and guesses(first)["model"] > 0
+
+
+def test_a_folder_with_tensors_that_nothing_uses_is_no_draft_model(tiny: TinyModel, tmp_path: Path) -> None:
+    save(tmp_path / "draft", 512)
+    stored = load_file(tmp_path / "draft" / WEIGHTS)
+    save_file(stored | {"model.layers.0.medusa.weight": torch.ones(2, 2)}, tmp_path / "draft" / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"no place for, as model.layers.0.medusa.weight"):
+        open_draft(str(tmp_path / "draft"), tmp_path / "index", Checkpoint(tiny.folder))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class NodeOptions:
         "",
         "Guess tokens with this small model while others compute, for clients with --drafts auto: a folder, a GGUF file or a hub "
         "id. Its vocabulary must be that of the swarm's model. own: with the prediction layer (MTP) of the swarm's model, at "
-        "the node with the last layer.",
+        "the node with the last layer. An EAGLE head guesses there, too.",
         metavar="PATH|HUB_ID|own",
     )
     memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: the free memory.", "--memory")

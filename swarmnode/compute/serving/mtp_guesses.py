@@ -1,4 +1,4 @@
-"""Guesses of several sessions by the model's own prediction layer (MTP), at the last hop.
+"""Guesses of several sessions by the model's own prediction layer (MTP) or an EAGLE head, at the last hop.
 
 Behind each pass the layer reads the hidden states of the positions whose tokens were just drawn, and these tokens. It has KV caches
 of its own. They begin with the answer, as the last hop does not know the tokens of the prompt. A session whose guesses are seldom
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.device_fault import forget_traceback, is_device_fault
-from swarmnode.compute.model.mtp.layer import MtpLayer
+from swarmnode.compute.model.mtp.guessing_layer import GuessingLayer
 from swarmnode.compute.serving.cache import OutOfCache
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.throttle import Throttle
@@ -85,9 +85,11 @@ class _Session:
 
 
 class MtpGuesses:
-    """Guesses by a prediction layer. Used from the compute thread only."""
+    """Guesses by a layer beside the model's head. Used from the compute thread only."""
 
-    def __init__(self, layer: MtpLayer, throttle: Throttle, ledger: MemoryLedger | None, *, capture: bool, kv: str):
+    def __init__(
+        self, layer: GuessingLayer, throttle: Throttle, ledger: MemoryLedger | None, *, capture: bool, kv: str
+    ):
         self.layer = layer
         cache_bytes = CACHE_POSITIONS * layer.block.kv_bytes_per_token(kv)
         self._runner = StageRunner(layer.block, RunnerConfig(cache_bytes, capture=capture, kv=kv), throttle, ledger)
@@ -143,7 +145,7 @@ class MtpGuesses:
 
     def _guess(self, drawn: Sequence[DrawnStates]) -> dict[Hashable, tuple[int, ...]]:
         starts = {one.session: one.start - self._sessions[one.session].begin for one in drawn}
-        states = {one.session: one.hidden_TH[None] for one in drawn}
+        states = {one.session: self.layer.take(one.hidden_TH[None]) for one in drawn}
         ids = {one.session: torch.tensor([one.ids]) for one in drawn}
         guesses: dict[Hashable, tuple[int, ...]] = dict.fromkeys(starts, ())
         for _ in range(GUESSES):

@@ -230,7 +230,7 @@ class Drawn(NamedTuple):
 
     `logprobs` is in its wire format; empty if not wanted. `guess` is the input before if that was a guess, which was right, else
     None. `wasted` counts the wrong guesses since the token before, by the number of their proposer. `forced` are the tokens that
-    must follow by the grammar, and `guesses` those that may follow by the model's own prediction layer.
+    must follow by the grammar, and `guesses` those that may follow by the layer beside the head.
     """
 
     position: int

@@ -1,4 +1,4 @@
-"""Guesses that the last hop tells with a token: those that a grammar forces, and those of the model's own prediction layer."""
+"""Guesses that the last hop tells with a token: those that a grammar forces, and those of the layer beside the head."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ class ForcedDrafter(ToldDrafter):
 
 
 class MtpDrafter(ToldDrafter):
-    """Drafter of the tokens that the model's own prediction layer (MTP) at the last hop expects."""
+    """Drafter of the tokens that the model's own prediction layer (MTP), or an EAGLE head, at the last hop expects."""
 
     name = "mtp"

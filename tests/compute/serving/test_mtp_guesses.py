@@ -1,4 +1,4 @@
-"""Guesses of a prediction layer (MTP) are those of the published description, whatever the layer's caches hold."""
+"""Guesses of a prediction layer (MTP) or an EAGLE head are those of the published description, whatever its caches hold."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.mtp.eagle import check_eagle, load_eagle
 from swarmnode.compute.model.mtp.layer import MtpLayer, load_mtp, mtp_bytes, mtp_tensors
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving import mtp_guesses
@@ -24,7 +25,7 @@ from swarmnode.compute.throttle import Throttle
 from swarmnode.errors import CheckpointError
 from swarmnode.ledger import Account, MemoryLedger
 from tests.llama import save_llama
-from tests.mtp import LAYERS, WEIGHTS, save_mtp
+from tests.mtp import LAYERS, WEIGHTS, save_eagle, save_mtp
 
 FolderOf = Callable[[str], Path]
 
@@ -68,10 +69,34 @@ class ByThePaper:
         return found
 
 
-def spans(folder: Path) -> tuple[ModelSpan, MtpGuesses]:
+class ByTheEaglePaper(ByThePaper):
+    """fc [Emb(t); h] -> transformer block without its first norm -> head; h is behind the model's final norm."""
+
+    def __init__(self, folder: Path, head: Path) -> None:
+        super().__init__(folder)
+        self.own = load_file(head / WEIGHTS)
+        self.block = AutoModelForCausalLM.from_config(Checkpoint(head).config, dtype=torch.float32)
+        layer = {name: tensor for name, tensor in self.own.items() if name.startswith("layers.")}
+        lacking = self.block.model.load_state_dict(layer, strict=False).missing_keys
+        assert sorted(lacking) == ["embed_tokens.weight", "layers.0.input_layernorm.weight", "norm.weight"]
+        self.block.model.layers[0].input_layernorm = self.block.model.norm = torch.nn.Identity()
+
+    @torch.inference_mode()
+    def guesses(self, hidden_TH: Tensor, ids: list[int]) -> tuple[int, ...]:
+        found: tuple[int, ...] = ()
+        for _ in range(GUESSES):
+            joined = torch.cat([self.own["embed_tokens.weight"][torch.tensor(ids)], hidden_TH], dim=-1)
+            x = joined @ self.own["fc.weight"].T + self.own["fc.bias"]
+            left = self.block.model(inputs_embeds=x[None]).last_hidden_state[0, -1]
+            token = int((left @ self.main.lm_head.weight.T).argmax())
+            hidden_TH, ids, found = torch.cat([hidden_TH, left[None]]), [*ids, token], (*found, token)
+        return found
+
+
+def spans(folder: Path, eagle: Path | None = None) -> tuple[ModelSpan, MtpGuesses]:
     checkpoint = Checkpoint(folder)
     span = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, check=False)
-    layer = load_mtp(checkpoint, span)
+    layer = load_mtp(checkpoint, span) if eagle is None else load_eagle(Checkpoint(eagle), checkpoint, span)
     span.reader = layer
     return span, MtpGuesses(layer, Throttle(), None, capture=True, kv="plain")
 
@@ -87,10 +112,13 @@ def folder(folder_of: FolderOf) -> Path:
     return folder_of("deepseek_v3")
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe"])
-def test_guesses_are_those_of_the_paper(model_type: str, folder_of: FolderOf) -> None:
+@pytest.mark.parametrize(("model_type", "eagle"), [("deepseek_v3", False), ("glm4_moe", False), ("glm4_moe", True)])
+def test_guesses_are_those_of_the_paper(model_type: str, eagle: bool, folder_of: FolderOf, tmp_path: Path) -> None:
     """Of two sessions, with one to three positions each time, after cuts, and with an answer that began before."""
-    paper, (span, guesses) = ByThePaper(folder_of(model_type)), spans(folder_of(model_type))
+    folder = folder_of(model_type)
+    head = save_eagle(tmp_path / "head", folder) if eagle else None
+    paper = ByThePaper(folder) if head is None else ByTheEaglePaper(folder, head)
+    span, guesses = spans(folder, head)
     runner = StageRunner(span, RunnerConfig(1 << 24))
     generator = torch.Generator().manual_seed(3)
     texts = {name: torch.randint(0, 90, (24,), generator=generator).tolist() for name in "ab"}
@@ -131,6 +159,9 @@ class Sure:
     def __init__(self, layer: Any) -> None:
         self.block = layer.block
         self._layer = layer
+
+    def take(self, left_RTH: Tensor) -> Tensor:
+        return self._layer.take(left_RTH)
 
     def enter(self, hidden_RTH: Tensor, ids_RT: Tensor) -> Tensor:
         return self._layer.enter(hidden_RTH, ids_RT)
@@ -196,3 +227,22 @@ def test_only_a_whole_layer_in_a_known_form_is_used(folder: Path, tmp_path: Path
         load_mtp(checkpoint, span)
     save_llama(tmp_path, layers=1)
     assert mtp_tensors(Checkpoint(tmp_path)) == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"d2t": torch.zeros(9)}, "an EAGLE-3 head reads the states of three layers"),
+        ({"fc.weight": torch.zeros(8, 16)}, r"fc.weight has the shape \(8, 16\), not"),
+        ({"layers.1.mlp.up_proj.weight": torch.zeros(8, 8)}, "and no known EAGLE head has that tensor"),
+        ({"layers.0.mlp.up_proj.weight": None}, "this EAGLE head lacks layers.0.mlp.up_proj.weight"),
+    ],
+)
+def test_a_head_of_another_kind_is_refused(
+    changes: dict[str, Tensor | None], reason: str, folder: Path, tmp_path: Path
+) -> None:
+    head = save_eagle(tmp_path / "head", folder)
+    stored = {name: tensor for name, tensor in (load_file(head / WEIGHTS) | changes).items() if tensor is not None}
+    save_file(stored, head / WEIGHTS)
+    with pytest.raises(CheckpointError, match=reason):
+        check_eagle(Checkpoint(head), Checkpoint(folder))

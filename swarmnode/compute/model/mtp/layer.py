@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from swarmnode.compute.model.assemble import assemble
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import family_of
+from swarmnode.compute.model.mtp.guessing_layer import GuessingLayer, embedding_of, linear
 from swarmnode.compute.model.packing.quantised_folders.quantised_weights import plain_slices
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.errors import CheckpointError
@@ -39,8 +40,7 @@ def mtp_tensors(checkpoint: Checkpoint) -> dict[str, str]:
     if PROJECTION not in names or checkpoint.packed_file is not None:
         return {}
     own = {name: full for name, full in names.items() if not name.startswith(SHARED_HEAD)}
-    end = f".{checkpoint.family.input_embedding}.weight"
-    embedding = next((name for name in checkpoint.entries if f".{name}".endswith(end)), None)
+    embedding = embedding_of(checkpoint)
     if EMBEDDING not in own and embedding is not None:
         own[EMBEDDING] = embedding
     return own if own.keys() >= set(ENDS) else {}
@@ -51,47 +51,15 @@ def mtp_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     return sum(checkpoint.entries[name].elements for name in mtp_tensors(checkpoint).values()) * dtype.itemsize
 
 
-class MtpLayer:
-    """MTP layer of a model, on the device of the span with the model's head. Only `move_to` and `close` may be used from another
-    thread than the device's.
+class MtpLayer(GuessingLayer):
+    """Multi-token prediction layer of a model."""
 
-    Args:
-        main: Span with the model's head and final norm, which the layer uses, too.
-        block: The decoder layer, as a span of a model with one layer.
-        ends: The layer's embedding, norms and projection.
-    """
-
-    def __init__(self, main: ModelSpan, block: ModelSpan, ends: nn.ModuleDict) -> None:
-        self.block = block
-        self._main = main
-        self._ends = ends
-
-    def __repr__(self) -> str:
-        return f"<MtpLayer of {self.weight_bytes / 1e6:.1f} MB beside {self._main!r}>"
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the layer's own weights."""
-        return self.block.weight_bytes + sum(int(parameter.nbytes) for parameter in self._ends.parameters())
-
-    def move_to(self, device: torch.device) -> None:
-        """Move the weights to another device."""
-        self.block.move_to(device)
-        self._ends.to(device)
-
-    def close(self) -> None:
-        """Free the memory of the weights. The layer cannot run afterwards."""
-        self.block.close()
-        for module in self._ends.values():
-            module._parameters.clear()
+    def take(self, left_RTH: Tensor) -> Tensor:
+        """Return the states themselves: `enter` normalises the model's states and the layer's own alike."""
+        return left_RTH
 
     def enter(self, hidden_RTH: Tensor, ids_RT: Tensor) -> Tensor:
-        """Return the inputs (R, T, H) of the decoder layer.
-
-        Args:
-            hidden_RTH: States that left the model's last layer, or this layer.
-            ids_RT: Token behind each position (int64).
-        """
+        """Return the inputs (R, T, H) of the decoder layer; see `GuessingLayer.enter`."""
         embedded_RTH = self._ends["enorm"](self._ends["embedding"](ids_RT.to(self.block.device)))
         normal_RTH = self._ends["hnorm"](self._main.model.base_model.norm(hidden_RTH))
         inputs_RTH: Tensor = self._ends["projection"](torch.cat([embedded_RTH, normal_RTH], dim=-1))
@@ -155,13 +123,11 @@ def _ends(tensors: Mapping[str, Tensor], main: ModelSpan) -> nn.ModuleDict:
         module.load_state_dict({"weight": tensors[name]})
         return module
 
-    projection = nn.Linear(2 * width, width, bias=False, device="meta")
-    projection.weight = nn.Parameter(tensors[PROJECTION], requires_grad=False)
     modules = {
         "embedding": nn.Embedding.from_pretrained(tensors[EMBEDDING]),
         "enorm": norm("enorm.weight"),
         "hnorm": norm("hnorm.weight"),
-        "projection": projection,
+        "projection": linear(tensors[PROJECTION]),
         "post_norm": norm(POST_NORM),
     }
     return nn.ModuleDict(modules).requires_grad_(False)

@@ -32,7 +32,7 @@ function curve({ title, now, points, above = [], fromZero = true }) {
   const y = (value) => HEIGHT - 3 - ((value - low) / (high - low)) * (HEIGHT - 6);
   const lineOf = (values) => values.map((value, index) => `${index ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}`).join("");
   const line = lineOf(points);
-  const picture = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": `${title} over the last hour: now ${now}` });
+  const picture = s("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": `${title}, over the last hour: now ${now}` });
   if (points.length > 1) {
     picture.append(s("path", { class: "area", d: `${line}L${WIDTH} ${HEIGHT}L0 ${HEIGHT}Z` }), s("path", { class: "line", d: line }));
     if (above.length) picture.append(s("path", { class: "line above", d: lineOf(above) }));

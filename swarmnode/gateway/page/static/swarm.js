@@ -146,11 +146,12 @@ function figures(swarm, history) {
 
 function writing(busy, { tokens, guesses }) {
   const { right, all } = guesses;
+  const latest = (values) => number(values.at(-1), all.at(-1) < 10 ? 1 : 0); // short, as the figure has one line on a phone
   return [
     { title: "Texts at machines", now: number(busy), note: "a text counts at each machine that works on it" },
     { title: "Tokens per second, by this gateway", now: number(tokens.at(-1) ?? 0, 1), points: tokens.length > 1 ? tokens : null, note: "a curve of the last hour appears here" },
     ...(all.length > 1 && Math.max(...all) > 0
-      ? [{ title: "Right guesses per second, of all", now: `${number(right.at(-1), 1)} of ${number(all.at(-1), 1)}`, points: right, above: all }]
+      ? [{ title: "Right guesses per second (dashed: all)", now: `${latest(right)} of ${latest(all)}`, points: right, above: all }]
       : []),
   ];
 }
