@@ -1,9 +1,9 @@
 """Largest gain of passes that hold the microbatches of several adapters: `python contrib/studies/grouped_microbatches.py MODEL…`.
 
-MODEL is a folder or a GGUF file, of which layers 1 to 5 are loaded. A microbatch of one row goes forward and back through them with
-LoRA of rank 16, and so does one of two, four and eight rows. A pass of rows with different adapters cannot cost less than one of as
-many rows with the same adapter. So the seconds of a lone row, divided by those per row of a pass of eight, bound what a grouped pass
-gains. Seconds are those of the thread, medians of interleaved rounds. Prints JSON.
+MODEL is a folder or a GGUF file. Four of its layers are loaded. Microbatches of one, two, four and eight rows go forward and back
+through them with LoRA of rank 16. A pass of rows with different adapters cannot cost less than one of as many rows with the same
+adapter. So the seconds of a lone row, divided by those per row of a pass of eight, bound the gain of a grouped pass. Seconds are
+those of the thread, medians of interleaved rounds. Prints JSON.
 """
 
 from __future__ import annotations
