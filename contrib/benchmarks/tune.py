@@ -187,7 +187,7 @@ def delay(bench: Bench, halves: list[str]) -> dict[str, float]:
 
 
 def kill(bench: Bench, halves: list[str]) -> dict[str, Any]:
-    """Return how many finished steps a killed holder costs with --checkpoint-steps 1 and 4, and whether each was told once."""
+    """Return the finished steps that a kill costs with --checkpoint-steps 1 and 4, and whether the log has each step once."""
     found: dict[str, Any] = {}
     for steps in (1, 4):
         lost, is_whole = steps_lost(bench, halves, steps)

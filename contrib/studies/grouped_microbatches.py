@@ -30,7 +30,7 @@ LEDGER_BYTES = 1 << 34
 
 
 def packed(file: Path, folder: Path) -> Path:
-    """Return `folder`, in which the weights of a GGUF file stay packed."""
+    """Write a GGUF file's weights to `folder`, packed as they are, and return it."""
     folder.mkdir()
     GgufCheckpoint(file).pack(folder)
     return folder

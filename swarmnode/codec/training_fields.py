@@ -56,6 +56,11 @@ Seal = Annotated[bytes, Meta(max_length=SEAL_BYTES)]
 Values = Annotated[tuple[TensorInfo, ...], Meta(max_length=MAX_VALUES)]
 
 
+def packed_mask(mask: int) -> bytes:
+    """Return the bits of a mask of microbatches as bytes (little-endian), without zeros at its end."""
+    return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+
+
 def check_values(values: tuple[TensorInfo, ...]) -> None:
     """Raise ProtocolError if a descriptor is not valid, or the tensors are too large together."""
     elements = 0

@@ -176,7 +176,7 @@ class AdapterParts:
     async def _enter(self, number: int, came: Callable[[], Values], *, learns: bool) -> Callable[[], Values]:
         """Run all parts but the last one forward. Returns the function that gives the values for the last one."""
         for part in self._parts[:-1]:
-            values = await self._run(part, Urgency.FORWARD, _forward(part, number, came, _same, learns))
+            values = await self._run(part, Urgency.FORWARD, _forward(part, number, came, unchanged, learns))
             came = partial(moved, values, self._parts[-1].trainer.span.device)
         return came
 
@@ -185,7 +185,7 @@ class AdapterParts:
     ) -> T:
         """Take gradients back through the parts `before` the last one, and return what `leave` makes of those of the inputs."""
         for part in reversed(before):
-            gradients = await self._run(part, Urgency.BACKWARD, _backward(part, number, partial(_same, gradients)))
+            gradients = await self._run(part, Urgency.BACKWARD, _backward(part, number, partial(unchanged, gradients)))
         return await self._on(self._parts[0], leave, gradients)
 
     async def _run(self, part: _Part, urgency: Urgency, work: ByPiece[T]) -> T:
@@ -236,6 +236,11 @@ def narrowed(span: ModelSpan, units: Span) -> ModelSpan:
     return narrow
 
 
+def unchanged(values: T) -> T:
+    """Return the values: for passes whose values come, or leave, as they are."""
+    return values
+
+
 def unit_of(family: Family, name: str) -> int:
     """Return the layer that a tensor of a trainer's state belongs to, by its name."""
     tensor = name.partition("/")[2]
@@ -253,10 +258,6 @@ def _close_on(parts: Sequence[_Part], device: TuningDevice) -> None:
     for part in parts:
         if part.device is device:
             part.trainer.close()
-
-
-def _same(values: T) -> T:
-    return values
 
 
 def _forward(

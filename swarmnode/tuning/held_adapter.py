@@ -18,6 +18,7 @@ from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
 from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.codec.training_fields import packed_mask
 from swarmnode.codec.tuning_messages import (
     AdapterOpened,
     AdapterPiece,
@@ -556,7 +557,7 @@ class HeldAdapter:
         self._check_step(body.step)
         await self._until(lambda: self._counted.bit_count() >= body.microbatches and not self._is_computing)
         square = await self._parts.square()
-        mask = self._counted.to_bytes((self._counted.bit_length() + 7) // 8, "little")
+        mask = packed_mask(self._counted)
         self._channel.send(Gathered(body.step, square, mask), at_once=True)
 
     async def _update(self, body: Update) -> None:

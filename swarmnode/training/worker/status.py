@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import groupby
 
+from swarmnode.codec.training_fields import packed_mask
 from swarmnode.codec.training_messages import Counted
 from swarmnode.errors import ProtocolError
 
@@ -16,7 +17,7 @@ def counted_of(masks: Mapping[int, int]) -> tuple[Counted, ...]:
         units = list(run)
         mask = units[0][1]
         if mask:
-            runs.append(Counted(units[0][0], units[-1][0] + 1, mask.to_bytes((mask.bit_length() + 7) // 8, "little")))
+            runs.append(Counted(units[0][0], units[-1][0] + 1, packed_mask(mask)))
     return tuple(runs)
 
 

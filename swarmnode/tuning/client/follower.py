@@ -50,6 +50,7 @@ from swarmnode.tuning.client.averaging import (
     patient,
     share_pieces,
 )
+from swarmnode.tuning.client.state_shapes import ComingState
 from swarmnode.tuning.client.tuned_route import AdapterState
 
 T = TypeVar("T")
@@ -119,8 +120,8 @@ class TuningFollower:
         self._silence_s = SILENCE_S
         self._step = 0  # that the present part ends
         self._expected: tuple[type[Body], ...] = ()
-        self._coming = bytearray()  # of the mean, or of the file of the next layer
-        self._files: dict[int, bytes] = {}  # of the leader's state
+        self._coming = bytearray()  # of the mean
+        self._state: ComingState  # the leader's
 
     def __repr__(self) -> str:
         return f"<TuningFollower of {self._ticket.leader} at step {self._step}>"
@@ -227,8 +228,10 @@ class TuningFollower:
         assert self._channel is not None
         if self._failed.done():
             self._failed.result()  # raises why the conversation has ended meanwhile
-        self._answer, self._coming, self._files = self._loop.create_future(), bytearray(), {}
-        self._expected = expected
+        self._answer, self._coming, self._expected = self._loop.create_future(), bytearray(), expected
+        if AdapterPiece in expected:
+            shapes = self.layout.shapes
+            self._state = ComingState(shapes, range(len(shapes.units)))
         for message, payload in messages:
             self._channel.send(message, payload=[payload] if payload else (), at_once=True)
             await self._until_done(self._channel.drain())
@@ -282,15 +285,9 @@ class TuningFollower:
             self._answer.set_result(TrainerPart(vector_N, body.labels, body.loss))
 
     def _take_state(self, body: AdapterPiece, payload: Buffer) -> None:
-        unit, came, shapes = len(self._files), len(self._coming) + len(payload), self.layout.shapes
-        is_due = body.unit == unit and unit in shapes.units and body.offset == len(self._coming)
-        if not is_due or not len(payload) or came > body.size or came > shapes.most_bytes(unit):
-            raise ProtocolError("a piece of a state that does not fit")
-        self._coming += payload
-        if came == body.size:
-            self._files[unit], self._coming = bytes(self._coming), bytearray()
-        if len(self._files) == len(shapes.units):
-            self._answer.set_result(AdapterState(body.step, self._files))
+        self._state.take(body, payload)
+        if self._state.is_complete:
+            self._answer.set_result(AdapterState(body.step, self._state.files))
 
     def _check(self, state: AdapterState) -> None:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TypeVar
 
 from torch import Tensor
 
@@ -17,11 +16,10 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import NetworkDown, PeerError
 from swarmnode.plan.view import Span
-from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice
+from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice, unchanged
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
 from swarmnode.tuning.pace import TuningPace
 
-T = TypeVar("T")
 HERE = "this machine"
 
 
@@ -47,21 +45,21 @@ class LocalRoute:
         """Return for each microbatch the sum of its labels' losses, and their number."""
         found = {}
         for one in microbatches:
-            inputs, labels = partial(_given, one.inputs), partial(_given, one.labels)
+            inputs, labels = partial(unchanged, one.inputs), partial(unchanged, one.labels)
             end = await self._parts.finish(one.number, inputs, labels, _nothing, one.share, learns=one.learns)
             found[one.number] = end.loss, end.labels
         return found
 
     async def forward(self, step: int, number: int, inputs: Values, *, learns: bool) -> Tensor:
         """Return the outputs of layers without the model's ends."""
-        hidden_BTH, *_places = await self._parts.forward(number, partial(_given, inputs), _given, learns=learns)
+        hidden_BTH, *_places = await self._parts.forward(number, partial(unchanged, inputs), unchanged, learns=learns)
         if not learns:
             await self.drop(step, number)
         return hidden_BTH
 
     async def backward(self, step: int, number: int, gradient_BTH: Tensor) -> Tensor:
         """Return the gradient of a microbatch's hidden states, and count the adapter's gradients."""
-        back_BTH = (await self._parts.backward(number, partial(_given, (gradient_BTH,)), _given))[0]
+        back_BTH = (await self._parts.backward(number, partial(unchanged, (gradient_BTH,)), unchanged))[0]
         assert back_BTH is not None
         return back_BTH
 
@@ -120,10 +118,6 @@ class LocalOpener:
 
     def succeeded(self) -> None:
         """Do nothing: no peer has to be forgiven."""
-
-
-def _given(values: T) -> T:
-    return values
 
 
 def _nothing(_gradients: object) -> None:

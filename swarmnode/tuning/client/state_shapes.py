@@ -1,4 +1,4 @@
-"""Shapes of an adapter's state, which its owner derives from the model's config: a hop that gives another state is caught."""
+"""Shapes of an adapter's state, which its owner derives from the model's config: a peer that gives another state is caught."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from swarmnode.codec.tuning_messages import AdapterPiece
 from swarmnode.compute.model.adapters.adapter_file import units_of_layer
 from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import Family
@@ -19,6 +20,7 @@ from swarmnode.compute.training.adapters.starts import PROMPT
 from swarmnode.compute.training.adapters.targets import target_layers
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
+from swarmnode.net.interfaces import Buffer
 from swarmnode.tuning.adapter_bytes import SLACK_BYTES, decode_state
 
 WEIGHTS, *_, SQUARES = VECTORS
@@ -74,6 +76,34 @@ class StateShapes:
         if not is_finite([tensor for name, tensor in found.items() if name != STEP]):
             text = f"the state of unit {unit} holds NaN or infinity"
             raise ProtocolError(text, code=ErrorCode.NOT_FINITE, peer=peer)
+
+
+class ComingState:
+    """State that comes in pieces: the files of `units`, in order. `files` are the complete ones."""
+
+    def __init__(self, shapes: StateShapes, units: range) -> None:
+        self.files: dict[int, bytes] = {}
+        self._shapes = shapes
+        self._units = units
+        self._file = bytearray()  # the beginning of the next one
+
+    def __repr__(self) -> str:
+        return f"<ComingState of {len(self.files)} of {len(self._units)} files>"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files are here."""
+        return len(self.files) == len(self._units)
+
+    def take(self, body: AdapterPiece, payload: Buffer) -> None:
+        """Take the next piece. Raises ProtocolError if it is another one, or its file would be larger than the adapter's."""
+        unit, came = self._units.start + len(self.files), len(self._file) + len(payload)
+        is_due = not self.is_complete and body.unit == unit and body.offset == len(self._file)
+        if not is_due or not len(payload) or came > body.size or came > self._shapes.most_bytes(unit):
+            raise ProtocolError("a piece of a state that does not fit")
+        self._file += payload
+        if came == body.size:
+            self.files[unit], self._file = bytes(self._file), bytearray()
 
 
 def _is_state(found: Mapping[str, Tensor], step: int) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -42,7 +42,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
 from swarmnode.tuning.adapter_bytes import pieces_of
-from swarmnode.tuning.client.state_shapes import StateShapes
+from swarmnode.tuning.client.state_shapes import ComingState, StateShapes
 
 T = TypeVar("T")
 
@@ -76,12 +76,9 @@ class _Hop:
     spec: HopSpec
     channel: Channel
     opened: asyncio.Future[AdapterOpened]
+    coming: ComingState
     answer: asyncio.Future[Body] | None = None  # to the last command
-    updating: asyncio.Future[Body] | None = (
-        None  # the same one, if the command is an UPDATE whose answer nothing has waited for
-    )
-    files: dict[int, bytes] = field(default_factory=dict)  # of the state that comes: complete ones,
-    file: bytearray = field(default_factory=bytearray)  # and the beginning of the next one
+    updating: asyncio.Future[Body] | None = None  # the same one, of an UPDATE whose answer nothing has waited for
     given: asyncio.Future[dict[int, bytes]] | None = None
 
 
@@ -225,7 +222,7 @@ class TunedRoute:
         await self._settle()
         layers: dict[int, bytes] = {}
         for hop in self._hops:
-            hop.files, hop.file = {}, bytearray()
+            hop.coming = self._coming(hop.spec)
             hop.given = self._loop.create_future()
             hop.channel.send(GetAdapter(step, gradients))
         for hop in self._hops:
@@ -354,7 +351,7 @@ class TunedRoute:
             channel = await self._board.call(spec.peer, hear, self._fail)
         except NetworkDown as error:
             raise PeerLost(str(error), peer=spec.peer) from error
-        self._hops.append(_Hop(spec, channel, self._loop.create_future()))
+        self._hops.append(_Hop(spec, channel, self._loop.create_future(), self._coming(spec)))
         channel.send(request, at_once=True)
 
     def _hear(self, index: int, payload: Buffer, body: Body) -> None:
@@ -406,19 +403,22 @@ class TunedRoute:
         if not wait.missing and not wait.over.done():
             wait.over.set_result(None)
 
+    def _coming(self, spec: HopSpec) -> ComingState:
+        return ComingState(self._shapes, range(spec.start, spec.end))
+
     def _take(self, hop: _Hop, body: AdapterPiece, payload: Buffer) -> None:
-        """Take a piece of the tensors that a hop gives. The files of its layers come in order."""
-        unit, came = hop.spec.start + len(hop.files), len(hop.file) + len(payload)
-        is_due = hop.given is not None and not hop.given.done() and body.unit == unit and body.offset == len(hop.file)
-        if not is_due or not len(payload) or came > body.size or came > self._shapes.most_bytes(unit):
-            self._fail(ProtocolError("a piece of a state that does not fit", peer=hop.spec.peer))
+        """Take a piece of the tensors that a hop gives."""
+        try:
+            if hop.given is None or hop.given.done():
+                raise ProtocolError("a piece of a state that does not fit")
+            hop.coming.take(body, payload)
+        except ProtocolError as error:
+            error.peer = hop.spec.peer
+            self._fail(error)
             return
         self._note_progress()
-        hop.file += payload
-        if came == body.size:
-            hop.files[unit], hop.file = bytes(hop.file), bytearray()
-        if len(hop.files) == hop.spec.end - hop.spec.start and hop.given is not None:
-            hop.given.set_result(hop.files)
+        if hop.coming.is_complete:
+            hop.given.set_result(hop.coming.files)
 
     def _fail(self, error: Exception) -> None:
         if not self._failed.done():
