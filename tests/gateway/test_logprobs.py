@@ -126,6 +126,46 @@ async def test_an_echo_scores_a_prompt_as_transformers_does(founded: Founded, tm
         assert (without["text"], without["logprobs"], without["finish_reason"]) == (text, None, "length")
 
 
+@in_virtual_time
+async def test_logprobs_end_where_a_stop_string_ends_the_text(founded: Founded, tmp_path: Path) -> None:
+    body: dict[str, Any] = {"max_tokens": 40, "seed": 3, "temperature": 2}
+    async with serving(founded, tmp_path) as served:
+        for path, asked in (
+            (TEXT, {"prompt": "hi", "logprobs": 1}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
+        ):
+            free = (await served.http.post(path, json={**body, **asked})).json()["choices"][0]
+            text = free["text"] if path == TEXT else free["message"]["content"]
+            for begin, end in ((0, 2), (3, 5), (len(text) // 2, len(text) // 2 + 3), (len(text) - 2, len(text))):
+                stop = text[begin:end]
+                stopped = {**body, **asked, "stop": stop}
+                told = (await served.http.post(path, json=stopped)).json()["choices"][0]
+                events = (await served.http.post(path, json={**stopped, "stream": True})).text.split("data: ")[1:-1]
+                pieces = [json.loads(event)["choices"][0] for event in events]
+                kept = text[: text.find(stop)]
+                if path == TEXT:
+                    tokens = told["logprobs"]["tokens"] if told["logprobs"] else []
+                    streamed = [token for piece in pieces for token in (piece["logprobs"] or {}).get("tokens", ())]
+                    expected = [
+                        token
+                        for token, offset in zip(
+                            free["logprobs"]["tokens"], free["logprobs"]["text_offset"], strict=True
+                        )
+                        if offset < len(kept)
+                    ]
+                    assert (told["text"], tokens) == (kept, expected)
+                else:
+                    content = (told["logprobs"] or {"content": []})["content"]
+                    tokens = [one["token"] for one in content]
+                    streamed = [
+                        one["token"] for piece in pieces for one in (piece["logprobs"] or {}).get("content", ())
+                    ]
+                    assert told["message"]["content"] == kept
+                    said = b"".join(bytes(one["bytes"]) for one in content if not one["token"].startswith("<|"))
+                    assert said.decode(errors="replace").startswith(kept) and (kept or not tokens)
+                assert streamed == tokens
+
+
 CHOICES = ["the hens lay eggs", "the hens lay stones", "the hens lay", "eggs lay hens in the shed"]
 
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.gateway.generation.response_parser import (
+    CallPart,
     CommonParser,
     Parsed,
     ReasoningParser,
     ResponseParser,
     TemplateParser,
-    ToolCall,
 )
 from swarmnode.gateway.generation.tool_use import ToolUse, function_tool
 from tests.gateway.conftest import MODEL, found_on, serving
@@ -25,11 +25,11 @@ from tests.net.virtual import in_virtual_time
 
 COUNT = ToolUse([function_tool("count", None, {"type": "object", "properties": {"what": {"type": "string"}}})])
 HENS = '{"name": "count", "arguments": {"what": "hens"}}'
-CALL = ToolCall("count", '{"what": "hens"}')
+CALL = CallPart(0, "count", '{"what": "hens"}')
 THOUGHTS: list[tuple[bool, str, Parsed]] = [
     (False, "<think>\nFour?\n</think>\n\nFour.", Parsed("Four.", "\nFour?\n".lstrip())),
     (True, "Four?</think>Four.", Parsed("Four.", "Four?")),
-    (False, f"<think>Hm</think><tool_call>{HENS}</tool_call>", Parsed("", "Hm", (CALL,))),
+    (False, f"<think>Hm</think><tool_call>{HENS}</tool_call>", Parsed("", "Hm", CALL)),
     (False, f"<think>{HENS}</think>", Parsed("", HENS)),
     (False, "  <thin", Parsed("  <thin")),
     (False, "No <think>tags</think>", Parsed("No <think>tags</think>")),
@@ -55,14 +55,17 @@ RESPONSE_TEMPLATE = {
 
 def parsed(parser: ResponseParser, text: str, cuts: list[int]) -> Parsed:
     """All of it, however it came."""
-    pieces = []
+    pieces: list[Parsed] = []
     for cut in cuts:
-        pieces.append(parser.push(text[:cut]))
+        pieces += parser.push(text[:cut])
         text = text[cut:]
-    pieces += [parser.push(text), parser.finish()]
-    assert not any(piece.calls for piece in pieces[:-1])
+    pieces += [*parser.push(text), *parser.finish(cut=False)]
+    calls = [piece.call for piece in pieces if piece.call is not None]
+    assert [call.number for call in calls] == list(range(len(calls)))
     return Parsed(
-        "".join(piece.text for piece in pieces), "".join(piece.reasoning for piece in pieces), pieces[-1].calls
+        "".join(piece.text for piece in pieces),
+        "".join(piece.reasoning for piece in pieces),
+        calls[-1] if calls else None,
     )
 
 
@@ -74,8 +77,8 @@ def test_thoughts_are_found_however_they_come(said: tuple[bool, str, Parsed], cu
 
 SAID: list[tuple[str, Parsed]] = [
     ("<|system|>Hm<|user|>Four.<|end|>", Parsed("Four.", "Hm")),
-    (f"Let me see. <|tool|>{HENS}<|end|>", Parsed("Let me see. ", "", (CALL,))),
-    (f"<|tool|>{HENS}<|end|><|tool|>{HENS}", Parsed("", "", (CALL, CALL))),
+    (f"Let me see. <|tool|>{HENS}<|end|>", Parsed("Let me see. ", "", CALL)),
+    (f"<|tool|>{HENS}<|end|><|tool|>{HENS}", Parsed("", "", CALL._replace(number=1))),
     (f"<|tool|>{HENS.replace('count', 'launch')}<|end|>", Parsed(HENS.replace("count", "launch"))),
     ("<|tool|>{broken<|end|>", Parsed("<|tool|>{broken<|end|>")),
     ("", Parsed()),
@@ -87,6 +90,20 @@ def test_a_response_template_is_read_however_it_comes(said: tuple[str, Parsed], 
     chat_parsing = pytest.importorskip("transformers.utils.chat_parsing")
     theirs = chat_parsing.ResponseParser(RESPONSE_TEMPLATE, prefix="<|user|>How many?<|end|><|assistant|>")
     assert parsed(TemplateParser(theirs, COUNT), said[0], cuts) == said[1]
+
+
+@given(st.integers(len('{"name": "count", "arguments": '), len(HENS) - 1), st.lists(st.integers(1, 9)))
+def test_a_response_templates_call_that_the_limit_cuts_is_a_call(length: int, cuts: list[int]) -> None:
+    chat_parsing = pytest.importorskip("transformers.utils.chat_parsing")
+    theirs = chat_parsing.ResponseParser(RESPONSE_TEMPLATE, prefix="<|user|>How many?<|end|><|assistant|>")
+    parser, text, pieces = TemplateParser(theirs, COUNT), f"Hm. <|tool|>{HENS[:length]}", []
+    for cut in cuts:
+        pieces += parser.push(text[:cut])
+        text = text[cut:]
+    pieces += [*parser.push(text), *parser.finish(cut=True)]
+    assert "".join(piece.text for piece in pieces) == "Hm. "
+    arguments = HENS[len('{"name": "count", "arguments": ') : length]
+    assert [piece.call for piece in pieces if piece.call] == [CallPart(0, "count", arguments, cut=True)]
 
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "How many?"}]}

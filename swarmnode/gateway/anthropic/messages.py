@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from swarmnode.client.tokenizer import ChatEnding
@@ -279,16 +279,14 @@ class _MessageStyle:
 
     async def whole(self, texts: Sequence[Text]) -> MessageReply:
         [text] = texts
-        for _ in self._parts.push(text.reasoning, text.text, text.calls, over=True):
-            pass
-        return self._message([self._block(part) for part in self._parts.all], self._reason(text.finish_reason))
+        return self._message([self._block(part) for part in text.parts.all], self._reason(text.finish_reason))
 
     def events(self, piece: Piece) -> list[NamedEvent]:
         events, over = [], piece.finish_reason is not None
         if not self._begun:
             self._begun = True
             events.append(NamedEvent.of("message_start", message=self._message([], None).model_dump()))
-        events += map(self._step, self._parts.push(piece.reasoning, piece.text, piece.calls, over=over))
+        events += map(self._step, self._parts.push(piece.reasoning, piece.text, piece.call, over=over))
         if over:
             delta = {"stop_reason": self._reason(piece.finish_reason), "stop_sequence": piece.choice.stop_string}
             events.append(NamedEvent.of("message_delta", delta=delta, usage=self._usage().model_dump()))
@@ -314,7 +312,7 @@ class _MessageStyle:
             return ThinkingBlock(thinking=part.text)
         assert part.call is not None
         id = f"toolu_{self._answer.stem}_{part.index}"
-        return ToolUseBlock(id=id, name=part.call.name, input=json.loads(part.text or "{}"))
+        return ToolUseBlock(id=id, name=part.call.name, input=from_json(part.text or "{}", allow_partial=True))
 
     def _message(self, content: list[ReplyBlock], reason: str | None) -> MessageReply:
         answer = self._answer

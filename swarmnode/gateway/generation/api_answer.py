@@ -21,8 +21,7 @@ from swarmnode.errors import SwarmnodeError
 from swarmnode.gateway.gateway import gateway_of
 from swarmnode.gateway.generation.choice_stream import ChoiceStream, Piece, pieces_of
 from swarmnode.gateway.generation.logprobs import SpelledChoice
-from swarmnode.gateway.generation.parts import TokenUsage
-from swarmnode.gateway.generation.response_parser import ToolCall
+from swarmnode.gateway.generation.parts import Parts, TokenUsage
 from swarmnode.gateway.http.api_error import ApiError, api_error
 from swarmnode.gateway.http.client_watch import ClientWatch
 from swarmnode.gateway.http.event_stream import EventStream, event
@@ -33,15 +32,15 @@ UNIQUE_BYTES = 6
 
 @dataclass
 class Text:
-    """Complete result of one choice."""
+    """Complete result of one choice. `parts` has its reasoning, texts and calls in their order."""
 
     index: int
     text: str = ""
     finish_reason: str | None = None
-    calls: tuple[ToolCall, ...] = ()
     logprobs: list[SpelledChoice] = field(default_factory=list)
     reasoning: str = ""
     ids: list[int] = field(default_factory=list)
+    parts: Parts = field(default_factory=Parts)
 
 
 class Style(Protocol):
@@ -140,7 +139,10 @@ class ApiAnswer:
                 text.reasoning += piece.reasoning
                 text.logprobs += piece.logprobs
                 text.ids += piece.ids
-                text.finish_reason, text.calls = piece.finish_reason, piece.calls
+                text.finish_reason = piece.finish_reason
+                over = piece.finish_reason is not None
+                for _ in text.parts.push(piece.reasoning, piece.text, piece.call, over=over):
+                    pass
         return texts
 
     async def _events(self, style: Style) -> AsyncGenerator[bytes, None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import NamedTuple
 
 from swarmnode.client.text_stream import GeneratedText, StopStrings, TextStream
@@ -13,7 +14,7 @@ from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.generation.logprobs import SpelledChoice, spell
-from swarmnode.gateway.generation.response_parser import Parsed, ResponseParser, ToolCall
+from swarmnode.gateway.generation.response_parser import CallPart, Parsed, ResponseParser
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.client.generation import Generation
 
@@ -22,13 +23,13 @@ AHEAD = 64  # pieces of all choices of a request that wait for a slow client
 
 
 class Piece(NamedTuple):
-    """New part of a choice: the text that is final by now; in the last piece also the reason why the choice ended, and its tool
-    calls."""
+    """New part of a choice: text that is final by now, reasoning, or a part of a tool call; in the last piece also the reason why
+    the choice ended. `logprobs` and `ids` are those of the tokens whose text has been sent by now and that no earlier piece had."""
 
     choice: ChoiceStream
     text: str
     finish_reason: str | None = None
-    calls: tuple[ToolCall, ...] = ()
+    call: CallPart | None = None
     logprobs: tuple[SpelledChoice, ...] = ()
     reasoning: str = ""
     ids: tuple[int, ...] = ()
@@ -36,7 +37,7 @@ class Piece(NamedTuple):
     @property
     def is_text(self) -> bool:
         """Whether the piece has text and nothing else except token ids."""
-        return bool(self.text) and not (self.finish_reason or self.logprobs or self.reasoning)
+        return bool(self.text) and not (self.finish_reason or self.logprobs or self.reasoning or self.call)
 
 
 class NoTokens:
@@ -80,7 +81,9 @@ class ChoiceStream:
         self._queue = queue
         self._key = key
         self._tokenizer = tokenizer
-        self._logprobs: list[SpelledChoice] = []  # not yet in a piece
+        self._logprobs: deque[tuple[int, SpelledChoice]] = deque()  # not yet in a piece, with where their text begins
+        self._written = self._final = 0  # characters that the model wrote, and those of them before any stop string
+        self._called = self._cut = False  # whether the answer has a call, and whether its last one is cut
         self._ids: list[int] = []  # not yet in a piece
         self.reasoning_tokens = 0
 
@@ -109,7 +112,7 @@ class ChoiceStream:
 
     async def __aiter__(self) -> AsyncGenerator[Piece, None]:
         async with self._queue.place(self._key), contextlib.aclosing(aiter(self._stream)) as tokens:
-            ended = False
+            begun = ended = False
             async for token in tokens:
                 ended = token.id in self._stop_ids
                 if not ended:
@@ -117,36 +120,56 @@ class ChoiceStream:
                 if token.logprobs and (
                     not ended or self._parser is None
                 ):  # a completion tells of its end, as vLLM's does
-                    self._logprobs.append(spell(self._tokenizer, token.logprobs, is_end=ended))
-                text = self._stops.push("" if ended else token.text or "")
+                    self._logprobs.append((self._written, spell(self._tokenizer, token.logprobs, is_end=ended)))
+                text = self._until_stop("" if ended else token.text or "")
                 if self.stop_string is not None:
-                    yield self._last(text, STOP)
-                    return
-                parsed = self._parse(text)
-                if parsed.text or parsed.reasoning or (self._tokenizer is None and not ended):
-                    yield self._piece(parsed)
-        rest = self._stops.push("" if ended else self._stream.rest) + self._stops.flush()
-        ended = ended or self._stream.result.whole or self.stop_string is not None
-        yield self._last(rest, STOP if ended else LENGTH)
+                    break
+                pieces = [self._piece(parsed) for parsed in self._parse(text)]
+                if not pieces and (self._tokenizer is None or (self._parser is not None and not begun)) and not ended:
+                    pieces = [self._piece(Parsed())]  # also at the beginning of text that the parser holds back
+                for piece in pieces:
+                    begun = True
+                    yield piece
+        if self.stop_string is None:
+            text = self._until_stop("" if ended else self._stream.rest) + self._stops.flush()
+        if self.stop_string is None:  # a stop string ends the text, so the tokens behind it have no logprobs
+            self._final = self._written + 1
+        whole = ended or self._stream.result.whole or self.stop_string is not None
+        for piece in self._last(text, STOP if whole else LENGTH):
+            yield piece
 
-    def _last(self, text: str, finish_reason: str) -> Piece:
-        parsed = self._parse(text)
+    def _until_stop(self, text: str) -> str:
+        """Add text of the model and return the part that certainly precedes any stop string."""
+        self._written += len(text)
+        certain = self._stops.push(text)
+        self._final += len(certain)
+        return certain
+
+    def _last(self, text: str, finish_reason: str) -> Iterator[Piece]:
+        """Yield the pieces at the end of the choice, the last of them with the reason."""
+        parts = [*self._parse(text)]
         if self._parser is not None:
-            held = self._parser.finish()
-            parsed = Parsed(parsed.text + held.text, parsed.reasoning + held.reasoning, held.calls)
-        return self._piece(parsed, TOOL_CALLS if parsed.calls else finish_reason)
+            parts += self._parser.finish(cut=finish_reason == LENGTH)
+        *before, last = (part for part in parts if any(part)) if any(map(any, parts)) else [Parsed()]
+        yield from map(self._piece, before)
+        piece = self._piece(last)
+        yield piece._replace(finish_reason=TOOL_CALLS if self._called and not self._cut else finish_reason)
 
-    def _parse(self, text: str) -> Parsed:
+    def _parse(self, text: str) -> Sequence[Parsed]:
         if self._parser is None:
-            return Parsed(text)
+            return [Parsed(text)] if text else []
         self.reasoning_tokens += self._parser.reasoning
-        return self._parser.push(text)
+        return [part for part in self._parser.push(text) if any(part)]
 
-    def _piece(self, parsed: Parsed, finish_reason: str | None = None) -> Piece:
+    def _piece(self, parsed: Parsed) -> Piece:
         """Build a piece of `parsed`, with the logprobs and ids that no earlier piece had."""
-        logprobs, ids = tuple(self._logprobs), tuple(self._ids)
-        self._logprobs, self._ids = [], []
-        return Piece(self, parsed.text, finish_reason, parsed.calls, logprobs, parsed.reasoning, ids)
+        if parsed.call is not None:
+            self._called, self._cut = True, parsed.call.cut
+        logprobs = []
+        while self._logprobs and (self._logprobs[0][0] < self._final or self._tokenizer is None):
+            logprobs.append(self._logprobs.popleft()[1])
+        ids, self._ids = tuple(self._ids), []
+        return Piece(self, parsed.text, None, parsed.call, tuple(logprobs), parsed.reasoning, ids)
 
 
 async def pieces_of(choices: Sequence[ChoiceStream]) -> AsyncGenerator[Piece, None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
-from swarmnode.gateway.generation.response_parser import ToolCall
+from swarmnode.gateway.generation.response_parser import CallPart
 
 
 class TokenUsage(NamedTuple):
@@ -30,12 +30,12 @@ class PartKind(Enum):
 
 @dataclass
 class AnswerPart:
-    """Part of an answer. `text` is its text up to now; for a call, the arguments, which come all at once."""
+    """Part of an answer. `text` is its text up to now; for a call, its arguments. `call` is the first part of a call."""
 
     index: int
     kind: PartKind
     text: str = ""
-    call: ToolCall | None = None
+    call: CallPart | None = None
 
 
 class PartStep(Enum):
@@ -64,31 +64,30 @@ class Parts:
     def __repr__(self) -> str:
         return f"<Parts {[part.kind.name for part in self.all]}>"
 
-    def push(
-        self, reasoning: str, text: str, calls: tuple[ToolCall, ...], *, over: bool = False
-    ) -> Iterator[PartEvent]:
-        """Add new reasoning, text and calls, and yield the events. If `over` is true, close the last part; an answer without text
-        and calls gets an empty text."""
+    def push(self, reasoning: str, text: str, call: CallPart | None, *, over: bool = False) -> Iterator[PartEvent]:
+        """Add new reasoning, text or a part of a call, and yield the events. If `over` is true, close the last part; an answer
+        without text and calls gets an empty text."""
         yield from self._add(PartKind.REASONING, reasoning)
         yield from self._add(PartKind.TEXT, text)
-        for call in calls:
-            yield from self._close()
-            yield from self._add(PartKind.CALL, call.arguments, call)
+        if call is not None:
+            if self._open is None or self._open.call is None or self._open.call.number != call.number:
+                yield from self._begin(PartKind.CALL, call)
+            yield from self._add(PartKind.CALL, call.arguments)
         if over:
             if all(part.kind is PartKind.REASONING for part in self.all):
                 yield from self._begin(PartKind.TEXT)
             yield from self._close()
 
-    def _add(self, kind: PartKind, text: str, call: ToolCall | None = None) -> Iterator[PartEvent]:
+    def _add(self, kind: PartKind, text: str) -> Iterator[PartEvent]:
         if not text:
             return
         if self._open is None or self._open.kind is not kind:
-            yield from self._begin(kind, call)
+            yield from self._begin(kind)
         part = self.all[-1]
         part.text += text
         yield PartEvent(PartStep.DELTA, part, text)
 
-    def _begin(self, kind: PartKind, call: ToolCall | None = None) -> Iterator[PartEvent]:
+    def _begin(self, kind: PartKind, call: CallPart | None = None) -> Iterator[PartEvent]:
         yield from self._close()
         self._open = AnswerPart(len(self.all), kind, call=call)
         self.all.append(self._open)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from swarmnode.client.text_stream import StopStrings
@@ -14,55 +15,239 @@ REASONING = frozenset({"thinking", "reasoning", "reasoning_content"})
 CALLS = "tool_calls"
 THOUGHTS_BEGIN, THOUGHTS_END = "<think>", "</think>"
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+KEY = re.compile(r'\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
+SEPARATOR = re.compile(r"\s*,")
+FIRST_KEY = re.compile(rf'\s*(?:{CALL_BEGIN})?\s*\{{\s*"([^"\\]*)"')
+CALL_KEYS = frozenset({"name", "arguments", "parameters", "type", "function", "id"})  # a call begins with one of them
 
 
-class ToolCall(NamedTuple):
-    """Call of a tool; `arguments` is JSON text."""
+class CallPart(NamedTuple):
+    """Part of a tool call. `number` counts the calls of an answer from 0; the arguments of all parts of a call make its JSON text.
+    `cut` means that the answer reached its limit inside the call."""
 
+    number: int
     name: str
-    arguments: str
+    arguments: str = ""
+    cut: bool = False
+
+
+class Parsed(NamedTuple):
+    """Parsed part of an answer: text, or reasoning, or a part of a tool call."""
+
+    text: str = ""
+    reasoning: str = ""
+    call: CallPart | None = None
+
+
+class JsonObject:
+    """Scanner that finds the end of a JSON object while its text arrives."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self.is_broken = False  # the text does not begin with an object
+
+    def __repr__(self) -> str:
+        return f"<JsonObject at depth {self._depth}>"
+
+    def end(self, text: str) -> int | None:
+        """Add `text`; return the index in it behind the object's end, or None if the object does not end in it."""
+        for index, char in enumerate(text):
+            if self._in_string:
+                if self._escaped or char == "\\":
+                    self._escaped = not self._escaped
+                else:
+                    self._in_string = char != '"'
+            elif char in "{[":
+                self._depth += 1
+            elif self._depth == 0:
+                if not char.isspace():
+                    self.is_broken = True
+                    return index
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    return index + 1
+            else:
+                self._in_string = char == '"'
+        return None
+
+
+def members_of(body: str) -> Iterator[tuple[str, int, Any]]:
+    """Yield key, index of the value and value of each member of the JSON object that begins `body`. A last value that is cut off is
+    None. Ends without an error where the text is no JSON."""
+    decoder = json.JSONDecoder()
+    position = body.find("{")
+    while position >= 0 and (key := KEY.match(body, position + 1)):
+        try:
+            value, position = decoder.raw_decode(body, key.end())
+        except (ValueError, RecursionError):
+            yield key[1], key.end(), None
+            return
+        yield key[1], key.end(), value
+        separator = SEPARATOR.match(body, position)
+        position = -1 if separator is None else separator.end() - 1
+
+
+def call_of(value: Any, names: Collection[str], number: int) -> CallPart | None:
+    """Return the whole call that `value` describes; None if it describes no call of a tool in `names`. Arguments that the model
+    wrote as a JSON text are unwrapped once."""
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict):
+        return None
+    name, arguments = function.get("name"), function.get("arguments", function.get("parameters"))
+    if not isinstance(name, str) or name not in names:
+        return None
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return None
+    return CallPart(number, name, json.dumps({} if arguments is None else arguments))
+
+
+def cut_call(body: str, names: Collection[str], number: int) -> CallPart | None:
+    """Return the call in `body`, which the limit of the answer has cut off, with the arguments up to there; None if no name of
+    `names` is known yet."""
+    members = {key: (begin, value) for key, begin, value in members_of(body)}
+    _, name = members.get("name", (0, None))
+    if not isinstance(name, str) or name not in names:
+        return None
+    begin, _ = members.get("arguments") or members.get("parameters") or (len(body), None)
+    return CallPart(number, name, body[begin:], cut=True)
 
 
 class ToolCallParser:
-    """Parser that passes a text through, except what may be calls of the tools in `names`."""
+    """Parser that passes a text through, except the calls of the tools in `names`: JSON objects between `CALL_BEGIN` and
+    `CALL_END`, or bare ones at the beginning. A call of one of `forced` is returned in parts while it arrives, any other one when
+    it is complete."""
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], forced: Collection[str] = ()) -> None:
         self._names = names
-        self._before = StopStrings([CALL_BEGIN])
-        self._is_object: bool | None = None  # None before the first character
-        self._held = ""
+        self._forced = forced
+        self._opening = StopStrings([CALL_BEGIN])
+        self._number = 0  # of the next call
+        self._pending: str | None = ""  # white space at the beginning or behind a call; None within a text
+        self._held = ""  # text of a possible call from its opening tag on
+        self._object: JsonObject | None = None  # its scanner; None outside of a possible call
+        self._part: CallPart | None = None  # call that is returned in parts
+        self._arguments: JsonObject | None = None  # scanner of the arguments of that call; None before them
+        self._whole = False  # whether those arguments have ended
 
     def __repr__(self) -> str:
         return f"<ToolCallParser for {', '.join(self._names)}, {len(self._held)} characters held back>"
 
-    def push(self, text: str) -> str:
-        """Add `text` and return the part that certainly belongs to no call."""
-        if self._is_object is None and text.strip():
-            self._is_object = text.lstrip().startswith("{")
-        if self._is_object or self._before.found is not None:
-            self._held += text
-            return ""
-        told = self._before.push(text)
-        if self._before.found is not None:
-            self._held = CALL_BEGIN + self._before.rest
+    def push(self, text: str) -> list[Parsed]:
+        """Add `text` and return the parts that are certain by now, in their order."""
+        told: list[Parsed] = []
+        if self._part is None and not self._number and len(self._forced) == 1 and text:
+            [name] = self._forced
+            self._part = CallPart(0, name)  # nothing else can come, so the client need not wait for the name
+            told.append(Parsed(call=self._part))
+        while text:
+            text = self._read_text(text, told) if self._object is None else self._read_call(text, told)
         return told
 
-    def finish(self) -> tuple[str, tuple[ToolCall, ...]]:
-        """Return the text that was held back: as calls if all of it is calls, else as text."""
-        held = self._before.flush() + self._held
-        bodies = [held] if self._is_object else [part.split(CALL_END)[0] for part in held.split(CALL_BEGIN)[1:]]
-        calls = [self._call(body) for body in bodies]
-        whole = tuple(call for call in calls if call is not None)
-        return ("", whole) if whole and len(whole) == len(calls) else (held, ())
+    def finish(self, *, cut: bool) -> list[Parsed]:
+        """Return the parts that were held back. A call that the limit has `cut` is returned with its arguments up to there; any
+        other call without an end is text."""
+        told: list[Parsed] = []
+        while self._object is not None:
+            held, self._held, self._object = self._held, "", None
+            if self._arguments is not None:
+                assert self._part is not None
+                return [Parsed(call=self._part._replace(cut=not self._whole))]
+            broken, tag, rest = held.partition(CALL_END)
+            if tag:  # a call without a valid end; a later one may be valid
+                self._pending = None
+                told += [Parsed(broken + tag), *self.push(rest)]
+                continue
+            call = cut_call(held, self._names, self._number) if cut else None
+            if call is None and cut and self._part is not None:
+                call = self._part._replace(cut=True)
+            if call is not None:
+                return [*told, Parsed(call=call)]
+            return told if cut and held.startswith(CALL_BEGIN) else [*told, Parsed(held)]
+        rest = self._pending or ""
+        if self._number and CALL_END.startswith(rest.strip()):
+            rest = ""
+        return [*told, Parsed(rest + self._opening.flush())]
 
-    def _call(self, body: str) -> ToolCall | None:
-        try:
-            said = json.loads(body)
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(said, dict) or said.get("name") not in self._names:
-            return None
-        return ToolCall(said["name"], json.dumps(said.get("arguments", said.get("parameters", {}))))
+    def _read_text(self, text: str, told: list[Parsed]) -> str:
+        """Add text outside of calls and return the part of it that is not read yet."""
+        if self._pending is not None:  # white space around calls is no text of the answer
+            self._pending += text
+            seen = self._pending.lstrip()
+            if self._number and seen.startswith((CALL_END, ";")):
+                self._pending = ""
+                return seen[len(CALL_END if seen.startswith(CALL_END) else ";") :]
+            if seen != CALL_BEGIN and (CALL_BEGIN.startswith(seen) or (self._number and CALL_END.startswith(seen))):
+                return ""
+            text, self._pending = self._pending, None
+            if seen.startswith("{"):
+                self._object = JsonObject()
+                return text
+            text = seen if seen.startswith(CALL_BEGIN) else text
+        certain = self._opening.push(text)
+        if certain:
+            told.append(Parsed(certain))
+        if self._opening.found is None:
+            return ""
+        rest, self._opening = self._opening.rest, StopStrings([CALL_BEGIN])
+        self._held, self._object = CALL_BEGIN, JsonObject()
+        return rest
+
+    def _read_call(self, text: str, told: list[Parsed]) -> str:
+        """Add text of a possible call and return the part of it that is not read yet."""
+        assert self._object is not None
+        end = self._object.end(text)
+        inside, rest = (text, "") if end is None else (text[:end], text[end:])
+        if self._arguments is not None:
+            self._tell_arguments(inside, told)
+        self._held += inside
+        if self._forced and self._arguments is None:
+            self._begin_arguments(told)
+        first = FIRST_KEY.match(self._held)
+        if self._object.is_broken or (first is not None and first[1] not in CALL_KEYS):
+            told.append(Parsed(self._held))  # no call
+            self._held, self._object = "", None
+        elif end is not None:
+            self._end_call(told)
+        return rest
+
+    def _begin_arguments(self, told: list[Parsed]) -> None:
+        """Begin to return a forced call in parts as soon as its name and the first character of its arguments are known."""
+        members = {key: (begin, value) for key, begin, value in members_of(self._held)}
+        (_, name), (begin, _) = members.get("name", (0, None)), members.get("arguments", (len(self._held), None))
+        if name not in self._forced or not self._held.startswith("{", begin):
+            return
+        if self._part is None:
+            self._part = CallPart(self._number, name)
+            told.append(Parsed(call=self._part))
+        self._arguments = JsonObject()
+        self._tell_arguments(self._held[begin:], told)
+
+    def _tell_arguments(self, text: str, told: list[Parsed]) -> None:
+        assert self._part is not None and self._arguments is not None
+        if not self._whole:
+            end = self._arguments.end(text)
+            told.append(Parsed(call=self._part._replace(arguments=text[:end])))
+            self._whole = end is not None
+
+    def _end_call(self, told: list[Parsed]) -> None:
+        """End a possible call whose object is complete: as the call that it describes, else as text."""
+        body, self._held, self._object = self._held, "", None
+        if self._arguments is None:
+            try:
+                call = call_of(json.loads(body.removeprefix(CALL_BEGIN)), self._names, self._number)
+            except (ValueError, RecursionError):
+                call = None
+            told.append(Parsed(body) if call is None else Parsed(call=call))
+            if call is None:
+                return
+        self._part = self._arguments = None
+        self._whole = False
+        self._number, self._pending = self._number + 1, ""
 
 
 class ReasoningParser:
@@ -114,14 +299,6 @@ class ReasoningParser:
         return text
 
 
-class Parsed(NamedTuple):
-    """Parsed part of an answer. Only the last one has calls, because before the end a call may turn out to be text."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[ToolCall, ...] = ()
-
-
 class ResponseParser(Protocol):
     """Parser of one answer."""
 
@@ -130,12 +307,13 @@ class ResponseParser(Protocol):
         """Whether the model is still reasoning."""
         ...
 
-    def push(self, text: str) -> Parsed:
-        """Add the next piece of the model's text and return the part that is certain by now."""
+    def push(self, text: str) -> Sequence[Parsed]:
+        """Add the next piece of the model's text and return the parts that are certain by now, in their order; they may be none."""
         ...
 
-    def finish(self) -> Parsed:
-        """End the answer and return the parts that were held back, with the calls."""
+    def finish(self, *, cut: bool) -> Sequence[Parsed]:
+        """End the answer and return the parts that were held back. If the limit has `cut` the answer inside a call of a known tool,
+        the call is returned with its arguments up to there."""
         ...
 
 
@@ -145,8 +323,8 @@ class CommonParser:
     def __init__(self, tools: ToolUse, reasoning: ReasoningParser | None = None) -> None:
         """Without `reasoning` the whole text is the answer."""
         self._reasoning = reasoning
-        self._calls = ToolCallParser(tools.names) if tools.offered else None
-        self._most = None if tools.parallel else 1
+        self._calls = ToolCallParser(tools.names, tools.forced_names) if tools.offered else None
+        self._tools = tools
 
     def __repr__(self) -> str:
         return f"<CommonParser {self._reasoning!r}, {self._calls!r}>"
@@ -156,21 +334,22 @@ class CommonParser:
         """Whether the model is still reasoning."""
         return self._reasoning is not None and self._reasoning.inside
 
-    def push(self, text: str) -> Parsed:
-        """Add the next piece of the model's text and return the part that is certain by now."""
-        reasoning = ""
-        if self._reasoning is not None:
-            reasoning, text = self._reasoning.push(text)
-        return Parsed(text if self._calls is None else self._calls.push(text), reasoning)
+    def push(self, text: str) -> list[Parsed]:
+        """Add the next piece of the model's text and return the parts that are certain by now."""
+        reasoning, text = ("", text) if self._reasoning is None else self._reasoning.push(text)
+        return self._told(reasoning, [Parsed(text)] if self._calls is None else self._calls.push(text))
 
-    def finish(self) -> Parsed:
-        """End the answer and return the parts that were held back, with the calls."""
+    def finish(self, *, cut: bool) -> list[Parsed]:
+        """End the answer and return the parts that were held back."""
         reasoning, text = ("", "") if self._reasoning is None else self._reasoning.finish()
         if self._calls is None:
-            return Parsed(text, reasoning)
-        told = self._calls.push(text)
-        held, calls = self._calls.finish()
-        return Parsed(told + held, reasoning, calls[: self._most])
+            return self._told(reasoning, [Parsed(text)])
+        return self._told(reasoning, [*self._calls.push(text), *self._calls.finish(cut=cut)])
+
+    def _told(self, reasoning: str, parts: Iterable[Parsed]) -> list[Parsed]:
+        return [
+            part for part in (Parsed(reasoning=reasoning), *parts) if any(part) and _allowed(part.call, self._tools)
+        ]
 
 
 class TemplateParser:
@@ -180,85 +359,77 @@ class TemplateParser:
     def __init__(self, parser: Any, tools: ToolUse) -> None:
         self._parser = parser
         self._tools = tools
-        self._calls: list[ToolCall] = []
+        self._number = 0  # of the next call
         self._region: str | None = None
         self._held = ""  # text of a call that has not ended
         self._unread = ""  # text that was fed but not returned; returned if parsing fails
         self._failed = False
-        self._take(parser.initial_events)  # the part of the answer that is in the prompt
+        self._read(parser.initial_events)  # the part of the answer that is in the prompt
 
     def __repr__(self) -> str:
-        return f"<TemplateParser in {self._region}, {len(self._calls)} calls>"
+        return f"<TemplateParser in {self._region}, {self._number} calls>"
 
     @property
     def reasoning(self) -> bool:
         """Whether the model is still reasoning."""
         return self._region in REASONING
 
-    def push(self, text: str) -> Parsed:
-        """Add the next piece of the model's text and return the part that is certain by now."""
+    def push(self, text: str) -> list[Parsed]:
+        """Add the next piece of the model's text and return the parts that are certain by now."""
         if self._failed:
-            return Parsed(text)
+            return [Parsed(text)]
         self._unread += text
         try:
-            events = self._parser.feed(text)
+            return self._read(self._parser.feed(text))
         except (ValueError, KeyError, TypeError):  # broken JSON in a call, as models write now and then
             return self._fail()
-        return self._take(events)
 
-    def finish(self) -> Parsed:
-        """End the answer and return the parts that were held back, with the calls."""
+    def finish(self, *, cut: bool) -> list[Parsed]:
+        """End the answer and return the parts that were held back. A `cut` call whose tool is not known yet is left out."""
         if self._failed:
-            return Parsed(calls=tuple(self._calls))
+            return []
+        if cut and self._region == CALLS:
+            call = cut_call(self._held, self._tools.names, self._number)
+            return [Parsed(call=call)] if call is not None and _allowed(call, self._tools) else []
         try:
             _, events = self._parser.finalize()
+            return [*self._read(events), Parsed(self._held)]
         except (ValueError, KeyError, TypeError):
-            return self._fail()._replace(calls=tuple(self._calls))
-        told = self._take(events)
-        calls = self._calls if self._tools.parallel else self._calls[:1]
-        return told._replace(text=told.text + self._held, calls=tuple(calls))
+            return self._fail()
 
-    def _fail(self) -> Parsed:
-        self._failed, text = True, self._unread
-        return Parsed(text)
+    def _fail(self) -> list[Parsed]:
+        self._failed = True
+        return [Parsed(self._unread)]
 
-    def _take(self, events: Iterable[Mapping[str, Any]]) -> Parsed:
-        text = reasoning = ""
+    def _read(self, events: Iterable[Mapping[str, Any]]) -> list[Parsed]:
+        told: list[Parsed] = []
         for event in events:
             field, kind = event["field"], event["type"]
             self._region = None if kind == "region_close" else field
             if field == CALLS:
-                text += self._call(event)
+                told += self._read_call(event)
             elif kind == "region_chunk" and field == TEXT:
-                text += event["text"]
+                told.append(Parsed(event["text"]))
             elif kind == "region_chunk" and field in REASONING:
-                reasoning += event["text"]
+                told.append(Parsed(reasoning=event["text"]))
             if self._region != CALLS:  # the text after the last event may be the beginning of a call
                 self._unread = self._unread.rpartition(event["text"])[2] if kind == "region_chunk" else ""
-        return Parsed(text, reasoning)
+        return told
 
-    def _call(self, event: Mapping[str, Any]) -> str:
-        """Return the text of a call that turns out to be none of the offered tools', else an empty text."""
+    def _read_call(self, event: Mapping[str, Any]) -> list[Parsed]:
+        """Return the calls that end with `event`, or their text if one of them is no call of an offered tool."""
         if event["type"] != "region_close":
             self._held += event.get("text", "")
-            return ""
+            return []
         held, self._held = self._held, ""
         values = event["value"] if isinstance(event["value"], list) else [event["value"]]
-        calls = [_call_of(value) for value in values]
-        if not calls or any(call is None or call.name not in self._tools.names for call in calls):
-            return held
-        self._calls += [call for call in calls if call is not None]
-        return ""
+        calls = [call_of(value, self._tools.names, self._number + index) for index, value in enumerate(values)]
+        if not calls or None in calls:
+            return [Parsed(held)]
+        self._number += len(calls)
+        return [Parsed(call=call) for call in calls if _allowed(call, self._tools)]
 
 
-def _call_of(value: Any) -> ToolCall | None:
-    function = value.get("function", value) if isinstance(value, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        return None
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
-    return ToolCall(function["name"], json.dumps(arguments))
+def _allowed(call: CallPart | None, tools: ToolUse) -> bool:
+    """Return whether an answer may have `call`: without parallel calls the first one alone."""
+    return call is None or tools.parallel or call.number == 0

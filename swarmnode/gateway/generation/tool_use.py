@@ -99,6 +99,11 @@ class ToolUse:
         """Names of the tools that the model may call."""
         return frozenset(map(name_of, self.offered))
 
+    @property
+    def forced_names(self) -> frozenset[str]:
+        """Names of the tools if the model must call one of them; empty if it need not."""
+        return frozenset(map(name_of, self.forced))
+
     def grammar(self) -> Grammar | None:
         """Return the grammar of a tool call if the model must make one, else None. Raises ApiError."""
         return tool_call_grammar(self.forced) if self.forced else None

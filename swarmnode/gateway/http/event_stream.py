@@ -15,8 +15,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from swarmnode.gateway.http.client_watch import ClientGone, ClientWatch, TimeLimit
+from swarmnode.net.tasks import Tasks
 
 DONE = "[DONE]"
+COMMENT = b": waiting\n\n"  # clients ignore it
+COMMENT_AFTER_S = 10.0  # proxies close connections that are silent for some 30 to 60 s
 
 
 class NamedEvent(BaseModel, extra="allow"):
@@ -77,6 +80,8 @@ class EventStream(Response):
         self._events = events
         self._client = client
         self._write_timeout_s = write_timeout_s
+        self._writing = asyncio.Lock()
+        self._written_at = 0.0
 
     def __repr__(self) -> str:
         return f"<EventStream of {self._events!r}>"
@@ -107,14 +112,30 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await self._write(send, self._first)
-        async for each in self._events:
-            await self._write(send, each)
+        comments = Tasks("comments of a stream", on_crash=None)
+        try:
+            comments.spawn(self._comment(send), "comments", awaited=True)
+            async for each in self._events:
+                await self._write(send, each)
+        finally:
+            await comments.close()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _comment(self, send: Send) -> None:
+        """Send a comment whenever there was no event for `COMMENT_AFTER_S`, until the client stops reading."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ClientGone):
+            while True:
+                await asyncio.sleep(max(1.0, self._written_at + COMMENT_AFTER_S - loop.time()))
+                if not self._writing.locked() and loop.time() >= self._written_at + COMMENT_AFTER_S:
+                    await self._write(send, COMMENT)
 
     async def _write(self, send: Send, body: bytes) -> None:
         """Send one piece. Raises ClientGone if the client does not take it within the write timeout."""
         try:
-            with TimeLimit(self._write_timeout_s):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+            async with self._writing:
+                with TimeLimit(self._write_timeout_s):
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._written_at = asyncio.get_running_loop().time()
         except asyncio.TimeoutError:
             raise ClientGone from None

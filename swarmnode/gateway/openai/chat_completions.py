@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request
@@ -11,7 +12,8 @@ from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import Piece
 from swarmnode.gateway.generation.logprobs import ChatLogprobs
-from swarmnode.gateway.generation.response_parser import ToolCall
+from swarmnode.gateway.generation.parts import PartKind
+from swarmnode.gateway.generation.response_parser import CallPart
 from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import DONE, TextEvents
 from swarmnode.gateway.openai.replies import ChatChoice, ChatMessage, ChatReply, FunctionCall, ToolCallReply, Usage
@@ -35,23 +37,28 @@ class _ChatStyle:
         self._answer = answer
         self._tells_usage = tells_usage
         self._begun: set[int] = set()  # choices whose role has been sent
+        self._calls: Counter[int] = Counter()  # calls that have begun, by choice
         self._texts = TextEvents(lambda index, text: self._chunk(index, ChatMessage(content=text)))
 
     async def whole(self, texts: Sequence[Text]) -> ChatReply:
-        choices = [
-            ChatChoice(
-                index=text.index,
-                message=ChatMessage(
-                    role="assistant",
-                    content=None if text.calls and not text.text else text.text,
-                    reasoning_content=text.reasoning or None,
-                    tool_calls=self._calls(text.index, text.calls),
-                ),
-                finish_reason=text.finish_reason,
-                logprobs=ChatLogprobs.of(text.logprobs),
+        choices = []
+        for text in texts:
+            parts = [part for part in text.parts.all if part.kind is PartKind.CALL]
+            calls = [
+                self._call(text.index, number, part.call.name, part.text)
+                for number, part in enumerate(parts)
+                if part.call is not None
+            ]
+            message = ChatMessage(
+                role="assistant",
+                content=None if calls and not text.text else text.text,
+                reasoning_content=text.reasoning or None,
+                tool_calls=calls or None,
             )
-            for text in texts
-        ]
+            logprobs = ChatLogprobs.of(text.logprobs)
+            choices.append(
+                ChatChoice(index=text.index, message=message, finish_reason=text.finish_reason, logprobs=logprobs)
+            )
         return self._told("chat.completion", choices, Usage.of(self._answer.usage()))
 
     def events(self, piece: Piece) -> list[ChatReply | bytes]:
@@ -67,8 +74,8 @@ class _ChatStyle:
         if piece.text or piece.logprobs:
             logprobs = ChatLogprobs.of(piece.logprobs)
             chunks.append(ChatChoice(index=index, delta=ChatMessage(content=piece.text), logprobs=logprobs))
-        if piece.calls:
-            calls = self._calls(index, piece.calls)
+        if piece.call is not None:
+            calls = [self._call_part(index, piece.call)]
             chunks.append(ChatChoice(index=index, delta=ChatMessage(tool_calls=calls)))
         if piece.finish_reason is not None:
             chunks.append(ChatChoice(index=index, delta=ChatMessage(), finish_reason=piece.finish_reason))
@@ -82,17 +89,17 @@ class _ChatStyle:
             return [DONE]
         return [self._told("chat.completion.chunk", [], Usage.of(self._answer.usage())), DONE]
 
-    def _calls(self, choice: int, calls: Sequence[ToolCall]) -> list[ToolCallReply] | None:
-        """Return the calls in this API's format, with ids that are unique in a conversation; None if there are none."""
-        told = [
-            ToolCallReply(
-                index=number,
-                id=f"call_{self._answer.stem}_{choice}_{number}",
-                function=FunctionCall(name=call.name, arguments=call.arguments),
-            )
-            for number, call in enumerate(calls)
-        ]
-        return told or None
+    def _call_part(self, choice: int, part: CallPart) -> ToolCallReply:
+        """Return a part of a call in this API's format: name and id are in the first part alone."""
+        if part.number < self._calls[choice]:
+            return ToolCallReply(index=part.number, id=None, function=FunctionCall(name=None, arguments=part.arguments))
+        self._calls[choice] = part.number + 1
+        return self._call(choice, part.number, part.name, part.arguments)
+
+    def _call(self, choice: int, number: int, name: str, arguments: str) -> ToolCallReply:
+        """Return a call in this API's format, with an id that is unique in a conversation."""
+        id = f"call_{self._answer.stem}_{choice}_{number}"
+        return ToolCallReply(index=number, id=id, function=FunctionCall(name=name, arguments=arguments))
 
     def _told(self, object: str, choices: list[ChatChoice], usage: Usage | None = None) -> ChatReply:
         answer = self._answer

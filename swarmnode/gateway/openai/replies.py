@@ -42,17 +42,17 @@ class Usage(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """Function that the model calls; `arguments` is JSON text."""
+    """Function that the model calls; `arguments` is JSON text. In a stream, all parts of a call but the first have no name."""
 
-    name: str
+    name: str | None
     arguments: str
 
 
 class ToolCallReply(BaseModel):
-    """Tool call by the model."""
+    """Tool call by the model. In a stream, a part of it: the id is in the first part alone."""
 
     index: int | None = None
-    id: str
+    id: str | None
     type: str = "function"
     function: FunctionCall
 

@@ -269,8 +269,7 @@ class _ResponseStyle:
     async def whole(self, texts: Sequence[Text]) -> ResponseReply:
         [text] = texts
         self._reason = text.finish_reason
-        for _ in self._parts.push(text.reasoning, text.text, text.calls, over=True):
-            pass
+        self._parts = text.parts
         return await self._kept()
 
     def events(self, piece: Piece) -> list[NamedEvent]:
@@ -278,7 +277,7 @@ class _ResponseStyle:
         self._begun = True
         self._reason = piece.finish_reason
         over = piece.finish_reason is not None
-        parts = self._parts.push(piece.reasoning, piece.text, piece.calls, over=over)
+        parts = self._parts.push(piece.reasoning, piece.text, piece.call, over=over)
         return [*begins, *(event for step in parts for event in self._step(step))]
 
     async def ending(self) -> Sequence[BaseModel | str]:
