@@ -42,11 +42,11 @@ def drawn(weight_OI: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return values, zeros, torch.rand(inputs // GROUP, outputs).half() / 16
 
 
-def gptq(weight_OI: Tensor, bits: int = 4, *, shuffled: bool = False) -> Packed:
+def gptq(weight_OI: Tensor, bits: int = 4, *, shuffled: bool = False, stored_less: int = 1) -> Packed:
     values, zeros, scales = drawn(weight_OI, bits)
     group = torch.arange(len(values)) // GROUP
     group = group[torch.randperm(len(group))] if shuffled else group
-    beside = {".qzeros": pack(((zeros - 1) % (1 << bits)).T, bits).T.contiguous(), ".scales": scales}
+    beside = {".qzeros": pack(((zeros - stored_less) % (1 << bits)).T, bits).T.contiguous(), ".scales": scales}
     order = {".g_idx": group.int()} if shuffled else {}
     plain = (values - zeros[group]) * scales[group].float()
     return {".qweight": pack(values, bits), **beside, **order}, plain.T
@@ -92,10 +92,11 @@ def int8(weight_OI: Tensor) -> Packed:
     return {".weight": packed, ".SCB": largest}, packed * largest[:, None] / 127
 
 
-def gptq_symmetric(weight_OI: Tensor, bits: int) -> Packed:
+def gptq_symmetric(weight_OI: Tensor, bits: int, *, less: int = 1) -> Packed:
+    """Zero points are stored less `less`."""
     values, _, scales = drawn(weight_OI, bits)
     middle = 1 << bits - 1
-    zeros = torch.full((len(scales), len(weight_OI)), middle - 1)
+    zeros = torch.full((len(scales), len(weight_OI)), middle - less)
     plain = (values - middle) * scales.float().repeat_interleave(GROUP, 0)
     beside = {".qzeros": pack(zeros.T, bits).T.contiguous(), ".scales": scales}
     return {".qweight": pack(values, bits), **beside}, plain.T
@@ -142,6 +143,19 @@ METHODS: dict[str, tuple[Callable[[Tensor], Packed], dict[str, Any]]] = {
     "gptq-8": (lambda weight: gptq(weight, 8), {"quant_method": "gptq", "bits": 8, "group_size": GROUP}),
     "gptq-ordered": (lambda weight: gptq(weight, shuffled=True), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
     "gptq-symmetric": (lambda weight: gptq_symmetric(weight, 4), {"quant_method": "gptq", "bits": 4, "group_size": 32}),
+    "gptq-symmetric-as-it-is": (
+        lambda weight: gptq_symmetric(weight, 4, less=0),
+        {"quant_method": "GPTQ", "bits": 4, "group_size": 32, "sym": True, "checkpoint_format": "gptq"},
+    ),
+    "gptq-2-symmetric": (
+        lambda weight: gptq_symmetric(weight, 2),
+        {"quant_method": "gptq", "bits": 2, "group_size": 32, "sym": True, "format": "gptq_v2", "desc_act": False},
+    ),
+    "gptq-v2": (
+        lambda weight: gptq(weight, stored_less=0),
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "format": "GPTQ_V2", "meta": {"by": "x"}},
+    ),
+    "gptq-dynamic": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"-:.*lm_head.*": {}}}),
     "gptq-8-symmetric": (
         lambda weight: gptq_symmetric(weight, 8),
         {"quant_method": "gptq", "bits": 8, "group_size": 32},
@@ -252,6 +266,7 @@ def spoilt(suffix: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[st
         ("nf4", spoilt(".weight.quant_state.bitsandbytes__nf4", lambda state: state[:-5]), "quant_state is damaged"),
         ("nf4", spoilt(".weight", lambda words: words[:-1]), "does not hold a matrix"),
         ("int8", without(".SCB"), "SCB is missing"),
+        ("gptq-symmetric-as-it-is", spoilt(".qzeros", lambda zeros: zeros + 1), "symmetric .sym., but its zero points"),
     ],
 )
 def test_damaged_ones_are_refused(
@@ -277,6 +292,16 @@ def test_damaged_ones_are_refused(
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "pack-quantized"),
         ({"quant_method": "fp8"}, "no tensor is"),
+        ({"quant_method": "gptq", "bits": 4, "format": "gptq_v2", "checkpoint_format": "gptq"}, "format is 'gptq_v2'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:.*down.*": {"bits": 8}}}, "layers like .*down"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": [8]}, "not a table"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format: True"),
+        ({"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}, "rotation: hadamard"),
+        ({"quant_method": "gptq", "bits": 4, "extra_config": {"lm_head": {"bits": 8}}}, "extra_config"),
+        ({"quant_method": "awq", "bits": 4, "w_bit": 8}, "its w_bit is '?8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "q_group_size": 64}, "its q_group_size"),
+        ({"quant_method": "fp8", "weight_block_size": "128x128"}, r"blocks of '128x128'.*\[128, 128\]"),
+        (of_groups("pack-quantized", num_bits=4) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsely"),
     ],
 )
 def test_other_methods_are_refused_with_the_reason(llama: Path, settings: dict[str, Any], message: str) -> None:

@@ -29,15 +29,15 @@ needs_ggml = pytest.mark.skipif(
 )
 CLOSE = 1e-4  # of the logits' spread
 KINDS = {  # classes of the matrices, and the formats that hold them without loss
-    **dict.fromkeys(("gptq-4", "awq", "w4a16-zeros"), "GgmlMatrix Q5_0"),
-    **dict.fromkeys(("gptq-symmetric", "gptq-3", "w4a16"), "GgmlMatrix Q4_0"),
+    **dict.fromkeys(("gptq-4", "gptq-v2", "gptq-dynamic", "awq", "w4a16-zeros"), "GgmlMatrix Q5_0"),
+    **dict.fromkeys(("gptq-symmetric", "gptq-symmetric-as-it-is", "gptq-3", "w4a16"), "GgmlMatrix Q4_0"),
     **dict.fromkeys(("gptq-8-symmetric", "w8a16"), "GgmlMatrix Q8_0"),
     **dict.fromkeys(("int8", "w8a8"), "ScaledMatrix Q8_0"),
     "gptq-ordered": "OrderedMatrix Q5_0",
     "w4a16-ordered": "OrderedMatrix Q4_0",
     **dict.fromkeys(("fp8", "fp8-rows", "fp8-blocks"), "TiledMatrix Fp8"),
     **dict.fromkeys(("nf4", "nf4-nested"), "TiledMatrix FourBit"),
-    **dict.fromkeys(("gptq-2", "gptq-8"), "TiledMatrix Gptq"),
+    **dict.fromkeys(("gptq-2", "gptq-2-symmetric", "gptq-8"), "TiledMatrix Gptq"),
 }
 
 

@@ -100,12 +100,30 @@ class _ByColumns(_IntegerMethod):
 
     def _groups(self, matrix: PackedMatrix, inputs: int) -> Tensor:
         group_I = matrix.beside.get(".g_idx")
-        return in_order(inputs, int(matrix.settings.get("group_size", -1))) if group_I is None else group_I.long()
+        return in_order(inputs, int(group_size_of(matrix.settings))) if group_I is None else group_I.long()
 
     def _grid(self, matrix: PackedMatrix, values_IO: Tensor, zeros_GO: Tensor) -> Grid:
         group_I = self._groups(matrix, len(values_IO))
         integers_OI = combine(torch.sub, values_IO.mT, zeros_GO.mT, group_I)
         return Grid(integers_OI, matrix[".scales"].float().mT, group_I)
+
+
+def one_of(settings: Mapping[str, Any], name: str, other: str, default: Any) -> Any:
+    """Return the value of a setting that has two names, or `default` under neither. Raises ValueError if the two disagree."""
+    values = [settings[key] for key in (name, other) if settings.get(key) is not None]
+    if any(value != values[0] for value in values):
+        raise ValueError(f"its {name} is {str(values[0])[:40]!r}, but its {other} is {str(values[1])[:40]!r}")
+    return values[0] if values else default
+
+
+def gptq_format(settings: Mapping[str, Any]) -> str:
+    """Return the format of GPTQ files, "gptq" unless named. Raises ValueError if its two names disagree."""
+    return str(one_of(settings, "checkpoint_format", "format", "gptq")).lower()
+
+
+def group_size_of(settings: Mapping[str, Any]) -> Any:
+    """Return the number of inputs that share a scale; -1 for all of them. Raises ValueError if its two names disagree."""
+    return one_of(settings, "group_size", "q_group_size", -1)
 
 
 class Gptq(_ByColumns):
@@ -119,9 +137,18 @@ class Gptq(_ByColumns):
         return words.shape[0] * WORD_BITS // self.bits, words.shape[1]
 
     def grid(self, matrix: PackedMatrix) -> Grid:
+        ordered = (
+            ".g_idx" in matrix.beside or not matrix.settings.get("desc_act") or matrix.settings.get("static_groups")
+        )
+        matrix.require(bool(ordered), "its config says that inputs are reordered (desc_act), but it has no g_idx")
         values_IO = _unpacked(matrix, matrix.packed, self.bits)
         zeros_GO = _unpacked(matrix, matrix[".qzeros"].mT, self.bits).mT
-        if matrix.settings.get("checkpoint_format", "gptq") == "gptq":
+        if matrix.settings.get("sym") is True:
+            middle = 1 << self.bits - 1  # some writers store it as it is, others less one, whichever version they name
+            fits = bool((zeros_GO == zeros_GO[0, 0]).all()) and int(zeros_GO[0, 0]) in (middle, middle - 1)
+            matrix.require(fits, f"its config says that it is symmetric (sym), but its zero points are not {middle}")
+            zeros_GO = torch.full_like(zeros_GO, middle)
+        elif gptq_format(matrix.settings) == "gptq":
             zeros_GO = (zeros_GO + 1) & ((1 << self.bits) - 1)
         return self._grid(matrix, values_IO, zeros_GO)
 

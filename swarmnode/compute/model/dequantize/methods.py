@@ -13,6 +13,9 @@ from swarmnode.compute.model.dequantize.integer_methods import (
     Bytes,
     CompressedIntegers,
     Gptq,
+    gptq_format,
+    group_size_of,
+    one_of,
     settings_of_groups,
 )
 from swarmnode.compute.model.dequantize.packed_matrix import Method
@@ -22,22 +25,36 @@ from swarmnode.errors import CheckpointError
 ADVICE = "take the model's unquantised checkpoint, and --quantize nf4 on the volunteers to hold it small"
 GPTQ_BITS = (2, 3, 4, 8)
 COMPRESSED_BITS = (4, 8)
+PACKING = frozenset({"bits", "group_size", "sym", "desc_act", "format", "checkpoint_format"})  # of GPTQ, by layer
 COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 
 
 def method_of(settings: Mapping[str, Any]) -> Method:
     """Return the method that a quantization_config names. Raises CheckpointError if it is damaged or not supported."""
-    name = str(settings.get("quant_method") or _bitsandbytes(settings) or "unknown")
+    name = str(settings.get("quant_method") or _bitsandbytes(settings) or "unknown").lower()
     if name not in METHODS:
         raise CheckpointError(
             f"the checkpoint is quantised ({name}), and only {', '.join(METHODS)} can be read: {ADVICE}"
         )
     try:
+        _check_keys(name, settings)
         return METHODS[name](settings)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint's quantization_config ({name}) is damaged: {error}; fetch config.json again"
         ) from None
+
+
+def _check_keys(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if the config of the method `name` has a key that may change the weights and that is not read here. A
+    key without a value (null, false, empty) changes nothing."""
+    read, harmless = KEYS[name]
+    for key, value in settings.items():
+        if key not in read and key not in harmless and key not in EVERYWHERE and value:
+            raise CheckpointError(
+                f"the checkpoint's quantization_config ({name}) has {str(key)[:40]}: {str(value)[:40]}, which may change the "
+                f"weights and is not supported: {ADVICE}"
+            )
 
 
 def _bitsandbytes(settings: Mapping[str, Any]) -> str | None:
@@ -53,19 +70,20 @@ def _value_bytes(bits: int, *, symmetric: bool) -> float:
 
 
 def _of_gptq(settings: Mapping[str, Any]) -> Method:
-    bits, form = settings.get("bits"), settings.get("checkpoint_format", "gptq")
+    bits, form = settings.get("bits"), gptq_format(settings)
     if bits not in GPTQ_BITS or form not in ("gptq", "gptq_v2"):
         raise CheckpointError(
             f"the checkpoint is GPTQ of {bits} bits in the format {form!r}, which is not supported: {ADVICE}"
         )
     _check_group_size(settings)
+    _check_dynamic(settings)
     value_bytes = _value_bytes(bits, symmetric=settings.get("sym") is True)
     beside = (".qzeros", ".scales", ".g_idx")
     return Gptq(("I32",), ".qweight", ".weight", beside, WORD_BITS / bits, value_bytes, bits)
 
 
 def _of_awq(settings: Mapping[str, Any]) -> Method:
-    bits = settings.get("bits", settings.get("w_bit", AWQ_BITS))
+    bits = one_of(settings, "bits", "w_bit", AWQ_BITS)
     version = str(settings.get("version", "gemm")).lower()
     if bits != AWQ_BITS or version != "gemm":
         raise CheckpointError(
@@ -76,9 +94,26 @@ def _of_awq(settings: Mapping[str, Any]) -> Method:
     return Awq(("I32",), ".qweight", ".weight", (".qzeros", ".scales"), WORD_BITS / AWQ_BITS, value_bytes)
 
 
+def _check_dynamic(settings: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if GPTQ's rules by name pack some layers otherwise than the others. Rules that begin with "-:" leave
+    layers unpacked, as the tensors show themselves."""
+    rules = settings.get("dynamic") or {}
+    if not isinstance(rules, dict):
+        raise ValueError(f"its dynamic rules are {str(rules)[:40]!r}, not a table")
+    for pattern, changed in rules.items():
+        differs = not isinstance(changed, dict) or any(
+            key in PACKING and settings.get(key) != value for key, value in changed.items()
+        )
+        if differs and not pattern.startswith("-:"):
+            raise CheckpointError(
+                f"the checkpoint is GPTQ with other settings for layers like {pattern[:60]!r} ({str(changed)[:60]}), which is not "
+                f"supported: {ADVICE}"
+            )
+
+
 def _check_group_size(settings: Mapping[str, Any]) -> None:
     """Raise ValueError if the number of inputs in a group is no whole number."""
-    size = settings.get("group_size", -1)
+    size = group_size_of(settings)
     if not isinstance(size, int) or isinstance(size, bool):
         raise ValueError(f"its group_size is {str(size)[:40]!r}, not a whole number")
 
@@ -98,12 +133,20 @@ def _fp8(block: object) -> Method:
     sizes = block if isinstance(block, list) and len(block) == 2 else []
     whole = sizes and all(isinstance(size, int) and size > 0 for size in sizes)
     if block is not None and not whole:
-        raise ValueError(f"its blocks are {str(block)[:40]!r}, not two whole numbers")
+        raise CheckpointError(
+            f"the checkpoint is FP8 in blocks of {str(block)[:40]!r}, where two whole numbers are supported, such as [128, 128]: "
+            f"{ADVICE}"
+        )
     return Fp8(("F8_E4M3", "F8_E5M2"), "", "", SCALES, 1, 0.0, (sizes[0], sizes[1]) if whole else None)
 
 
 def _of_compressed_tensors(settings: Mapping[str, Any]) -> Method:
     form = settings.get("format")
+    sparsity = settings.get("sparsity_config") or {}
+    if sparsity.get("format", "dense") != "dense":
+        raise CheckpointError(
+            f"the checkpoint's weights are stored sparsely ({str(sparsity['format'])[:40]}), which is not supported: {ADVICE}"
+        )
     if form not in COMPRESSED_FORMATS or settings.get("transform_config"):
         how = f"in the format {form!r}" if form not in COMPRESSED_FORMATS else "with transforms of its activations"
         raise CheckpointError(f"the checkpoint is of compressed-tensors {how}, which is not supported: {ADVICE}")
@@ -132,6 +175,83 @@ def _of_compressed_tensors(settings: Mapping[str, Any]) -> Method:
 def _of_mxfp4(_settings: Mapping[str, Any]) -> Method:
     form = FORMATS["MXFP4"]
     return Mxfp4(("U8",), "_blocks", "", ("_scales",), 2, form.block_bytes / form.block)
+
+
+EVERYWHERE = frozenset(
+    {
+        "quant_method",
+        "modules_to_not_convert",
+        "ignored_layers",
+        "ignore",
+        "lm_head",
+        "meta",
+        "version",
+        "quantization_status",
+    }
+)
+"""Keys that are read, or that only say which layers are left plain: the tensors show that themselves."""
+CALIBRATION = frozenset(
+    {
+        "damp_percent",
+        "damp_auto_increment",
+        "static_groups",
+        "true_sequential",
+        "mse",
+        "dataset",
+        "tokenizer",
+        "batch_size",
+    }
+    | {"block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id"}
+    | {
+        "model_seqlen",
+        "max_input_length",
+        "cache_block_outputs",
+        "model_name_or_path",
+        "model_file_base_name",
+        "desc_act",
+    }
+    | {"use_exllama", "disable_exllama", "exllama_config", "use_cuda_fp16", "backend", "pack_dtype", "act_group_aware"}
+    | {"autoround_version", "seqlen", "nsamples", "iters", "lr", "minmax_lr", "amp", "enable_minmax_tuning", "seed"}
+    | {
+        "enable_quanted_input",
+        "low_gpu_mem_usage",
+        "to_quant_block_names",
+        "scale_dtype",
+        "data_type",
+        "gradient_accumulate_steps",
+    }
+    | {"enable_norm_bias_tuning", "not_use_best_mse", "dynamic_max_gap", "offload_to_disk", "vram_strategy", "gc_mode"}
+)
+"""Keys of GPTQ and AWQ for how values were found or how kernels use them; the stored values do not depend on them."""
+KEYS: dict[
+    str, tuple[frozenset[str], frozenset[str]]
+] = {  # by method: keys that are read, and keys without meaning here
+    "gptq": (frozenset({"bits", "group_size", "sym", "format", "checkpoint_format", "dynamic"}), CALIBRATION),
+    "awq": (
+        frozenset({"bits", "w_bit", "group_size", "q_group_size", "zero_point"}),
+        CALIBRATION | {"do_fuse", "fuse_max_seq_len", "modules_to_fuse"},
+    ),
+    "bitsandbytes": (
+        frozenset({"load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit"}),
+        frozenset(
+            {"bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"}
+        )
+        | {
+            "llm_int8_enable_fp32_cpu_offload",
+            "llm_int8_has_fp16_weight",
+            "llm_int8_skip_modules",
+            "llm_int8_threshold",
+        },
+    ),
+    "fp8": (frozenset({"weight_block_size"}), frozenset({"activation_scheme", "fmt", "scale_fmt", "dequantize"})),
+    "fbgemm_fp8": (frozenset({"weight_block_size"}), frozenset({"activation_scale_ub"})),
+    "compressed-tensors": (
+        frozenset({"format", "config_groups", "transform_config", "sparsity_config"}),
+        frozenset({"global_compression_ratio", "kv_cache_scheme", "run_compressed", "quantization_config"}),
+    ),
+    "mxfp4": (frozenset(), frozenset({"dequantize", "swizzled"})),
+}
+"""kv_cache_scheme, activation_scheme and llm_int8_threshold change how activations are rounded, which weights alone do not need."""
 
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
