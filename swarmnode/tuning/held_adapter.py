@@ -210,8 +210,15 @@ class HeldAdapter:
         parts = self._parts
         self._channel.send(AdapterOpened(parts.adapter_bytes, self.opened.window * parts.pass_bytes))
 
+    def expects(self, previous: PeerId, epoch: int) -> bool:
+        """Return whether the owner's route of `epoch` names the peer `previous` as the hop before this one."""
+        opened = self.opened
+        return opened.epoch == epoch and opened.index > 0 and opened.route[opened.index - 1].peer == previous
+
     def join(self, channel: Channel) -> None:
-        """Take microbatches from the previous hop on `channel`. A second channel replaces the first."""
+        """Take microbatches from the previous hop on `channel`. Raises ProtocolError if another channel feeds the adapter."""
+        if self._before is not None and self._before.open:
+            raise ProtocolError("another conversation feeds this adapter", code=ErrorCode.NO_SESSION)
         channel.on_frame = self._hear_previous
         channel.on_lost = lambda error: self._fail(error)
         self._before = channel
@@ -495,7 +502,7 @@ class HeldAdapter:
         if self.ended:
             channel.close()
             raise PeerLost("the adapter has ended")
-        channel.send(JoinAdapter(self.opened.adapter, self.opened.epoch))
+        channel.send(JoinAdapter(self.opened.adapter, self.opened.epoch, self.owner))
         return channel
 
     async def _turn(self, number: int, answer: tuple[TuneGradient, Buffer]) -> Sent:

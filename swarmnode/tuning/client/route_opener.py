@@ -26,9 +26,8 @@ AVOID_S = 1.0
 
 @dataclass(frozen=True)
 class AdapterRequest:
-    """Request for an adapter at every hop: its id, encoded recipe, and the sizes of its microbatches; see `OpenAdapter`."""
+    """Request for an adapter at every hop: its encoded recipe, and the sizes of its microbatches; see `OpenAdapter`."""
 
-    adapter: bytes
     recipe: bytes
     rows: int
     positions: int
@@ -38,15 +37,13 @@ class AdapterRequest:
 
     @classmethod
     def of(cls, recipe: AdapterRecipe, size: tuple[int, int], window: int, compress: str) -> AdapterRequest:
-        """Return a request with a new id. `size` is the rows and positions of a microbatch, `compress` the name of a
-        codec, or auto."""
-        adapter = secrets.token_bytes(SESSION_ID_BYTES)
-        return cls(adapter, encode_recipe(recipe), *size, window, codec_named(compress), compress == AUTO)
+        """Return a request. `size` is the rows and positions of a microbatch, `compress` the name of a codec, or auto."""
+        return cls(encode_recipe(recipe), *size, window, codec_named(compress), compress == AUTO)
 
     def to(self, route: Sequence[HopSpec], epoch: int) -> OpenAdapter:
-        """Return the message for the first hop of `route`."""
+        """Return the message for the first hop of `route`, with a new id, which hops of earlier routes cannot know."""
         return OpenAdapter(
-            self.adapter,
+            secrets.token_bytes(SESSION_ID_BYTES),
             epoch,
             tuple(route),
             0,
