@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from swarmnode.codec.body import HopSpec
+from swarmnode.codec.body import Body, HopSpec
+from swarmnode.codec.frames import Frame
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL, OpenAdapter
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
@@ -17,7 +18,7 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.config import ServerConfig
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.tuning.adapter_bytes import encode_recipe
 from swarmnode.tuning.adapter_parts import TuningDevice
@@ -51,7 +52,17 @@ class Hops:
             device = TuningDevice(span, executor, TuningPace(executor, 1.0, lambda: False))
             peer, config = ToyPeer(network, LinkConfig(), HELLO), ServerConfig(forgotten_s=60.0)
             self.servers.append(TuningServer(peer, [device], config, frozenset({0, 1})))
-        self.boards = [Switchboard(network, TUNE_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[hops:]]
+        self.calls: asyncio.Queue[tuple[Channel, Body]] = (
+            asyncio.Queue()
+        )  # conversations with others, and all their frames
+        self.boards = [
+            Switchboard(network, TUNE_PROTOCOL, HELLO, LinkConfig(), accept=self._accept)
+            for network in self.networks[hops:]
+        ]
+
+    def _accept(self, channel: Channel, _frame: Frame, body: Body) -> None:
+        channel.on_frame = lambda _frame, body: self.calls.put_nowait((channel, body))
+        self.calls.put_nowait((channel, body))
 
     def opening(self, peers: Sequence[str], adapter: bytes = bytes(16), epoch: int = 1) -> OpenAdapter:
         """The request for an adapter on the whole model at `peers`, each with as many units."""
@@ -73,8 +84,8 @@ async def loss_of(route: TunedRoute, number: int = 0) -> float:
 @asynccontextmanager
 async def hops_of(folder: Path, hops: int, others: int) -> AsyncIterator[Hops]:
     scene = Hops(folder, hops, others)
-    for server in scene.servers:
-        await server.start()
+    for listener in (*scene.servers, *scene.boards):
+        await listener.start()
     for place, network in enumerate(scene.networks):
         for other in scene.networks[:place]:
             await network.connect(await other.addresses(), timeout_s=1)
