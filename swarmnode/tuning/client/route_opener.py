@@ -177,7 +177,8 @@ class SwarmRoutes:
             self._blame.leave_out(self._route)
             return
         claimant = error.claimant if isinstance(error, HopFault) else hop.peer
-        if claimant == hop.peer and error.code not in ARGUABLE:
+        is_plain = error.code in MILD or not (isinstance(error, HopFault) or error.code in ARGUABLE)
+        if claimant == hop.peer and is_plain:
             retry_s = (error.retry_s or 0.0) if isinstance(error, PeerRefused) else 0.0
             if self._blame.judge(hop, ErrorCode(error.code), retry_s=retry_s) is Verdict.PEER:
                 self._router.suspect(hop.peer, str(error))
