@@ -211,8 +211,9 @@ class SwarmRoutes:
         self._blame.progress(self._route)
         claims, self._claims = self._claims, []
         for claim in claims:
-            if len(left := claim.suspects - here) == 1:
-                self._router.suspect(*left, f"it failed at what others could compute: {claim.error}")
+            left = list(claim.suspects - here)
+            if len(left) == 1:
+                self._router.suspect(left[0], f"it failed at what others could compute: {claim.error}")
 
 
 def _request_error(error: PeerError | NetworkDown, hop: HopSpec) -> NotFinite | UsageError:
