@@ -18,7 +18,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.body import MAX_ROWS, Body, Code, Epoch, HopIndex, SessionId, Step, Unit
+from swarmnode.codec.body import MAX_PEER_CHARS, MAX_ROWS, Body, Code, Epoch, HopIndex, SessionId, Step, Unit
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_fields import (
     MAX_MASK_BYTES,
@@ -81,10 +81,14 @@ class AdapterOpened(Body, frozen=True):
 
 
 class JoinAdapter(Body, frozen=True):
-    """First frame of a hop to the next one of the adapter's route. The receiver accepts it from the hop before it alone."""
+    """First frame of a hop to the next one of the adapter's route. The receiver accepts it from the hop before it alone.
+
+    `owner` is the peer that opened the adapter at the sender; empty from senders that do not know the field.
+    """
 
     adapter: SessionId
     epoch: Epoch
+    owner: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
 
 
 class TuneInput(Body, frozen=True):

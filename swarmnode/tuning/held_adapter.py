@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
-from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo
 from swarmnode.codec.training_fields import packed_mask
 from swarmnode.codec.tuning_messages import (
     AdapterOpened,
@@ -36,7 +36,7 @@ from swarmnode.codec.tuning_messages import (
     Updated,
 )
 from swarmnode.compress.codecs import Encoded, decode_values, describe_values, encode_values
-from swarmnode.compute.training.saved_activations import Gradients, is_finite
+from swarmnode.compute.training.saved_activations import Gradients, is_bounded
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import (
     ErrorCode,
@@ -210,8 +210,15 @@ class HeldAdapter:
         parts = self._parts
         self._channel.send(AdapterOpened(parts.adapter_bytes, self.opened.window * parts.pass_bytes))
 
+    def expects(self, previous: PeerId, epoch: int) -> bool:
+        """Return whether the owner's route of `epoch` names the peer `previous` as the hop before this one."""
+        opened = self.opened
+        return opened.epoch == epoch and opened.index > 0 and opened.route[opened.index - 1].peer == previous
+
     def join(self, channel: Channel) -> None:
-        """Take microbatches from the previous hop on `channel`. A second channel replaces the first."""
+        """Take microbatches from the previous hop on `channel`. Raises ProtocolError if another channel feeds the adapter."""
+        if self._before is not None and self._before.open:
+            raise ProtocolError("another conversation feeds this adapter", code=ErrorCode.NO_SESSION)
         channel.on_frame = self._hear_previous
         channel.on_lost = lambda error: self._fail(error)
         self._before = channel
@@ -269,7 +276,7 @@ class HeldAdapter:
         if isinstance(body, TuneInput):
             self._enter(body, frame.payload)
         elif not isinstance(body, End | Error):  # the owner hears of a lost hop itself
-            self._fail(ProtocolError(f"an unexpected {type(body).__name__}"))
+            self._fail(ProtocolError(f"an unexpected {type(body).__name__}", peer=self._sender))
 
     def _hear_next(self, frame: Frame, body: Body) -> None:
         if isinstance(body, TuneGradient):
@@ -278,6 +285,8 @@ class HeldAdapter:
             self._fail(refusal(ErrorCode(body.code), peer=self._next_peer))
         elif isinstance(body, End):
             self._fail(PeerLost("the next hop ended the adapter", peer=self._next_peer))
+        else:
+            self._fail(ProtocolError(f"an unexpected {type(body).__name__}", peer=self._next_peer))
 
     @property
     def _next_peer(self) -> str:
@@ -316,7 +325,10 @@ class HeldAdapter:
             self._fail(ProtocolError("an adapter failed here", code=ErrorCode.INTERNAL))
 
     def _fail(self, error: SwarmnodeError) -> None:
-        """End the adapter, and report the failed hop of the route and the reason to the owner."""
+        """End the adapter, and report the reason to the owner, with the neighbour that `error` names, or this hop itself.
+
+        The owner takes a report on a neighbour as one on both.
+        """
         if self.ended:
             return
         log.info("%r: %s", self, error)
@@ -335,11 +347,17 @@ class HeldAdapter:
         key = (body.step, body.number)
         is_counted = body.step == self._step and body.learns and self._counted >> body.number & 1
         if not self._is_near(body.step) or is_counted or key in self._present:
-            self._fail(ProtocolError(f"microbatch {body.number} of step {body.step} does not belong here now"))
+            self._fail(
+                ProtocolError(
+                    f"microbatch {body.number} of step {body.step} does not belong here now", peer=self._sender
+                )
+            )
         elif len(self._present) >= self.opened.window:
-            self._fail(ProtocolError("more microbatches than the window", code=ErrorCode.TOO_LARGE))
+            error = ProtocolError("more microbatches than the window", code=ErrorCode.TOO_LARGE, peer=self._sender)
+            self._fail(error)
         elif not self._fits(body.values):
-            self._fail(ProtocolError("a microbatch larger than those of the adapter", code=ErrorCode.TOO_LARGE))
+            text = "a microbatch larger than those of the adapter"
+            self._fail(ProtocolError(text, code=ErrorCode.TOO_LARGE, peer=self._sender))
         else:
             self.moved_s = self._clock()  # the owner feeds it, if through other hops
             self._present.add(key)
@@ -355,7 +373,7 @@ class HeldAdapter:
         return 1 <= len(values) <= MOST_VALUES and all(
             2 <= len(info.shape) <= len(limits)
             and self._codecs.may_come(info.codec)
-            and all(size <= limit for size, limit in zip(info.shape, limits, strict=False))
+            and all(1 <= size <= limit for size, limit in zip(info.shape, limits, strict=False))
             for info in values
         )
 
@@ -372,14 +390,15 @@ class HeldAdapter:
         self._fail(ProtocolError(error, peer=self._next_peer))
 
     def _belongs(self, body: TuneGradient, infos: Sequence[TensorInfo]) -> bool:
-        """Return whether each gradient has the shape of its value, and may be decoded. None at all drop the microbatch."""
+        """Return whether each gradient is of a float, has its shape, and may be decoded. None at all drop the microbatch."""
         if not any(body.present):
             return self._ends_at_owner
         if len(body.present) != len(infos):
             return False
-        shapes = [info.shape for info, present in zip(infos, body.present, strict=True) if present]
-        return shapes == [info.shape for info in body.values] and all(
-            self._codecs.may_come(info.codec) for info in body.values
+        sent = [info for info, present in zip(infos, body.present, strict=True) if present]
+        return [info.shape for info in sent] == [info.shape for info in body.values] and all(
+            info.dtype in FLOAT_DTYPES and value.dtype in FLOAT_DTYPES and self._codecs.may_come(info.codec)
+            for info, value in zip(body.values, sent, strict=True)
         )
 
     def _take_labels(self, body: TuneLabels, payload: Buffer) -> None:
@@ -442,10 +461,15 @@ class HeldAdapter:
         """Compute the loss from the labels, and go back from it if the microbatch learns. The owner gets the loss."""
         began_s = self._clock()
         labels, payload = await self._labels_of((body.step, body.number))
-        given = partial(decode_values, labels.values, payload, "cpu")
-        end = await self._parts.finish(
-            body.number, came, given, self._encoded_gradients, labels.share, learns=body.learns
-        )
+
+        def given() -> Values:
+            with _blaming(self.owner):
+                return decode_values(labels.values, payload, "cpu")
+
+        with _blaming(self._sender):
+            end = await self._parts.finish(
+                body.number, came, given, self._encoded_gradients, labels.share, learns=body.learns
+            )
         self._host.note_pass(BACKWARD, self._clock() - began_s, self)
         if not self.ended:
             report = TuneLoss(body.step, body.number, end.loss, end.labels)
@@ -495,7 +519,7 @@ class HeldAdapter:
         if self.ended:
             channel.close()
             raise PeerLost("the adapter has ended")
-        channel.send(JoinAdapter(self.opened.adapter, self.opened.epoch))
+        channel.send(JoinAdapter(self.opened.adapter, self.opened.epoch, self.owner))
         return channel
 
     async def _turn(self, number: int, answer: tuple[TuneGradient, Buffer]) -> Sent:
@@ -514,10 +538,11 @@ class HeldAdapter:
     # on the thread of a device
 
     def _decoded(self, infos: Sequence[TensorInfo], payload: Buffer, sender: str) -> Values:
-        """Return the values that a peer sent. Raises PeerRefused if they are NaN or infinite, ProtocolError if they do not fit."""
+        """Return the values that a peer sent. Raises PeerRefused if they are NaN or too large, ProtocolError if they do not fit."""
         values = decode_values(infos, payload, self._parts.device)
-        if not is_finite(values):
-            raise PeerRefused(f"peer {sender} sent NaN or infinity", code=ErrorCode.NOT_FINITE, peer=sender)
+        if not is_bounded(values):
+            text = f"peer {sender} sent NaN, infinity or numbers that become infinite"
+            raise PeerRefused(text, code=ErrorCode.NOT_FINITE, peer=sender)
         return values
 
     def _encoded(self, values: Values) -> Encoded:

@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 class TuningServer:
     """Server of one span's layers for the adapters of other peers. `start` opens it, `close` ends it.
 
-    An adapter is known by its owner's peer id, which the link has proved, and its own id. So no other peer can feed, read or update
-    it.
+    An adapter is known by its owner's peer id, which the link has proved, and its own id. A previous hop names both, so an adapter
+    that another owner has opened under the same id is another one. No other peer can feed, read or update it.
     """
 
     def __init__(
@@ -241,15 +241,20 @@ class TuningServer:
             raise ProtocolError("the swarm does not allow the codec", code=ErrorCode.INVALID_REQUEST)
 
     def _joining(self, channel: Channel, body: Body) -> HeldAdapter:
-        """Return the adapter that a previous hop feeds. Raises ProtocolError if no adapter here has the sender as previous hop."""
+        """Return the adapter that a previous hop feeds.
+
+        Raises ProtocolError if no adapter of the owner expects the sender, or if the sender names no owner and several do.
+        """
         if not isinstance(body, JoinAdapter):
             raise ProtocolError("a conversation that does not begin with an adapter")
-        for (_owner, number), adapter in self._adapters.items():
-            opened = adapter.opened
-            before = opened.route[opened.index - 1].peer if opened.index else None
-            if number == body.adapter and opened.epoch == body.epoch and before == channel.peer:
-                return adapter
-        raise ProtocolError("no adapter here expects this peer", code=ErrorCode.NO_SESSION)
+        expecting = [
+            adapter
+            for (owner, number), adapter in self._adapters.items()
+            if number == body.adapter and body.owner in ("", owner) and adapter.expects(channel.peer, body.epoch)
+        ]
+        if len(expecting) != 1:
+            raise ProtocolError(f"{len(expecting)} adapters here expect this peer", code=ErrorCode.NO_SESSION)
+        return expecting[0]
 
     def _watch(self) -> None:
         """End adapters whose owners were silent for `forgotten_s`, while there are any."""

@@ -15,6 +15,10 @@ from swarmnode.errors import NotFinite, ProtocolError
 
 Gradients = tuple[Tensor | None, ...]
 
+MOST_MAGNITUDE = math.sqrt(
+    torch.finfo(torch.float32).max
+)  # 1.8e19: its square, as norms and AdamW take it, is still finite
+
 
 @dataclass
 class SavedPiece:
@@ -90,6 +94,16 @@ def is_finite(values: Sequence[Tensor | None]) -> bool:
     floats = [value.detach() for value in values if value is not None and value.is_floating_point()]
     sums = [value.sum(dtype=torch.float32) for value in floats]
     return not sums or math.isfinite(torch.stack(sums).sum().item())
+
+
+def is_bounded(values: Sequence[Tensor | None]) -> bool:
+    """Return whether no float among the values of another peer, all on one device, is NaN or larger than `MOST_MAGNITUDE`.
+
+    Larger ones are finite here, but become infinite in the layers behind. One pass over memory, one wait for the device.
+    """
+    floats = [value.detach() for value in values if value is not None and value.is_floating_point() and value.numel()]
+    ends = [end.float() for value in floats for end in torch.aminmax(value)]
+    return not ends or torch.stack(ends).abs().max().item() <= MOST_MAGNITUDE  # false of NaN
 
 
 def has_nan(values: Values) -> bool:

@@ -35,9 +35,9 @@ from swarmnode.codec.tuning_messages import (
     Updated,
 )
 from swarmnode.compress.codecs import decode_values, encode_values
-from swarmnode.compute.training.saved_activations import is_finite
+from swarmnode.compute.training.saved_activations import is_bounded
 from swarmnode.compute.training.segment import Values
-from swarmnode.errors import ErrorCode, NetworkDown, PeerLost, ProtocolError, refusal
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
@@ -97,6 +97,15 @@ class _Wait:
     step: int
     missing: set[type[Body]]
     over: asyncio.Future[None]
+
+
+class HopFault(PeerRefused):
+    """Fault of the hop `peer`, as the hop `claimant` reports it: of itself, or of a neighbour. One of the two is at fault."""
+
+    def __init__(self, refused: PeerRefused, *, claimant: PeerId) -> None:
+        says = "" if claimant == refused.peer else f", says its neighbour {claimant}"
+        super().__init__(f"{refused}{says}", code=refused.code, retry_s=refused.retry_s, peer=refused.peer)
+        self.claimant = claimant
 
 
 class TunedRoute:
@@ -305,8 +314,8 @@ class TunedRoute:
         if [info.shape for info in infos] != [tuple(value.shape) for value in like]:
             raise ProtocolError("values of other shapes than those of the microbatch", peer=peer)
         values = decode_values(infos, payload, "cpu")
-        if not values[0].is_floating_point() or not is_finite(values):
-            raise ProtocolError("values that are NaN or infinite", code=ErrorCode.NOT_FINITE, peer=peer)
+        if not values[0].is_floating_point() or not is_bounded(values):
+            raise ProtocolError("values that are NaN, infinite or become so", code=ErrorCode.NOT_FINITE, peer=peer)
         return values[0].to(torch.float32)
 
     def _take_values(self, index: int, body: TuneInput | TuneGradient, payload: Buffer) -> None:
@@ -368,8 +377,7 @@ class TunedRoute:
         elif isinstance(body, Fault) and body.code == ErrorCode.DRAINING and body.index == index and hop.channel.open:
             self.leavers.add(hop.spec.peer)
         elif isinstance(body, Fault):
-            blamed = self.request.route[min(body.index, len(self.request.route) - 1)].peer
-            self._fail(refusal(body.code, peer=blamed))
+            self._fail(self._reported(index, body))
         elif isinstance(body, Error):
             self._fail(refusal(body.code, retry_s=body.retry_s, peer=hop.spec.peer))
         elif isinstance(body, End):
@@ -377,6 +385,14 @@ class TunedRoute:
         elif hop.answer is not None and not hop.answer.done():
             self._note_progress()
             hop.answer.set_result(body)
+
+    def _reported(self, index: int, body: Fault) -> PeerError:
+        """Return the error for a FAULT of hop `index`: of the hop itself, or of the hop and the neighbour that it accuses."""
+        route = self.request.route
+        if body.index not in range(max(0, index - 1), min(len(route), index + 2)):
+            return ProtocolError("an accusation of a peer that is no neighbour", peer=route[index].peer)
+        refused = refusal(body.code, peer=route[body.index].peer)
+        return HopFault(refused, claimant=route[index].peer)
 
     def _note_progress(self) -> None:
         """Note the time of a frame that was waited for. Others do not count, else a hop could hide that another one hangs."""
