@@ -221,8 +221,8 @@ class AuditCase:
         found = self._compare(original, second)
         agreed = found.judgements if found.false_hop is None else found.judgements[:-1]
         near = found.near_hop
-        for index, (judgement, hop, other) in enumerate(zip(agreed, original.route, second.route, strict=False)):
-            for peer in {hop.peer, other.peer} if hop.peer != other.peer and index != near else ():
+        for judgement, hop, other in zip(agreed, original.route, second.route, strict=False):
+            for peer in {hop.peer, other.peer} if hop.peer != other.peer and judgement.proves else ():
                 self._referee.standing.pass_audit(peer, judgement.compared)
                 self._referee.note(
                     "finds it right", peer, f"two peers agree on {judgement.compared} positions of {self._name}"

@@ -44,8 +44,9 @@ class WholeStep:
 def whole_step(
     listings: Mapping[PeerId, Listing], units: int, electorate: Electorate = Electorate()
 ) -> WholeStep | None:
-    """Return the newest step of the most common run at which enough holders list every block; None if there is none."""
-    found = of_one_run(listings)
+    """Return the newest step, at which enough holders list every block, of the run that `runs_by_votes` puts first; None if there
+    is none."""
+    found = of_one_run(listings, electorate)
     if found is None:
         return None
     run, of_it = found
@@ -68,32 +69,69 @@ async def find_whole_step(
     Perhaps only backups of these blocks are left: the peers are then asked for the step of the backups, so that all parts
     are of one step.
     """
-    listings = _with_own(await survey(board, peers(), tuple(blocks)), backups)
-    found = of_one_run(listings)
+    listings = await survey(board, peers(), tuple(blocks))
+    found = of_one_run(_with_own(listings, backups, electorate()), electorate())
     if found is None:
         return None
     run, of_it = found
-    entries = [entry for listed in of_it.values() for entry in listed]
-    steps = [{entry.step for entry in entries if entry.block == block} for block in blocks]
-    newest = max(set.intersection(*steps), default=0)
-    listings = await survey(board, peers(), at_least=newest, run_id=run.id)
-    return whole_step(_with_own(listings, backups), units, electorate())
-
-
-def _with_own(listings: dict[PeerId, Listing], backups: BackupFolder | None) -> dict[PeerId, Listing]:
-    run = None if backups is None else backups.run()
-    if backups is not None and run is not None:
+    chosen = Votes(of_it, electorate()).choose(blocks)
+    listings = await survey(board, peers(), at_least=0 if chosen is None else chosen.step, run_id=run.id)
+    if backups is not None:
         listings[NAME] = listing_of(backups, run)
-    return listings
+    return whole_step(listings, units, electorate())
 
 
-def of_one_run(listings: Mapping[PeerId, Listing]) -> tuple[Run, dict[PeerId, Sequence[StateEntry]]] | None:
-    """Return the run that most peers list, and the entries of each of these peers; None if no peer lists a state of a valid run."""
-    votes = Counter(listing.run for listing in listings.values() if listing.entries and _is_run(listing.run))
-    if not votes:
+def _with_own(
+    listings: Mapping[PeerId, Listing], backups: BackupFolder | None, electorate: Electorate
+) -> dict[PeerId, Listing]:
+    """Return the listings of the peers and, under `NAME`, that of this machine's `backups`: of the peers' run, or of the run of
+    most writers if the peers list no run."""
+    found = of_one_run(listings, electorate)
+    run = found[0] if found is not None else None if backups is None else backups.run()
+    own = {} if backups is None or run is None else {NAME: listing_of(backups, run)}
+    return {**listings, **own}
+
+
+def of_one_run(
+    listings: Mapping[PeerId, Listing], electorate: Electorate
+) -> tuple[Run, dict[PeerId, Sequence[StateEntry]]] | None:
+    """Return the run that `runs_by_votes` puts first, and the entries of each peer that lists it; None if no peer lists a state of
+    a valid run. Listings without a state do not count."""
+    listings = {peer: listing for peer, listing in listings.items() if listing.entries}
+    runs = runs_by_votes(listings, electorate)
+    if not runs:
         return None
-    encoded = max(votes, key=lambda run: (votes[run], run))
-    return decode_run(encoded), {peer: listing.entries for peer, listing in listings.items() if listing.run == encoded}
+    of_it = {peer: listing.entries for peer, listing in listings.items() if listing.run_id == runs[0].id}
+    return runs[0], of_it
+
+
+def runs_by_votes(listings: Mapping[PeerId, Listing], electorate: Electorate) -> list[Run]:
+    """Return the valid runs that voters list, the one with most votes first.
+
+    A peer votes if it announces to be ready with a layer and lists a state of its own of it, or no state yet. If no peer does, all
+    vote: the holders may be lost, and only keepers of backups left. Each owner has one vote, for the run that most of its peers
+    list. Between runs with as many votes the one with more layers comes first, then the one whose voters were ready first.
+    """
+    listed = {peer: listing for peer, listing in listings.items() if _is_run(listing.run)}
+    own = {
+        peer: {entry.block for entry in listing.entries if not entry.backup and electorate.is_ready(peer, entry.block)}
+        for peer, listing in listed.items()
+    }
+    holders = [peer for peer, listing in listed.items() if own[peer] or not listing.entries]
+    voters = {peer: listed[peer].run for peer in holders if electorate.is_ready(peer, SHARED)} or {
+        peer: listing.run for peer, listing in listed.items()
+    }
+    by_owner: dict[str, Counter[bytes]] = {}
+    for peer, run in voters.items():
+        by_owner.setdefault(electorate.owner(peer), Counter())[run] += 1
+    votes = Counter(max(runs, key=lambda run: (runs[run], run)) for runs in by_owner.values())
+
+    def rank(run: bytes) -> tuple[int, int, int, bytes]:
+        of_it = [peer for peer in voters if voters[peer] == run]
+        layers = set().union(*(own[peer] for peer in of_it))
+        return votes[run], len(layers), -min(electorate.ready_after.get(peer, -1) for peer in of_it), run
+
+    return [decode_run(run) for run in sorted(set(voters.values()), key=rank, reverse=True)]
 
 
 def _is_run(encoded: bytes) -> bool:
@@ -179,11 +217,16 @@ async def _look(host: Host, board: Switchboard, patience_s: float) -> WholeStep:
     deadline_s = asyncio.get_running_loop().time() + patience_s
     while True:
         listings = await survey(board, _others(host))
-        found = whole_step(listings, len(units), Electorate.of(host.directory))
+        electorate = Electorate.of(host.directory)
+        chosen = of_one_run(listings, electorate)
+        if chosen is not None:  # a peer lists one run: keepers may have backups of the chosen one, too
+            others = [peer for peer, listing in listings.items() if listing.run_id != chosen[0].id]
+            listings |= await survey(board, others, run_id=chosen[0].id)
+        found = whole_step(listings, len(units), electorate)
         if found is not None:
             return found
         if asyncio.get_running_loop().time() > deadline_s:
-            lack = _lack(units, listings, Electorate.of(host.directory))
+            lack = _lack(units, listings, electorate)
             raise PeerRefused(lack, code=ErrorCode.NOT_FOUND)
         await asyncio.sleep(AGAIN_S)
 
@@ -198,7 +241,7 @@ def _lack(units: Sequence[int], listings: Mapping[PeerId, Listing], electorate: 
     if missing:
         return f"no peer has a training state of layers {missing}; try again when a peer with them is back"
     text = "the peers have no step of all layers together yet; try again after the next checkpoint of the training"
-    run = of_one_run(listings)
+    run = of_one_run(listings, electorate)
     differ = None if run is None else Votes(run[1], electorate).disagreement(units)
     return text if differ is None else f"{text}: {differ}"
 

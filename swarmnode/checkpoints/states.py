@@ -26,7 +26,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.local_peer import LocalPeer
 from swarmnode.peer.questions import ask
-from swarmnode.swarm.records.run import Run, encode_run
+from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent, Progress, matching_hashes
 from swarmnode.swarm.storage.states import StateStore, file_name
@@ -116,7 +116,7 @@ async def list_states(
 
     If it has no step of its own run as late as `at_least`, it
     first stores its current one. Raises PeerLost, PeerRefused, NetworkDown, or ProtocolError if the
-    answer is malformed or too long.
+    answer is malformed or too long, or lists states of no valid run or of steps beyond the run's end.
     """
     run = b""
     entries: list[StateEntry] = []
@@ -128,6 +128,8 @@ async def list_states(
         entries += body.entries
         if len(entries) > MAX_LISTED:
             raise ProtocolError("it lists more states than allowed", code=ErrorCode.TOO_LARGE, peer=peer)
+    if entries and max(entry.step for entry in entries) > decode_run(run).steps:
+        raise ProtocolError("it lists a step beyond the end of its run", peer=peer)
     return Listing(run, entries)
 
 

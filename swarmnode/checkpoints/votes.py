@@ -252,9 +252,18 @@ class Votes:
         return others
 
     def reached(self, blocks: Collection[int]) -> int:
-        """Return the latest step that at least half of some block's holders have reached; 0 if there is none."""
-        steps = [sorted(self._newest[block].values(), reverse=True) for block in blocks if block in self._newest]
-        return max((newest[(len(newest) - 1) // 2] for newest in steps), default=0)
+        """Return the latest step that at least half of the owners that may vote on some block have reached; 0 if there is none."""
+        latest = 0
+        for block in blocks:
+            newest = self._newest.get(block, {})
+            voters = [peer for peer in newest if self._electorate.is_ready(peer, block)] or newest
+            by_owner: dict[str, int] = {}
+            for peer in voters:
+                owner = self._electorate.owner(peer)
+                by_owner[owner] = max(by_owner.get(owner, 0), newest[peer])
+            steps = sorted(by_owner.values(), reverse=True)
+            latest = max(latest, steps[(len(steps) - 1) // 2]) if steps else latest
+        return latest
 
 
 def _sentence(step: int, block: int, listed: Mapping[PeerId, Version], holders: int) -> str:

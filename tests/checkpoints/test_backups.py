@@ -361,3 +361,58 @@ def test_an_owner_has_one_vote() -> None:
     assert chosen is not None and chosen.lacking == {0: 1}, "one against one"
     assert len(Votes(listings, electorate).others(chosen, 0)) == 1
     assert not chosen.unconfirmed
+
+
+FURTHER = Run(data=b"f" * 32, steps=1 << 31, batch=4, microbatch=2, checkpoint_steps=10)
+
+
+@pytest.mark.parametrize(
+    "strangers",
+    [
+        pytest.param({"units": (0, 0)}, id="announce nothing"),
+        pytest.param({"units": (0, UNITS), "state": State.LOADING}, id="load all"),
+        pytest.param({"units": (0, UNITS), "one_network": True}, id="one owner"),
+        pytest.param({"units": (0, UNITS), "backup": True}, id="list backups alone"),
+        pytest.param({"units": (UNITS, UNITS + 1)}, id="hold layers that they do not list"),
+    ],
+)
+@pytest.mark.parametrize("holders", [1, 2])
+def test_the_run_is_that_of_most_owners_that_announce_layers_of_it(holders: int, strangers: dict[str, Any]) -> None:
+    """Any five peers that listed another run decided which one is exported or restored."""
+    said = {key: strangers[key] for key in ("units", "state") if key in strangers}
+    backup, one_network = strangers.get("backup", False), strangers.get("one_network", False)
+    announced: dict[str, Announcement] = {}
+    listings: dict[str, Listing] = {}
+    for number in range(holders):
+        name = f"holder {number}"
+        announced[name] = living_at(name, (0, UNITS), f"/ip4/9.9.{number}.9/tcp/1")
+        listings[name] = Listing(encode_run(RUN), [entry for block in range(UNITS) for entry in entries(block, 50)])
+    for number in range(5):
+        name, at = f"stranger {number}", "8.8.8" if one_network else f"8.8.{number}"
+        announced[name] = living_at(name, **{"state": State.READY, **said}, address=f"/ip4/{at}.{number}/tcp/1")
+        every = [entry for block in range(UNITS) for entry in entries(block, 1 << 31, backup=backup)]
+        listings[name] = Listing(encode_run(FURTHER), every)
+    electorate = Electorate(announced, {name: 50 for name in announced if name.startswith("stranger")})
+    found = whole_step(listings, UNITS, electorate)
+    assert found is not None and (found.run, found.step) == (RUN, 50)
+
+
+def test_keepers_alone_have_a_vote_for_each_owner() -> None:
+    """No holder is left: a vote by peers would give it to the identities of one network."""
+    announced = {f"a{n}": living_at(f"a{n}", (0, 0), f"/ip4/8.8.8.{n}/tcp/1") for n in range(1, 6)}
+    announced |= {f"k{n}": living_at(f"k{n}", (0, 0), f"/ip4/9.9.{n}.9/tcp/1") for n in range(2)}
+    run = {"a": FURTHER, "k": RUN}
+    listings = {name: Listing(encode_run(run[name[0]]), entries(0, 40, backup=True)) for name in announced}
+    found = whole_step(listings, 1, Electorate(announced))
+    assert found is not None and found.run == RUN
+
+
+def test_where_holders_meet_is_not_for_strangers_to_say() -> None:
+    """A stage that joins asks for a step that half of the holders have reached: it asked for that of two strangers."""
+    announced = {"holder": living_at("holder", (0, 1), "/ip4/9.9.9.9/tcp/1")}
+    listings = {"holder": entries(0, 50), **{name: entries(0, 1 << 30) for name in ("one", "two", "three")}}
+    assert Votes(listings, Electorate(announced)).reached((0, 1)) == 50
+    announced |= {name: living_at(name, (0, 1), "/ip4/8.8.8.8/tcp/1") for name in ("one", "two", "three")}
+    announced["other"] = living_at("other", (0, 1), "/ip4/7.7.7.7/tcp/1")
+    listings["other"] = entries(0, 40)
+    assert Votes(listings, Electorate(announced)).reached((0, 1)) == 50, "one owner of three"

@@ -405,16 +405,25 @@ def test_the_choice() -> None:
 
 @pytest.mark.parametrize("honest", [1, 2, 9])
 async def test_a_step_that_one_alone_claims_is_not_believed(world: World, honest: int) -> None:
-    """A liar at step 2**40 beat nine honest replicas. Of two that disagree neither is believed."""
+    """A liar at a later step beat nine honest replicas. Of two that disagree neither is believed."""
     for number in range(honest):
         (await world.peer(f"honest {number}")).has(10, 0)
-    (await world.peer("liar")).has(1 << 40, 0)
+    (await world.peer("liar")).has(RUN.steps, 0)
     if honest > 1:
         assert await world.fetch(0, at_least=5) == 10
         world.assert_has(10, 0)
     else:
         with pytest.raises(PeerRefused, match="agree on"):
             await world.fetch(0, patience_s=0.1)
+
+
+async def test_a_peer_that_lists_a_step_beyond_the_end_of_its_run_has_no_say(world: World) -> None:
+    """Both of two holders had to agree, so one such listing held up each joining stage."""
+    (await world.peer("honest")).has(10, 0)
+    (await world.peer("liar")).has(RUN.steps + 1, 0)
+    assert await world.fetch(0, at_least=5) == 10
+    with pytest.raises(ProtocolError, match="beyond the end"):
+        await list_states(world.board, "liar")
 
 
 @pytest.mark.parametrize("liars", [1, 2])

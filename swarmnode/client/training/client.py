@@ -7,12 +7,12 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from swarmnode.checkpoints.export import export
+from swarmnode.checkpoints.export import export, runs_by_votes
 from swarmnode.checkpoints.states import state_board, survey
+from swarmnode.checkpoints.votes import Electorate
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.listener import Listener
 from swarmnode.client.training.preparation import as_older_versions, check_trains, prepare
@@ -22,13 +22,13 @@ from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.credit.receipts import ReceiptIssuer
 from swarmnode.data.rules import DataRules
-from swarmnode.errors import PeerError, ProtocolError, UsageError
+from swarmnode.errors import PeerError, UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining
 from swarmnode.peer.local_peer import board_of
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.records.certificate import Role
-from swarmnode.swarm.records.run import Run, decode_run, differences
+from swarmnode.swarm.records.run import Run, differences
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.training.coordinator.election import ready_peers
@@ -144,17 +144,14 @@ class TrainingClient(SwarmObserver):
             self._host.directory.suspect(error.peer, error.code.name)
 
     async def _others_runs(self) -> list[Run]:
-        """Return the runs of the states that peers store; empty if no peer answers."""
-        host = self._host
-        board = state_board(host)
-        runs: list[Run] = []
+        """Return the runs of the states that holders list, or keepers of backups if there are no holders, the run with most votes
+        first; empty if no peer answers."""
+        board = state_board(self._host)
         try:
-            for listing in (await survey(board, host.directory.peers())).values():
-                with suppress(ProtocolError):  # the peer stores no run
-                    runs.append(decode_run(listing.run))
+            listings = await survey(board, self._host.directory.peers())
         finally:
             await board.close()
-        return runs
+        return runs_by_votes(listings, Electorate.of(self._host.directory))
 
 
 def _telling(listener: Listener, run: Run, batches: Batches) -> Callable[[SwarmReport], None]:

@@ -27,6 +27,7 @@ FAR = 64.0  # times the tolerance, at a single position: over Gemma 3 in bfloat1
 FAR_EXACT = 128.0  # of float32 that travels as it is: honest ones lay at 25 at most, lies at 1,600 and more
 NEAR = 0.25  # of what is far
 NEAR_CHANCE = 1e-4
+UNTRUSTED_CHANCE = 1e-2  # work as rare among honest peers raises no trust; none of 200,000 positions of SmolLM2 was
 TABLE_UNITS = 8
 SHALLOW_UNITS = 4
 ROUNDING = 1e-7  # of a sketch itself
@@ -64,12 +65,14 @@ class Noise:
 @dataclass(frozen=True)
 class Tolerance:
     """Limits for honest work. Positions within the relative `deviation` count as the same; a share `beyond` of honest positions may
-    exceed it, and a share `other_tokens` of honest tokens may differ. A position more than `far` times `deviation` off is false."""
+    exceed it, and a share `other_tokens` of honest tokens may differ. A position more than `far` times `deviation` off is false.
+    `capped`: the comparison's own median would have widened it beyond what honest noise explains."""
 
     deviation: float
     beyond: float
     other_tokens: float
     far: float = FAR
+    capped: bool = False
 
 
 UNKNOWN = Noise(5e-2, 2e-1, 0.2)  # of a format of another version: grossly false work still shows
@@ -156,9 +159,10 @@ class Calibration:
             most, far = EXACT_ROOM * most, FAR_EXACT
         elif _is_packed(number_format):
             most = PACKED_ROOM
-        factor = min(most, max(1.0, _ratio(number_format, codec, deviations, units) or 1.0))
-        factor *= ADAPTED if adapted else 1.0
-        return Tolerance(max(ROUNDING, MARGIN * noise.high * _depth(units) * factor), BEYOND, noise.other_tokens, far)
+        ratio, room = _ratio(number_format, codec, deviations, units) or 1.0, ADAPTED if adapted else 1.0
+        factor = room * min(most, max(1.0, ratio))
+        deviation = max(ROUNDING, MARGIN * noise.high * _depth(units) * factor)
+        return Tolerance(deviation, BEYOND, noise.other_tokens, far, capped=ratio > room * most)
 
 
 def _is_packed(number_format: str) -> bool:
@@ -179,13 +183,15 @@ def _depth(units: int) -> float:
 @dataclass(frozen=True)
 class Judgement:
     """Result of a comparison. Of `compared` positions or tokens `beyond` were not the same. `worst` is the largest deviation over
-    the tolerated deviation; for tokens, the number that differ over the tolerated number. `near`: not false, but suspicious."""
+    the tolerated deviation; for tokens, the number that differ over the tolerated number. `near`: not false, but suspicious.
+    `proves`: the work is as near as honest work is, so that it may raise trust."""
 
     compared: int
     beyond: int
     worst: float
     false: bool
     near: bool = False
+    proves: bool = True
 
 
 def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement:
@@ -195,7 +201,9 @@ def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement
     beyond = sorted((ratio for ratio in ratios if ratio > 1.0), reverse=True)
     false = worst > tolerance.far or _are_too_many(beyond, len(ratios), tolerance.beyond, CHANCE)
     near = worst > NEAR * tolerance.far or _are_too_many(beyond, len(ratios), tolerance.beyond, NEAR_CHANCE)
-    return Judgement(len(ratios), len(beyond), worst, false, near=near and not false)
+    is_rare = _are_too_many(beyond, len(ratios), tolerance.beyond, UNTRUSTED_CHANCE)
+    proves = not (false or near or is_rare or tolerance.capped)
+    return Judgement(len(ratios), len(beyond), worst, false, near=near and not false, proves=proves)
 
 
 def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Tolerance) -> Judgement:
@@ -203,7 +211,7 @@ def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Toleranc
     compared = min(len(drawn), len(again))
     other = sum(one != two for one, two in zip(drawn, again, strict=False))
     false = _chance_of_at_least(other, compared, tolerance.other_tokens) < CHANCE
-    return Judgement(compared, other, other / max(1.0, tolerance.other_tokens * compared), false)
+    return Judgement(compared, other, other / max(1.0, tolerance.other_tokens * compared), false, proves=not false)
 
 
 def _are_too_many(beyond: Sequence[float], compared: int, rate: float, chance: float) -> bool:

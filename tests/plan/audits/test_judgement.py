@@ -15,6 +15,7 @@ from swarmnode.plan.audits.judgement import (
     SPREAD,
     VOICES,
     Calibration,
+    Judgement,
     judge_states,
     judge_tokens,
     noise_of,
@@ -173,3 +174,21 @@ def test_fast_products_are_honest_on_other_machines_and_false_from_a_smaller_for
         assert (judged.false, judged.near) == (is_false, False)
     unknown = calibration.tolerance("posit16", Codec.NONE, units=10, deviations=SMALLER)
     assert not judge_states(SMALLER, unknown).false, "without a row of its own this lie passed"
+
+
+@pytest.mark.parametrize("number_format", ["bfloat16", "packed", "packed+kv8"])
+def test_work_that_is_nearer_to_the_bound_than_honest_work_proves_nothing(number_format: str) -> None:
+    """Three of 48 positions at five tolerances, or three times the noise at each, passed and raised the liar's trust."""
+    noise, calibration = NOISE[number_format, Codec.NONE], Calibration()
+
+    def judged(*far: float, factor: float = 1.0) -> Judgement:
+        usual = [factor * noise.median] * (48 - len(far))
+        tolerance = calibration.tolerance(number_format, Codec.NONE, units=8, deviations=usual)
+        return judge_states([*usual, *(ratio * tolerance.deviation for ratio in far)], tolerance)
+
+    assert judged().proves and judged(1.2).proves and judged(1.2, 2.0).proves
+    few = judged(5.0, 5.0, 5.0)
+    assert (few.false, few.near, few.proves) == (False, False, False)
+    assert not judged(*[20.0] * 8).proves
+    farther = judged(factor=1.6)
+    assert (farther.false, farther.proves) == (False, number_format == "bfloat16"), "models differ by more in bfloat16"
