@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a hundred proces
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported, here or in a process that a test starts: models of tests are so small that a second thread
 costs more than it brings, and much more on a machine that does other things, too."""
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+"""Tests of bits with two threads: a thread that waits for one without a core would take its time slice, 60 ms for each product."""
 
 settings.register_profile("check", deadline=None, derandomize=True)
 settings.register_profile("deep", deadline=None, max_examples=5000)  # --hypothesis-profile deep
@@ -35,6 +37,16 @@ REAL = "tests/real/"
 FLUSHED = "tests/swarm/storage/"
 TOGETHER = (REAL, "tests/compute/graph/")
 """Folders for one worker: real swarms would disturb one another, and modules need be exported only once."""
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    """Return a function that sets the number of threads of torch and ggml, until the test ends."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def by_generate(client: SwarmClient, prompt: str, new_tokens: int) -> float:
     """Return the seconds to the first text of `generate`. A token that completes no character does not count."""
     began_s, first_s = time.perf_counter(), 0.0
-    async for token in await client.stream(prompt, max_new_tokens=new_tokens):
+    async for token in await client.stream(prompt, max_new_tokens=new_tokens, drafts="off"):
         if token.text:
             first_s = first_s or time.perf_counter() - began_s
     return first_s

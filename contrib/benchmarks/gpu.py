@@ -549,7 +549,7 @@ async def _token_ms(bench: Bench, client: SwarmClient, sessions: int) -> float:
     gaps_s: list[float] = []
 
     async def one(number: int) -> None:
-        stream = await client.stream(_prompt(bench, number), max_new_tokens=TEXT)
+        stream = await client.stream(_prompt(bench, number), max_new_tokens=TEXT, drafts="off")
         moments_s = [time.perf_counter() async for _ in stream]
         gaps_s.extend(after - before for before, after in itertools.pairwise(moments_s))
 
@@ -563,7 +563,7 @@ async def _told(
 ) -> tuple[list[int], float]:
     """Generate a text. Returns its ids and the longest pause. The second node of its route is killed on the way, if it is one of
     `killed_of`."""
-    stream = await client.stream(_prompt(bench, 0), max_new_tokens=TEXT)
+    stream = await client.stream(_prompt(bench, 0), max_new_tokens=TEXT, drafts="off")
     number = 0
     async for _ in stream:
         number += 1

@@ -1,7 +1,8 @@
 """Parts of a hop's microseconds: `python contrib/benchmarks/hop.py [--hops 3] [--tokens 200] [--runs 3]`. Prints JSON.
 
 A random Llama (as serving.py's) over `--hops` nodes, each a process with one thread and its own p2pd, on loopback. One stream is
-decoded. The hops' records of it (as `swarmnode trace` shows them) are put beside the time of each part done alone in this process.
+decoded, without guesses: tokens that come out of one step take no time of their own. The hops' records of it (as `swarmnode trace`
+shows them) are put beside the time of each part done alone in this process.
 They are also put beside round trips of the same bytes over a bare p2pd stream and over plain TCP. Medians, microseconds:
 
     queue     from a step's arrival until its pass begins.         compute   the pass, with decoding and encoding.
@@ -32,7 +33,7 @@ import serving
 import uvloop
 
 from swarmnode.codec.frames import FrameReader, pack_header
-from swarmnode.codec.messages import KIND_OF, Input, encode_body
+from swarmnode.codec.messages import KIND_OF, NO_DRAFTS, Input, encode_body
 from swarmnode.codec.tensors import Codec
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.measuring.timeline import Timeline
@@ -44,8 +45,8 @@ async def decoded(swarm: LocalSwarm, nodes: int, tokens: int) -> Timeline:
     """Return the hops' records of one stream."""
     client = await serving.joined(swarm, nodes)
     try:
-        await client.generate(PROMPT, max_new_tokens=16)
-        generation = await client.generate(PROMPT, max_new_tokens=tokens)
+        await client.generate(PROMPT, max_new_tokens=16, drafts=NO_DRAFTS)
+        generation = await client.generate(PROMPT, max_new_tokens=tokens, drafts=NO_DRAFTS)
         return Timeline(await client.traces(bytes.fromhex(generation.trace)))
     finally:
         await client.close()

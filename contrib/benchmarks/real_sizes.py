@@ -268,7 +268,7 @@ async def together(client: SwarmClient, prompts: list[list[int]], new: int) -> t
     gaps: list[list[float]] = []
 
     async def one(prompt: list[int]) -> int:
-        stream = await client.stream(prompt, max_new_tokens=new)
+        stream = await client.stream(prompt, max_new_tokens=new, drafts="off")
         moments = [time.perf_counter() async for _ in stream]
         gaps.append([right - left for left, right in itertools.pairwise(moments)])
         return len(moments)
@@ -290,7 +290,7 @@ def serving(sizes: Sizes, folder: Path, repeats: int = 3) -> dict[str, Any]:
             decode, prefill, eight, speeds = [], [], [], []
             for _ in range(repeats):
                 alone = await asyncio.to_thread(local.measure)
-                ours = await client.generate(prompt_of(sizes, sizes.prompt), max_new_tokens=sizes.new)
+                ours = await client.generate(prompt_of(sizes, sizes.prompt), max_new_tokens=sizes.new, drafts="off")
                 first = await client.generate(prompt_of(sizes, sizes.prefill), max_new_tokens=1)
                 rate, _ = await together(client, [prompt_of(sizes, sizes.prompt, n) for n in range(8)], sizes.new)
                 decode.append(ours.tokens_per_s / alone["decode_tokens_per_s"])
@@ -337,8 +337,8 @@ def context(sizes: Sizes, folder: Path) -> dict[str, Any]:
     prompt = prompt_of(SMALL, sizes.positions - new)
 
     async def ask(_swarm: LocalSwarm, client: SwarmClient, nodes: list[NodeProcess]) -> dict[str, Any]:
-        truth = await client.generate(prompt, max_new_tokens=new)
-        stream = await client.stream(prompt, max_new_tokens=new)
+        truth = await client.generate(prompt, max_new_tokens=new, drafts="off")
+        stream = await client.stream(prompt, max_new_tokens=new, drafts="off")
         number = 0
         async for _ in stream:
             number += 1

@@ -21,7 +21,7 @@ from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.packed import PackedLinear, Packings, packed_bytes
-from swarmnode.compute.model.packing.attention import attend_by_position
+from swarmnode.compute.model.packing.attention import SameBits, attend_by_position, attends_by_position
 from swarmnode.compute.model.packing.card_matrix import working_bytes
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
 from swarmnode.compute.model.packing.quantised_folders.quantised_weights import plain_slices, read_quantised
@@ -98,6 +98,8 @@ class ModelSpan:
         self.hidden_size = int(model.config.hidden_size)
         self.vocab_size = int(model.config.vocab_size)
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.has_same_bits = attends_by_position(model)
+        """Whether a position has the same bits in any company: fast products, and all that lies between them."""
 
     def __repr__(self) -> str:
         return f"Span([{self.start}:{self.end}) of {self.family.units} units, {self.weight_bytes / 1e6:.1f} MB)"
@@ -244,10 +246,11 @@ class ModelSpan:
         if self._takes_positions:
             inputs["position_ids"] = position_ids
         entering_BTH = x if start > 0 else None
-        if end < self.family.units or keep_last == 0:
-            hidden_BTH = self._forward_hidden(inputs, entering_BTH)
-            return hidden_BTH if end < self.family.units else hidden_BTH.new_empty(len(x), 0, self._output_size)
-        return self._forward_logits(inputs, entering_BTH, keep_last)
+        with SameBits() if self.has_same_bits else contextlib.nullcontext():
+            if end < self.family.units or keep_last == 0:
+                hidden_BTH = self._forward_hidden(inputs, entering_BTH)
+                return hidden_BTH if end < self.family.units else hidden_BTH.new_empty(len(x), 0, self._output_size)
+            return self._forward_logits(inputs, entering_BTH, keep_last)
 
     def normed(self, hidden_BTH: Tensor, *, cache: Any) -> Tensor:
         """Return the states that enter the head's matrix, from those that left the last layer: behind the family's final norm."""

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.device_fault import card_answers, forget_traceback
-from swarmnode.compute.model.packing.attention import BY_POSITION
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import Cohort
 from swarmnode.compute.serving.flat_program import Recorder
@@ -162,8 +161,7 @@ class CapturedDecode:
         self.span = span
         clock = time.thread_time if _is_alone(span.device) else time.perf_counter
         self.stopwatch = stopwatch or Stopwatch(span.device, clock=clock)
-        has_same_bits = getattr(span.config, "_attn_implementation", "") == BY_POSITION
-        self._tolerance = 0.0 if has_same_bits else TOLERANCES.get(span.dtype, 0.0)
+        self._tolerance = 0.0 if span.has_same_bits else TOLERANCES.get(span.dtype, 0.0)
         self.refusals: dict[int, str] = {}  # by number of columns: why this model's steps are not captured
         self.replays = 0
         self._ledger = ledger or MemoryLedger()

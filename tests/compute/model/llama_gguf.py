@@ -37,7 +37,7 @@ def save_llama_gguf(
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(512)
+    writer.add_context_length(2048)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(INNER)
@@ -67,7 +67,7 @@ def save_moe_gguf(path: Path, *, form: str = "Q8_0", experts: int = 6) -> None:
     import gguf
 
     writer = gguf.GGUFWriter(path, "qwen3moe")
-    writer.add_context_length(512)
+    writer.add_context_length(2048)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(INNER)

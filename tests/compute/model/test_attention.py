@@ -1,8 +1,9 @@
-"""Attention by position: that of torch, and the same bits for a position in any company."""
+"""Attention and activation functions by position: torch's values, and the same bits in any company with any number of threads."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarmnode.compute.model.packing.attention import BY_POSITION, attention_by_position
+from swarmnode.compute.model.packing.attention import BY_POSITION, SameBits, attention_by_position
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
@@ -22,14 +23,20 @@ pytestmark = pytest.mark.skipif(
     library() is None, reason="the package xllamacpp is not installed, or not for this machine"
 )
 ORDER = 1e-5  # another order of float sums
-SESSIONS, LENGTH, PROMPT = 4, 40, 9
+SESSIONS, LENGTH, PROMPT = 3, 15, 1030
+THREADS = (1, 2, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("columns", "count"), [(5, 1), (600, 1), (37, 5), (130, 70)])
-def test_attention_is_torchs_and_knows_no_other_query(dtype: torch.dtype, columns: int, count: int) -> None:
+@pytest.mark.parametrize(
+    ("columns", "count", "heads", "groups"),
+    [(5, 1, 6, 2), (600, 1, 4, 1), (1100, 1, 1, 1), (1100, 1, 6, 2), (520, 1, 3, 3), (37, 5, 1, 1), (130, 70, 6, 2)],
+)
+def test_attention_is_torchs_and_knows_neither_other_queries_nor_threads(
+    dtype: torch.dtype, columns: int, count: int, heads: int, groups: int, set_threads: Callable[[int], None]
+) -> None:
     random = torch.Generator().manual_seed(columns)
-    rows, heads, groups, width, padding = 3, 6, 2, 48, 4
+    rows, width, padding = 3, 48, 4
 
     def some(among: int, length: int, width: int = width) -> Tensor:
         return torch.randn(rows, among, length + 7, width, generator=random).to(dtype)[:, :, :length]
@@ -50,10 +57,48 @@ def test_attention_is_torchs_and_knows_no_other_query(dtype: torch.dtype, column
         for at in range(max(0, first - columns + count), count):
             end = columns - count + at + 1
             one = slice(row, row + 1)
-            alone, _ = attention_by_position(
-                None, q[one, :, at : at + 1], k[one, :, first:end], v[one, :, first:end], None
-            )
-            assert torch.equal(alone[0, 0], y[row, at])
+            for threads in THREADS if count == 1 else (1 + at % 3,):
+                set_threads(threads)
+                alone, _ = attention_by_position(
+                    None, q[one, :, at : at + 1], k[one, :, first:end], v[one, :, first:end], None
+                )
+                assert torch.equal(alone[0, 0], y[row, at])
+    set_threads(2)
+    assert torch.equal(attention_by_position(None, q, k, v, mask)[0][seen], y[seen])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "function",
+    [
+        functional.silu,
+        torch.nn.SiLU(inplace=True),
+        functional.gelu,
+        torch.nn.GELU("tanh"),
+        torch.sigmoid,
+        functional.sigmoid,
+        functional.softplus,
+        functional.mish,
+        functional.elu,
+    ],
+)
+@torch.inference_mode()
+def test_a_row_of_an_activation_function_has_the_same_bits_in_any_company(
+    function: Callable[[Tensor], Tensor], dtype: torch.dtype, set_threads: Callable[[int], None]
+) -> None:
+    random = torch.Generator().manual_seed(1)
+    for width in (1, 20, 96, 1000, 1536, 1568):
+        x_RI = torch.randn(70, width, generator=random).to(dtype) * 3
+        with SameBits():
+            alone = torch.cat([function(x_I[None].clone()) for x_I in x_RI])
+            for threads in (1, 2, 3, 5, 7):
+                set_threads(threads)
+                for rows in (2, 23, 43, 70):
+                    assert torch.equal(function(x_RI[:rows].clone()), alone[:rows])
+            apart = x_RI.repeat(1, 2)[:, :width]  # rows do not follow each other in memory
+            assert torch.equal(function(apart), alone)
+        set_threads(1)
+        torch.testing.assert_close(alone, function(x_RI.clone()))
 
 
 def test_a_mask_of_a_pass_of_training_is_read_in_its_own_dtype() -> None:
@@ -66,10 +111,9 @@ def test_a_mask_of_a_pass_of_training_is_read_in_its_own_dtype() -> None:
 
 
 @pytest.mark.parametrize("save", [save_llama_gguf, save_moe_gguf], ids=["llama", "experts"])
-@pytest.mark.parametrize("form", ["Q4_0", "Q8_0"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("form", "dtype"), [("Q4_0", torch.float32), ("Q8_0", torch.bfloat16)])
 def test_fast_products_give_a_session_the_same_bits_in_any_company(
-    save: object, form: str, dtype: torch.dtype, tmp_path: Path
+    save: object, form: str, dtype: torch.dtype, tmp_path: Path, set_threads: Callable[[int], None]
 ) -> None:
     assert callable(save)
     save(tmp_path / "tiny.gguf", form=form)
@@ -77,27 +121,41 @@ def test_fast_products_give_a_session_the_same_bits_in_any_company(
     span = load_span(checkpoint, 0, checkpoint.units, dtype=dtype, products="fast")
     assert span.config._attn_implementation == BY_POSITION
     random = torch.Generator().manual_seed(2)
-    texts = [torch.randint(3, 200, (1, LENGTH + at), generator=random) for at in range(SESSIONS)]
+    texts = [torch.randint(3, 200, (1, PROMPT + LENGTH + at), generator=random) for at in range(SESSIONS)]
     alone = [one_by_one(span, ids_BT) for ids_BT in texts]
-    assert all(torch.equal(one_by_one(span, ids_BT, prompt=LENGTH), y) for ids_BT, y in zip(texts, alone, strict=True))
-    assert all(torch.equal(y, other) for y, other in zip(together(span, texts), alone, strict=True))
+    replays = [one_by_one(span, ids_BT, PROMPT + LENGTH, last=set_threads) for ids_BT in texts]
+    for others in (replays, together(span, texts, set_threads)):
+        assert all(torch.equal(y, other) for y, other in zip(others, alone, strict=True))
 
 
-def one_by_one(span: ModelSpan, ids_BT: Tensor, prompt: int = PROMPT) -> Tensor:
-    """Return all logits of a text whose first `prompt` tokens are one pass, as a replay's are, and the others one each."""
+def one_by_one(
+    span: ModelSpan, ids_BT: Tensor, prompt: int = PROMPT, last: Callable[[int], None] | None = None
+) -> Tensor:
+    """Return all logits of a text whose first `prompt` tokens are one pass, as a replay's are, and the others one each.
+
+    The last one is computed with two threads if there is a function `last` that sets their number.
+    """
     runner = StageRunner(span, RunnerConfig(cache_bytes=1 << 24))
-    runner.open(0, rows=1, max_length=100)
+    runner.open(0, rows=1, max_length=2 * PROMPT)
     parts = [ids_BT[:, :prompt], *(ids_BT[:, at : at + 1] for at in range(prompt, ids_BT.shape[1]))]
-    return torch.cat([runner.run([StepInput(0, part, want=2)])[0].output for part in parts], dim=1)
+    found = []
+    for number, part in enumerate(parts, 1):
+        if last is not None:
+            last(2 if number == len(parts) else 1)
+        found.append(runner.run([StepInput(0, part, want=2)])[0].output)
+    return torch.cat(found, dim=1)
 
 
-def together(span: ModelSpan, texts: list[Tensor]) -> list[Tensor]:
-    """Return all logits of texts that begin one after another and go on side by side, sometimes by several tokens."""
+def together(span: ModelSpan, texts: list[Tensor], set_threads: Callable[[int], None]) -> list[Tensor]:
+    """Return all logits of texts that begin one after another and go on side by side, sometimes by several tokens.
+
+    Two passes have two threads: each product of a second one may wait for a busy machine.
+    """
     runner = StageRunner(span, RunnerConfig(cache_bytes=1 << 26))
     found: list[list[Tensor]] = [[] for _ in texts]
     left = list(texts)
     for at in range(len(texts)):
-        runner.open(at, rows=1, max_length=100)
+        runner.open(at, rows=1, max_length=2 * PROMPT)
     for turn in range(10 * LENGTH):
         works = []
         for at, rest in enumerate(left):
@@ -105,6 +163,7 @@ def together(span: ModelSpan, texts: list[Tensor]) -> list[Tensor]:
             if count and rest.shape[1]:
                 works.append(StepInput(at, rest[:, :count], want=2))
                 left[at] = rest[:, count:]
+        set_threads(2 if turn in (8, 9) else 1)
         for result in runner.run(works) if works else ():
             found[result.session_id].append(result.output)  # type: ignore[call-overload]
     return [torch.cat(parts, dim=1) for parts in found]

@@ -88,7 +88,7 @@ def test_factors_of_its_frequencies_are_the_models(tmp_path: Path) -> None:
     config = load_config(tmp_path / "config.json")
     turns, attention = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"))
     torch.testing.assert_close(turns, 10000.0 ** -(torch.arange(8) / 8) / torch.tensor(factors))
-    assert (attention, switching_position(config)) == (1.0, 512)
+    assert (attention, switching_position(config)) == (1.0, 2048)
 
 
 def test_one_of_an_unknown_architecture_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -229,15 +229,19 @@ def text_of(length: int, seed: int) -> Tensor:
     return torch.randint(0, 99, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-def replayed(span: ModelSpan, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+def replayed(
+    span: ModelSpan, chunk: int, behind: int = 0, last: Callable[[], None] = lambda: None
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits of three texts decoded together, with absences, in prompts cut into chunks; and of each text alone as one prompt."""
     runner = StageRunner(span, RunnerConfig(1 << 24, prefill_positions=chunk, kv=INT8_KV))
-    texts = {name: text_of(60, seed) for seed, name in enumerate("abc")}
+    texts = {name: text_of(behind + 60, seed) for seed, name in enumerate("abc")}
     for name in texts:
-        runner.open(name, rows=1, max_length=60)
-    said = {name: [run(runner, name, ids[:, : 5 + 4 * at])] for at, (name, ids) in enumerate(texts.items())}
+        runner.open(name, rows=1, max_length=behind + 60)
+    said = {name: [run(runner, name, ids[:, : behind + 5 + 4 * at])] for at, (name, ids) in enumerate(texts.items())}
     generator = torch.Generator().manual_seed(0)
-    for _ in range(30):
+    for step in range(30):
+        if step == 29:
+            last()
         present = [name for name in texts if torch.rand(1, generator=generator) < 0.8] or ["a"]
         works = [StepInput(n, texts[n][:, runner.length(n) :][:, :1], WANT_ALL) for n in present]
         for name, result in zip(present, runner.run(works), strict=True):
@@ -245,7 +249,7 @@ def replayed(span: ModelSpan, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
     again = StageRunner(span, RunnerConfig(1 << 24, kv=INT8_KV))
     for name, ids in texts.items():
         found = torch.cat(said[name], 1)
-        again.open(name, rows=1, max_length=60)
+        again.open(name, rows=1, max_length=behind + 60)
         yield found, run(again, name, ids[:, : found.shape[1]])
 
 
@@ -259,14 +263,17 @@ def test_a_text_is_the_same_in_any_company_and_after_a_replay(whole: ModelSpan, 
 
 
 @pytest.mark.skipif(library() is None, reason="the package xllamacpp is not installed, or not for this machine")
-def test_fast_products_give_the_same_bits(tmp_path: Path) -> None:
+def test_fast_products_give_the_same_bits(tmp_path: Path, set_threads: Callable[[int], None]) -> None:
     """They add in one order in any company, so no value tips over."""
     file, folder = tmp_path / "tiny.gguf", tmp_path / "packed"
     save_llama_gguf(file, form="Q4_0")
     from_checkpoint(str(file), folder, packs=True)
     checkpoint = Checkpoint(folder)
     span = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products=FAST)
-    assert all(torch.equal(found, replay) for found, replay in replayed(span, 7))
+    for chunk, behind in ((7, 0), (600, 1030)):
+        for found, replay in replayed(span, chunk, behind, last=lambda: set_threads(2)):
+            set_threads(1)
+            assert torch.equal(found, replay)
 
 
 def test_the_numbers_are_those_of_8_bits(whole: ModelSpan) -> None:

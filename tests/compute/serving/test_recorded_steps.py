@@ -60,16 +60,24 @@ def open_runner(
     return runner
 
 
-def decode(runner: StageRunner, steps: int = STEPS) -> list[Tensor]:
-    """Decode two sessions of unlike lengths; the first is cut back on the way, the second misses a step."""
+def decode(
+    runner: StageRunner, steps: int = STEPS, behind: int = 0, last: Callable[[], None] = lambda: None
+) -> list[Tensor]:
+    """Decode two sessions of unlike lengths behind `behind` positions; the first is cut back once, the second misses a step.
+
+    `last` is called before the last step.
+    """
     generator = torch.Generator().manual_seed(1)
     for name, length in (("a", 5), ("b", 9)):
-        runner.open(name, rows=1, max_length=200)
-        runner.run([StepInput(name, torch.randint(0, 90, (1, length), generator=generator), WANT_NOTHING)])
+        runner.open(name, rows=1, max_length=behind + 200)
+        prompt_BT = torch.randint(0, 90, (1, behind + length), generator=generator)
+        runner.run([StepInput(name, prompt_BT, WANT_NOTHING)])
     outputs = []
     for step in range(steps):
         if step == steps - 6:
             runner.truncate("a", runner.length("a") - 2)
+        if step == steps - 1:
+            last()
         names = "a" if step == steps - 4 else "ab"
         works = [StepInput(name, torch.randint(0, 90, (1, 1), generator=generator)) for name in names]
         outputs.append(torch.cat([result.output for result in runner.run(works)]))
@@ -77,11 +85,16 @@ def decode(runner: StageRunner, steps: int = STEPS) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kv", ["plain", "int8"])
+@pytest.mark.parametrize(("behind", "threads"), [(0, 1), (1100, 2)])
 @needs_ggml
-def test_a_recorded_step_of_fast_products_has_the_ordinary_ones_bits(kv: str, tmp_path: Path) -> None:
+def test_a_recorded_step_of_fast_products_has_the_ordinary_ones_bits(
+    kv: str, behind: int, threads: int, tmp_path: Path, set_threads: Callable[[int], None]
+) -> None:
     span = packed_span(save_llama_gguf, tmp_path)
     recorded, ordinary = (open_runner(span, capture=capture, kv=kv) for capture in (True, False))
-    assert all(torch.equal(got, wanted) for got, wanted in zip(decode(recorded), decode(ordinary), strict=True))
+    wanted = decode(ordinary, behind=behind)
+    got = decode(recorded, behind=behind, last=lambda: set_threads(threads))
+    assert all(map(torch.equal, got, wanted))
     assert decoder(recorded).replays > STEADY_STEPS and ordinary.captured is None
 
 
