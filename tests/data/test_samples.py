@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from swarmnode.client.tokenizer import Tokenizer
-from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
+from swarmnode.data.conversation import ChatEnding
 from swarmnode.data.samples import LearntTokens, TokenSample, read_samples
 from swarmnode.errors import UsageError
 from tests.client.test_kept_tokenizer import byte_level
 
-PLAIN = """{% for tool in tools or [] %}T{{ tool.name }} {% endfor %}{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<s>
+PLAIN = """{% for tool in tools or [] %}T{{ tool.function.name }} {% endfor %}{% for m in messages %}<{{ m.role[0] }}>\
+{{ m.content }}<s>
 {% endfor %}{% if add_generation_prompt %}<a>{% endif %}"""
 MARKED = """{% for m in messages %}<{{ m.role[0] }}>\
 {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<s>{% endgeneration %}
@@ -34,11 +35,11 @@ TALK = [
 def tokenizer(tmp_path: Path) -> Any:
     """template -> a tokenizer of bytes that has it."""
 
-    def make(template: str | None) -> TrainingTokenizer:
+    def make(template: str | None) -> Tokenizer:
         own = byte_level()
         own.chat_template = template
         own.save_pretrained(tmp_path / "tokenizer")
-        return TrainingTokenizer(Tokenizer(tmp_path / "tokenizer"))
+        return Tokenizer(tmp_path / "tokenizer")
 
     return make
 
@@ -49,9 +50,9 @@ def written(tmp_path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def learnt(tokenizer: TrainingTokenizer, sample: TokenSample) -> str:
+def learnt(tokenizer: Tokenizer, sample: TokenSample) -> str:
     kept = [token for token, counts in zip(*sample, strict=True) if counts]
-    return tokenizer._tokenizer.decode(kept, special_tokens=True)
+    return tokenizer.decode(kept, special_tokens=True)
 
 
 @pytest.mark.parametrize(("template", "after"), [(PLAIN, "\n"), (MARKED, "")])
@@ -60,7 +61,7 @@ def test_answers_alone_are_learnt(tokenizer: Any, tmp_path: Path, template: str,
     path = written(tmp_path, {"messages": TALK})
     (sample,) = read_samples(path, own)
     assert learnt(own, sample) == f"hello<s>{after}so long<s>{after}"
-    assert sample.tokens == own.chat(TALK, [], begins_answer=False)
+    assert sample.tokens == own.renderer.encode(TALK, ending=ChatEnding.CLOSED)
     (whole,) = read_samples(path, own, LearntTokens.ALL)
     assert whole.tokens == sample.tokens and all(whole.counts)
 
@@ -68,7 +69,7 @@ def test_answers_alone_are_learnt(tokenizer: Any, tmp_path: Path, template: str,
 def test_tools_are_in_the_conversation(tokenizer: Any, tmp_path: Path) -> None:
     own = tokenizer(PLAIN)
     (sample,) = read_samples(written(tmp_path, {"messages": TALK[:2], "tools": [{"name": "rain"}]}), own)
-    assert own._tokenizer.decode(sample.tokens, special_tokens=True).startswith("Train <u>hi")
+    assert own.decode(sample.tokens, special_tokens=True).startswith("Train <u>hi")
     assert learnt(own, sample) == "hello<s>\n"
 
 
@@ -76,7 +77,7 @@ def test_a_template_that_forgets_gives_a_sample_for_each_answer(tokenizer: Any, 
     own = tokenizer(FORGETS)
     first, second = read_samples(written(tmp_path, {"messages": TALK}), own)
     assert learnt(own, first) == "(thinks)hello\n" and learnt(own, second) == "(thinks)so long\n"
-    assert own._tokenizer.decode(second.tokens).startswith("<u>hi\n<a>hello\n<u>bye")
+    assert own.decode(second.tokens).startswith("<u>hi\n<a>hello\n<u>bye")
 
 
 def test_of_a_pair_the_completion_is_learnt(tokenizer: Any, tmp_path: Path) -> None:
@@ -84,8 +85,8 @@ def test_of_a_pair_the_completion_is_learnt(tokenizer: Any, tmp_path: Path) -> N
     texts = {"prompt": "2 + 2 =", "completion": " 4"}
     talk = {"prompt": TALK[:3], "completion": TALK[3:]}
     (sample,) = read_samples(written(tmp_path, texts), own)
-    end = own._tokenizer.decode([own.end], special_tokens=True)
-    assert learnt(own, sample) == f" 4{end}" and sample.tokens.count(own.end) == 1
+    end = own.decode([own.separator], special_tokens=True)
+    assert learnt(own, sample) == f" 4{end}" and sample.tokens.count(own.separator) == 1
     (sample,) = read_samples(written(tmp_path, talk), own)
     assert learnt(own, sample) == "so long<s>\n"
 

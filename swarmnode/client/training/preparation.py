@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 
 from swarmnode.client.tokenizer import Tokenizer
-from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
 from swarmnode.compute.graph.boundary import array_batches, token_length, token_windows
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import read_graph
@@ -25,9 +24,10 @@ from swarmnode.compute.training.lm import can_pack
 from swarmnode.compute.training.losses.routers import check_routers
 from swarmnode.compute.training.segment import check_objective
 from swarmnode.data.arrays import read_arrays
+from swarmnode.data.formats import TEXT
 from swarmnode.data.rows import make_rows
 from swarmnode.data.rules import DataRules, steps_of
-from swarmnode.data.samples import ARRAYS, TEXT, read_samples, sample_kind
+from swarmnode.data.samples import ARRAYS, read_samples, sample_kind
 from swarmnode.errors import UsageError
 from swarmnode.plan.compression import is_allowed
 from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
@@ -171,12 +171,11 @@ def _read_language(
                 f"{data} holds samples, which need a tokenizer, and this model has bytes as tokens: give text"
             )
         return token_batches(data, config.vocab_size)
-    tokenizer = TrainingTokenizer(own)
     if kind == TEXT:
-        begin = tokenizer.begin if begins else None
+        begin = own.begin if begins else None
         return token_batches(data, config.vocab_size, own.encode_document, own.separator, begin)
     pack = rules.packs and can_pack(config, sequence)
-    samples = read_arrays(data, sequence) if kind == ARRAYS else read_samples(data, tokenizer, rules.loss)
+    samples = read_arrays(data, sequence) if kind == ARRAYS else read_samples(data, own, rules.loss)
     return SampleBatches(make_rows(samples, sequence, pack=pack), config.vocab_size)
 
 
