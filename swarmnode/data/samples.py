@@ -6,7 +6,8 @@ of a text every token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -19,6 +20,7 @@ from swarmnode.data.records import DataRecord, holds_records, read_records
 from swarmnode.errors import CheckpointError, UsageError
 
 ARRAYS_SUFFIX = ".npz"
+SHOWN_CHARS = 2000
 ARRAYS: Kind = frozenset({"input_ids"})
 
 
@@ -62,9 +64,11 @@ class TokenSample(NamedTuple):
 
 @dataclass
 class DataNotes:
-    """Notes on data while it is read: names of `passed_over` fields and files without a meaning here."""
+    """Notes on data while it is read: names of `passed_over` fields and files without a meaning here, and whether a label
+    `teaches_end`: it is a token that ends an answer."""
 
     passed_over: set[str] = field(default_factory=set)
+    teaches_end: bool = False
 
 
 def read_samples(
@@ -79,7 +83,7 @@ def read_samples(
     """
     first: Kind | None = None
     notes = DataNotes() if notes is None else notes
-    for record in read_records(path):
+    for record in _records(path, notes):
         kind = sample_kind_of(record)
         first = kind if first is None else first
         if kind != first:
@@ -113,13 +117,85 @@ def sample_kind_of(record: DataRecord) -> Kind:
 def sample_kind(path: Path) -> Kind:
     """Return the names of the fields that make the first record of a file a sample; TEXT for files and folders of plain text.
 
-    Raises UsageError if there is no record.
+    A folder with text and files of samples is one of samples. Raises UsageError if there is no record.
     """
+    if path.suffix == ARRAYS_SUFFIX:
+        return ARRAYS
     if not holds_records(path):
-        return ARRAYS if path.suffix == ARRAYS_SUFFIX else TEXT
+        kinds = (_kind_in(file) for file in visible_files(path)) if path.is_dir() else ()
+        return next((kind for kind in kinds if kind not in (None, TEXT)), TEXT) or TEXT
     for record in read_records(path):
         return sample_kind_of(record)
     raise UsageError(f"{path} is empty: there is no record in it; give a file with records")
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """Return the files in a folder and its folders, in the order of their names, without hidden ones."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+
+
+def _kind_in(file: Path) -> Kind | None:
+    """Return the kind of the first record of a file; None for a file without records, and for a JSON file of something else."""
+    if not holds_records(file):
+        return None
+    try:
+        return next(map(sample_kind_of, read_records(file)), None)
+    except UsageError:
+        if file.suffix == ".json":
+            return None
+        raise
+
+
+def is_text_of_records(file: Path) -> bool:
+    """Return whether a file holds records of plain text."""
+    return _kind_in(file) == TEXT
+
+
+def _records(path: Path, notes: DataNotes) -> Iterator[DataRecord]:
+    """Yield the records of a file, or of all such files of a folder; note the others."""
+    if holds_records(path) or not path.is_dir():
+        yield from read_records(path)
+        return
+    for file in visible_files(path):
+        if _kind_in(file) is None:
+            notes.passed_over.add(str(file.relative_to(path)))
+        else:
+            yield from read_records(file)
+
+
+def with_ends(
+    samples: Iterable[TokenSample], stops: Iterable[int], end: int | None, notes: DataNotes
+) -> Iterator[TokenSample]:
+    """Yield samples of conversations, and note whether a label is one of `stops`.
+
+    With `end`, a stop token behind an answer counts, too; if none is in or behind the last answer, `end` is put there.
+    """
+    ending = set(stops)
+    for tokens, counts in samples:
+        if end is not None:
+            pairs = zip(tokens[1:], counts, strict=False)  # a token, and whether the one before counts
+            counts = [
+                *counts[:1],
+                *(does or (told and token in ending) for does, (token, told) in zip(counts[1:], pairs, strict=True)),
+            ]
+            last = next(
+                (place for place in range(len(counts), 0, -1) if not counts[place - 1]), 0
+            )  # the last answer begins
+            if last < len(tokens) and not ending.intersection(tokens[last:]):
+                tokens, counts = [*tokens, end], [*counts, True]
+        notes.teaches_end |= any(does and token in ending for token, does in zip(tokens, counts, strict=True))
+        yield TokenSample(tokens, counts)
+
+
+def shown(sample: TokenSample, decode: Callable[[Sequence[int]], str], most: int = SHOWN_CHARS) -> str:
+    """Return a sample as the model sees it, in one line of at most about `most` characters. What is learnt stands in ⟦ ⟧."""
+    told = ""
+    for learnt, run in itertools.groupby(zip(*sample, strict=True), key=lambda one: one[1]):
+        text = decode([token for token, _ in run])
+        told += f"⟦{text}⟧" if learnt else text
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in told)
+    return line if len(line) <= most else f"{line[: most // 2]} … {line[-most // 2 :]}"
 
 
 def _named(kind: Iterable[str]) -> str:

@@ -10,7 +10,8 @@ import pytest
 
 from swarmnode.client.tokenizer import Tokenizer
 from swarmnode.data.conversation import ChatEnding
-from swarmnode.data.samples import LearntTokens, TokenSample, read_samples
+from swarmnode.data.formats import COUNTING
+from swarmnode.data.samples import DataNotes, LearntTokens, TokenSample, read_samples, sample_kind, shown, with_ends
 from swarmnode.errors import UsageError
 from tests.client.test_kept_tokenizer import byte_level
 
@@ -113,3 +114,108 @@ def test_a_record_that_gives_no_sample_is_named(
 def test_without_a_template_there_are_no_conversations(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="line 1: the model has no chat template"):
         list(read_samples(written(tmp_path, {"messages": TALK}), tokenizer(None)))
+
+
+def answered(**fields: Any) -> dict[str, Any]:
+    return {"messages": [*TALK[:3], {**TALK[3], **fields}]}
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, FORGETS])
+@pytest.mark.parametrize("field", COUNTING)
+def test_an_answer_of_weight_0_does_not_count(tokenizer: Any, tmp_path: Path, template: str, field: str) -> None:
+    own = tokenizer(template)
+    for value, first, last in ((0, True, False), (False, True, False), (1, True, True), (None, True, True)):
+        samples = list(read_samples(written(tmp_path, answered(**{field: value})), own))
+        told = "".join(learnt(own, sample) for sample in samples)
+        assert ("hello" in told, "so long" in told) == (first, last) and "bye" not in told
+
+
+SAME = [
+    {"conversations": [{"from": ("human", "gpt")[n % 2], "value": m["content"]} for n, m in enumerate(TALK)]},
+    {"messages": [{**m, "timestamp": 3} for m in TALK], "source": "x"},
+    {"instruction": "bye", "input": "", "output": "so long", "history": [["hi", "hello"]]},
+    {"messages": json.dumps(TALK)},
+    {"conversations": TALK, "tools": "[]", "weight": 1, "parallel_tool_calls": False},
+]
+
+
+def test_every_format_gives_the_same_sample(tokenizer: Any, tmp_path: Path) -> None:
+    own = tokenizer(PLAIN)
+    expected = list(read_samples(written(tmp_path, {"messages": TALK}), own))
+    for record in SAME:
+        notes = DataNotes()
+        assert list(read_samples(written(tmp_path, record), own, notes=notes)) == expected
+        assert notes.passed_over == ({"source", "timestamp of messages"} if "source" in record else set())
+    called = {"from": "function_call", "value": '{"name": "rain", "arguments": {"in": "Bern"}}'}
+    (sample,) = read_samples(written(tmp_path, {"conversations": [*SAME[0]["conversations"][:1], called]}), own)
+    assert '{"name": "rain", "arguments": {"in": "Bern"}}' in learnt(own, sample)
+    (sample,) = read_samples(written(tmp_path, {"messages": TALK, "system": "be short"}), own)
+    assert own.decode(sample.tokens, special_tokens=True).startswith("<s>be short<s>")
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        (answered(weight=0.5), "message 4: its .weight. is 0.5; write 0 or 1"),
+        (answered(weight="1"), "message 4: its .weight. is '1'"),
+        (answered(training_detail=[{"begin_offset": 0}]), "has .training_detail."),
+        ({"messages": [{**TALK[0], "train": True}, TALK[1]]}, "only the assistant's answers"),
+        (
+            {"messages": [{**TALK[0], "content": [{"type": "image_url"}]}, TALK[1]]},
+            "message 1: this model reads only text",
+        ),
+        (
+            {
+                "messages": [
+                    TALK[0],
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+                ]
+            },
+            "JSON",
+        ),
+        ({"messages": [{**m, "weight": 0} for m in TALK]}, "no token in it counts"),
+        ({"messages": TALK, "chosen": "x"}, "answers are compared"),
+        ({"prompt": "a", "completion": "b", "label": False}, "judgement"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "answers are compared"),
+        ({"messages": TALK, "weight": 0.3}, "would weigh a whole record"),
+        ({"messages": TALK, "images": ["x.png"]}, "reads only text"),
+        ({"messages": [{"role": "system", "content": "x"}, *TALK], "system": "y"}, "keep one of them"),
+        ({"messages": TALK, "tools": "[{"}, "not JSON"),
+        ({"segments": [{"label": True, "text": "x"}]}, "npz"),
+        (answered(reasoning_content="so"), "shows no reasoning"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_refused(tokenizer: Any, tmp_path: Path, record: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=f"line 1: .*{told}"):
+        list(read_samples(written(tmp_path, record), tokenizer(PLAIN)))
+
+
+def test_the_end_of_an_answer_is_seen_and_can_be_taught(tokenizer: Any, tmp_path: Path) -> None:
+    outside = MARKED.replace("<s>{% endgeneration %}", "{% endgeneration %}<s>")
+    for template, teaches, ended in (
+        (PLAIN, True, "so long<s>\n"),
+        (outside, False, "so long<s>"),
+        (FORGETS, False, None),
+    ):
+        own = tokenizer(template)
+        path, stop = written(tmp_path, {"messages": TALK}), own.encode_document("<s>")[0]
+        notes = DataNotes()
+        assert list(with_ends(read_samples(path, own), [stop], None, notes)) == list(read_samples(path, own))
+        assert notes.teaches_end == teaches
+        samples = list(with_ends(read_samples(path, own), [stop], stop, notes))
+        assert notes.teaches_end and learnt(own, samples[-1]).endswith(ended or "so long\n<s>")
+        assert (
+            shown(samples[-1], own.decode).count("⟦") == learnt(own, samples[-1]).count("l") // 2 or template == FORGETS
+        )
+
+
+def test_a_folder_of_samples_says_what_it_passes_over(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    own, notes = tokenizer(PLAIN), DataNotes()
+    (tmp_path / "data" / "b.jsonl").write_text(json.dumps({"messages": TALK}))
+    (tmp_path / "data" / "a.json").write_text(json.dumps([{"messages": TALK[:2]}]))
+    for name, text in (("README.md", "hi"), ("info.json", '{"splits": 3}'), (".hidden", "x")):
+        (tmp_path / "data" / name).write_text(text)
+    assert sample_kind(tmp_path / "data") == {"messages"}
+    assert len(list(read_samples(tmp_path / "data", own, notes=notes))) == 2
+    assert notes.passed_over == {"README.md", "info.json"}

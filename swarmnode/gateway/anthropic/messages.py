@@ -10,9 +10,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from swarmnode.client.tokenizer import ChatEnding
 from swarmnode.codec.sampling import Grammar
-from swarmnode.data.conversation import ASSISTANT, template_call
+from swarmnode.data.conversation import ASSISTANT, ChatEnding, template_call
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, TOOL_CALLS, Piece
