@@ -199,7 +199,11 @@ class ChatRenderer:
     def reasoning_field(self) -> str | None:
         """Field of an answer whose text the template shows as reasoning; None if there is none."""
         for name in REASONING_FIELDS:
-            if self._shows(lambda text, name=name: ([GREETING, {**REPLY, name: text}], ()), ChatEnding.CLOSED):
+
+            def answered(text: str, name: str = name) -> tuple[list[Message], Sequence[Message]]:
+                return [GREETING, {**REPLY, name: text}], ()
+
+            if self._shows(answered, ChatEnding.CLOSED):
                 return name
         return None
 
@@ -207,13 +211,10 @@ class ChatRenderer:
         """Return whether the template shows names, arguments and results of calls in a conversation with or without tools."""
         if with_tools not in self._shows_calls:
             tools = [_trial_tool("f")] if with_tools else []
-            self._shows_calls[with_tools] = all(
-                self._shows(lambda text, trial=trial: (trial(text), tools))
-                for trial in (
-                    lambda text: _trial_call(text, "x", "y"),
-                    lambda text: _trial_call("f", text, "y"),
-                    lambda text: _trial_call("f", "x", text),
-                )
+            self._shows_calls[with_tools] = (
+                self._shows(lambda text: (_trial_call(text, "x", "y"), tools))
+                and self._shows(lambda text: (_trial_call("f", text, "y"), tools))
+                and self._shows(lambda text: (_trial_call("f", "x", text), tools))
             )
         return self._shows_calls[with_tools]
 
@@ -265,8 +266,9 @@ class ChatRenderer:
             turns = without_system(turns)
         elif systems and systems[-1] and not self.shows_later_system:
             turns = [*turns[:1], *without_system(turns[1:])] if systems[0] == 0 else without_system(turns)
-        if any(REASONING in turn for turn in turns) and self.reasoning_field not in (None, REASONING):
-            turns = [{self.reasoning_field if key == REASONING else key: turn[key] for key in turn} for turn in turns]
+        field = self.reasoning_field if any(REASONING in turn for turn in turns) else None
+        if field is not None:
+            turns = [{field if key == REASONING else key: value for key, value in turn.items()} for turn in turns]
         return turns, offered
 
     def _check_roles(self, turns: Sequence[Message]) -> None:

@@ -57,7 +57,7 @@ REFUSED_OF_MESSAGE = {
     "tool_responses": "write each result as a message of the role tool",
     "prefix": "a begun answer cannot be told from the rest; write the begin into the user's message",
 }
-FREE = (None, "", [], {}, "auto", False)  # values that say nothing
+FREE: tuple[Any, ...] = (None, "", [], {}, "auto", False)  # values that say nothing
 USED = {"system", "system_prompt", "tools", "functions", "chat_template_kwargs", "parallel_tool_calls"}
 
 

@@ -201,7 +201,7 @@ class ServedModel:
         if ending is ChatEnding.CONTINUED and messages[-1].get("tool_calls"):
             raise bad_request("a message that calls tools cannot be continued: send the tools' results", "messages")
         try:
-            return await asyncio.to_thread(prompter.encode, messages, tools.offered, variables, ending)
+            return await asyncio.to_thread(prompter.encode, list(map(dict, messages)), tools.offered, variables, ending)
         except CheckpointError as error:  # templates refuse roles and orders that they do not know
             raise bad_request(str(error), "messages") from error
 
