@@ -41,7 +41,6 @@ from corpus import read_corpus
 from torch import Tensor
 
 from swarmnode.client.tokenizer import Tokenizer
-from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.datasets.batches import Batches, TokenBatches
 from swarmnode.compute.training.datasets.held_out import WithHeldOut
@@ -274,7 +273,7 @@ def beside_sft(folder: Path) -> Iterator[Mapping[str, Any]]:
         with tempfile.TemporaryDirectory() as place:
             path = Path(place) / "data.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            ours = [(one.tokens, labels_of(one)) for one in read_samples(path, TrainingTokenizer(own))]
+            ours = [(one.tokens, labels_of(one)) for one in read_samples(path, own)]
         theirs = trl_samples(own.own, rows, **options)
         yield {
             "kind": kind,

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from swarmnode.client.model_config import context_limit, generation_defaults
-from swarmnode.client.tokenizer import ByteTokenizer, ChatEnding, Tokenizer, stop_ids, vocabulary_size
+from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, stop_ids, vocabulary_size
+from swarmnode.data.conversation import ChatEnding
 from swarmnode.errors import LocalError, NoRoute
 from swarmnode.hollow_package import folders_of, put_hollow_package
 from swarmnode.peer.host import Host

@@ -7,22 +7,18 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Union
 
 from swarmnode.codec.body import MAX_STOP_IDS, MAX_TOKEN_ID
+from swarmnode.data.conversation import ChatEnding, ChatRenderer, chat_messages
 from swarmnode.errors import CheckpointError, UsageError
 
 FIRST_TURN, ANSWER = ({"role": "user", "content": "question"},), "answer-and-no-more"
 THINK_END = "</think>"  # ends the reasoning before an answer, in most chat templates
-Message = dict[str, Any]  # in the format of chat templates
-SYSTEM, USER = "system", "user"
-PARAGRAPH = "\n\n"
-GREETING: Message = {"role": USER, "content": "hi"}
-TRIALS = ("hens", "eggs")  # if a template shows the text, the ids of the two differ
+MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")  # of the text that the assistant writes, in a chat template
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a byte token of tokenizers that fall back to bytes
 UNUSED = re.compile(r"[\[<](\|?)(unused|reserved_special_token|reserved)_?\d+\1[\]>]")
 UNFINISHED = "\ufffd"  # shown for a part of a character
@@ -53,33 +49,9 @@ def turn_of(message: ChatMessage) -> Turn:
     )
 
 
-class ChatEnding(Enum):
-    """Ending of a conversation: it begins an answer (ANSWER), continues the last message (CONTINUED) or closes it (CLOSED). The
-    values are transformers' settings."""
-
-    ANSWER = MappingProxyType({"add_generation_prompt": True})
-    CONTINUED = MappingProxyType({"add_generation_prompt": False, "continue_final_message": True})
-    CLOSED = MappingProxyType({"add_generation_prompt": False})
-
-
 def plain_conversation(turns: Sequence[Turn]) -> str:
     """Return a conversation as one text with a line for each turn, for models that know no roles."""
     return "".join(f"{turn.content}\n" for turn in turns)
-
-
-def without_system(turns: Sequence[Message]) -> list[Message]:
-    """Return a conversation without system messages: their texts are put before the text of the next user message."""
-    told: list[Message] = []
-    waiting: list[str] = []
-    for turn in turns:
-        if turn["role"] == SYSTEM:
-            waiting.append(turn["content"])
-        elif turn["role"] == USER and waiting:
-            told.append({**turn, "content": PARAGRAPH.join([*waiting, turn["content"]])})
-            waiting = []
-        else:
-            told.append(turn)
-    return [*told, {"role": USER, "content": PARAGRAPH.join(waiting)}] if waiting else told
 
 
 class Tokenizer:
@@ -150,23 +122,26 @@ class Tokenizer:
         """
         if not self.has_chat_template:
             return self.encode(plain_conversation(turns))
-        messages = [turn._asdict() for turn in turns]
-        tells_system = any(turn.role == SYSTEM for turn in turns)
-        return self.encode_messages(without_system(messages) if tells_system and not self.shows_system else messages)
-
-    def shows(self, conversation: Callable[[str], tuple[list[Message], Sequence[Message]]]) -> bool:
-        """Return whether the chat template shows a text in the messages and tools that `conversation` builds around it; False if
-        the template cannot be used."""
-        try:
-            first, second = (self.encode_messages(*conversation(text)) for text in TRIALS)
-        except CheckpointError:
-            return False
-        return first != second
+        return self.renderer.encode(chat_messages(turn._asdict() for turn in turns))
 
     @functools.cached_property
-    def shows_system(self) -> bool:
-        """Whether the chat template shows system texts."""
-        return self.shows(lambda text: ([{"role": SYSTEM, "content": text}, GREETING], ()))
+    def renderer(self) -> ChatRenderer:
+        """Renderer of conversations by the chat template."""
+        return ChatRenderer(self)
+
+    def marked_answers(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[list[int], list[bool]] | None:
+        """Return the tokens of a conversation in the template's format, and which of them the template marks as the assistant's;
+        None if the template has no marks. Raises CheckpointError if it cannot be used."""
+        turns, offered = list(messages), list(tools)
+        if not MARK.search(self.own.get_chat_template(tools=offered or None)):
+            return None
+        tokens = self.encode_messages(turns, offered, variables, ending=ChatEnding.CLOSED)
+        found: Mapping[str, list[int]] = self.own.apply_chat_template(
+            turns, tools=offered or None, return_dict=True, return_assistant_tokens_mask=True, **variables
+        )
+        return tokens, [bool(mark) for mark in found["assistant_masks"]]
 
     def encode_messages(
         self,
@@ -222,6 +197,12 @@ class Tokenizer:
         """Token between two documents: the end of text; None if the checkpoint has none."""
         token: int | None = self.own.eos_token_id
         return token
+
+    @functools.cached_property
+    def begin(self) -> int | None:
+        """Token that the tokenizer puts before a text (BOS); None if it puts none there."""
+        token: int | None = self.own.bos_token_id
+        return token if token is not None and self.encode("")[:1] == [token] else None
 
     @functools.cached_property
     def ends(self) -> tuple[int, ...]:

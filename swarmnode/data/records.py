@@ -1,25 +1,34 @@
-"""Records of training files: JSON lines (also compressed), Parquet, and folders of `datasets.Dataset.save_to_disk`.
+"""Records of training files: JSON lines and lists, tables with commas or tabs, Parquet, and folders of
+`datasets.Dataset.save_to_disk`.
 
-Files are read record by record. Nothing is unpickled and no code of a data set runs.
+A file is what it contains, whatever its name is. Files are read record by record. Nothing is unpickled and no code of a
+data set runs.
 """
 
 from __future__ import annotations
 
 import bz2
+import codecs
+import csv
 import gzip
 import importlib
 import json
 import lzma
+import re
 from collections.abc import Iterator
+from enum import Enum, auto
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from swarmnode.data.formats import KINDS
 from swarmnode.errors import UsageError
 
 MAX_RECORD_BYTES = 16 << 20  # of one line: a compressed file of a few bytes can expand to any size
-LINES, PARQUET, ARROW_STATE = ".jsonl", ".parquet", "state.json"
+JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
+PARQUET, ARROW_STATE, SPLITS = ".parquet", "state.json", "dataset_dict.json"
+HEAD_BYTES, PIECE_BYTES = 1 << 16, 1 << 20  # read to tell what a file holds; read of a list at a time
+MAGIC = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zXZ\x00": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 ROWS = 1024  # records of a Parquet file at a time
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _DAMAGE = (EOFError, lzma.LZMAError, gzip.BadGzipFile, ValueError)
 
 
@@ -30,25 +39,71 @@ class DataRecord(NamedTuple):
     fields: dict[str, Any]
 
 
+class RecordForm(Enum):
+    """RecordForm of a file of records: JSON lines, other JSON (a list, or objects over several lines), a table, or Parquet."""
+
+    LINES = auto()
+    JSON = auto()
+    TABLE = auto()
+    PARQUET = auto()
+
+
 def holds_records(path: Path) -> bool:
-    """Return whether a path is a file or a folder of records, by its name; plain text is not."""
-    return _is_lines(path) or path.suffix == PARQUET or _is_saved(path)
+    """Return whether a path is a file or a folder of records, by its content; plain text and unreadable files are not, unless they
+    are named as records. Raises UsageError for a folder of several data sets."""
+    if (path / SPLITS).is_file():
+        raise UsageError(f"{path} holds several data sets; give the folder of one of them")
+    return _is_saved(path) or (path.is_file() and _form(path) is not None)
 
 
 def read_records(path: Path) -> Iterator[DataRecord]:
-    """Yield the records of a JSON lines file, a Parquet file, or a folder that `datasets` has saved.
+    """Yield the records of a file of any `RecordForm`, or of a folder that `datasets` has saved.
 
     Raises UsageError, naming the file and the line or row, if it cannot be read, is damaged, or a record is no object or longer
     than `MAX_RECORD_BYTES`.
     """
     if _is_saved(path):
         return _saved_records(path)
-    return _parquet_records(path) if path.suffix == PARQUET else _line_records(path)
+    readers = {RecordForm.PARQUET: _parquet_records, RecordForm.JSON: _json_records, RecordForm.TABLE: _table_records}
+    return readers.get(_form(path) or RecordForm.LINES, _line_records)(path)
 
 
-def _is_lines(path: Path) -> bool:
-    stem = path.with_suffix("") if path.suffix in COMPRESSED else path
-    return stem.suffix == LINES
+def _form(path: Path) -> RecordForm | None:
+    """Return the form of a file's records; None for another file. The name decides where the content says nothing."""
+    plain = path.with_suffix("") if path.suffix in MAGIC.values() else path
+    named = {
+        PARQUET: RecordForm.PARQUET,
+        **dict.fromkeys(JSON_SUFFIXES, RecordForm.LINES),
+        **dict.fromkeys(TABLE_SUFFIXES, RecordForm.TABLE),
+    }
+    by_name = named.get(plain.suffix.lower())
+    try:
+        with _open(path) as file:
+            head = file.read(HEAD_BYTES)
+    except (*_DAMAGE, OSError):
+        return by_name
+    if head.startswith(b"PAR1") or by_name is RecordForm.PARQUET:
+        return RecordForm.PARQUET
+    text = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    line, _, _ = text.partition(b"\n")
+    if re.match(rb"\[\s*\{", text):
+        return RecordForm.JSON if by_name or re.match(rb'\[\s*\{\s*"', text) else None
+    if text.startswith(b"{"):
+        if _is_object(line) or len(line) == HEAD_BYTES:
+            return RecordForm.LINES
+        if re.match(rb'\{\s*"[^"\n]*"\s*:', text) and (line.strip() == b"{" or plain.suffix.lower() == ".json"):
+            return RecordForm.JSON
+    if by_name is not None or b"\0" in head:
+        return by_name
+    columns = set(_columns(line.decode(errors="replace"))[0])
+    return RecordForm.TABLE if any(len(kind) > 1 and kind <= columns for kind in KINDS) else None
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _is_saved(path: Path) -> bool:
@@ -83,11 +138,88 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
     return fields
 
 
+def _json_records(path: Path) -> Iterator[DataRecord]:
+    """Yield the objects of a JSON list, or those that stand behind one another, each over any number of lines."""
+    decode, read = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder()
+    rest, line, is_over = "", 1, False
+    try:
+        with _open(path) as file:
+            while True:
+                between = re.match(r"[\s,\[\]]*", rest)
+                assert between is not None
+                line, rest = line + between[0].count("\n"), rest[between.end() :]
+                place = f"{path}, line {line}"
+                if rest and not rest.startswith("{"):
+                    raise UsageError(f"{place}: not a JSON object; correct the line")
+                try:
+                    fields, end = read.raw_decode(rest) if rest else ({}, 0)
+                except (ValueError, RecursionError):
+                    end = 0
+                if end:
+                    yield DataRecord(place, fields)
+                    line, rest = line + rest.count("\n", 0, end), rest[end:]
+                elif is_over:
+                    break
+                elif len(rest) > MAX_RECORD_BYTES:
+                    raise UsageError(
+                        f"{place}: longer than {MAX_RECORD_BYTES >> 20} MiB; split it into several records"
+                    )
+                else:
+                    piece = file.read(max(PIECE_BYTES, len(rest)))
+                    rest, is_over = rest + decode.decode(piece, final=not piece), not piece
+    except _DAMAGE as error:
+        raise UsageError(f"{path} is damaged after line {line}: {error}; write the file again") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}; check the file") from None
+    if rest:
+        raise UsageError(f"{path}, line {line}: not a whole JSON object; correct it")
+
+
+def _columns(line: str) -> tuple[list[str], str]:
+    """Return the names in a table's first line, and its delimiter: the one that gives a known kind, or else most columns."""
+    found = [(next(csv.reader([line.strip()], delimiter=mark), []), mark) for mark in ",\t;"]
+    return max(found, key=lambda one: (any(kind <= set(one[0]) for kind in KINDS), len(one[0])))
+
+
+def _table_records(path: Path) -> Iterator[DataRecord]:
+    """Yield the rows of a table whose first line names the columns. An empty cell counts as missing, unless its column makes the
+    record a sample."""
+    csv.field_size_limit(MAX_RECORD_BYTES)
+    number = 0
+    try:
+        with _open(path) as file:
+            lines = codecs.getreader("utf-8-sig")(file)
+            names, mark = _columns(next(iter(lines), ""))
+            kept = next((kind for kind in KINDS if kind <= set(names)), None)
+            if kept is None or len(set(names)) < len(names):
+                told = ", ".join(sorted(map(repr, names)))
+                raise UsageError(
+                    f'{path}: its columns are {told}; name them once, as in "prompt" and "completion", or "text"'
+                )
+            number = 1
+            for cells in (table := csv.reader(lines, delimiter=mark, strict=True)):
+                place, number = f"{path}, line {number + 1}", 1 + table.line_num
+                if len(cells) != len(names) and cells:
+                    raise UsageError(
+                        f"{place}: {len(cells)} cells for {len(names)} columns; quote cells with {mark!r} in them"
+                    )
+                if cells:
+                    row = zip(names, cells, strict=True)
+                    yield DataRecord(place, {name: cell for name, cell in row if cell or name in kept})
+    except (*_DAMAGE, csv.Error) as error:
+        raise UsageError(f"{path} is damaged after line {number}: {error}; write the file again as UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}; check the file") from None
+
+
 def _open(path: Path) -> Any:
-    """Open a file of lines, decompressed as its name says. Raises OSError, UsageError if a package for it is missing."""
-    if path.suffix == ".zst":
+    """Open a file of bytes, decompressed as its first bytes say. Raises OSError, UsageError if a package for it is missing."""
+    with path.open("rb") as file:
+        head = file.read(8)
+    suffix = next((suffix for magic, suffix in MAGIC.items() if head.startswith(magic)), "")
+    if suffix == ".zst":
         return _zstd(path)
-    own: Any = {".gz": gzip, ".bz2": bz2, ".xz": lzma}.get(path.suffix)
+    own: Any = {".gz": gzip, ".bz2": bz2, ".xz": lzma}.get(suffix)
     return path.open("rb") if own is None else own.open(path, "rb")
 
 

@@ -16,7 +16,9 @@ class DataRules:
 
     `loss`: tokens of conversations and pairs that count. `packs`: several samples share a row if the model can train so. `epochs`:
     passes over the data, which give the number of steps; 0 if the steps are given. `held_out`: data to evaluate on, or
-    `held_out_share`: the share of the data's rows that is kept back for it; every `evaluate_every` steps (0: never).
+    `held_out_share`: the share of the data's rows that is kept back for it; every `evaluate_every` steps (0: never). `shown`:
+    number of samples that are shown at the start. `ends_answers`: the model's stop token is put behind the last answer of a
+    conversation if its template writes none.
     """
 
     loss: LearntTokens = LearntTokens.ANSWERS
@@ -25,13 +27,15 @@ class DataRules:
     held_out: Path | None = None
     held_out_share: float = 0.0
     evaluate_every: int = 0
+    shown: int = 1
+    ends_answers: bool = False
 
 
 @dataclass(frozen=True)
 class DataSummary:
     """Summary of the data of a run: its samples, their tokens (0 for arrays), the rows that they fill, the samples that were cut
     to a row's length, and the passes over them in the run's steps. `left_out` counts samples without a label within a row, which
-    are not among them."""
+    are not among them. `notes` are sentences about the data, and samples to show."""
 
     samples: int
     tokens: int
@@ -39,6 +43,7 @@ class DataSummary:
     cut: int
     epochs: float
     left_out: int = 0
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         packed = f" in {counted(self.rows, 'row')}" if self.rows != self.samples else ""

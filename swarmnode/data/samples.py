@@ -1,24 +1,27 @@
 """Samples: the tokens of one document or conversation, with labels for the tokens that the model is to learn.
 
-A record has `messages` (and perhaps `tools`), `prompt` and `completion` (texts, or lists of messages), or `text`. Labels follow
-from the record's kind: of a conversation the assistant's answers, of a pair the completion, of a text every token.
+Labels follow from the record's kind (see `data/formats.py`): of a conversation the assistant's answers, of a pair the completion,
+of a text every token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from swarmnode.counting import common_beginning
+from swarmnode.data.conversation import ASSISTANT, GREETING, REASONING, ChatEnding, ChatRenderer
+from swarmnode.data.formats import TEXT, Kind, ToldConversation, ToldPair, kind_of, read_fields
 from swarmnode.data.records import DataRecord, holds_records, read_records
 from swarmnode.errors import CheckpointError, UsageError
 
-MAX_MESSAGES = 4096  # of one conversation
-ASSISTANT = "assistant"
 ARRAYS_SUFFIX = ".npz"
-Message = Mapping[str, Any]
+SHOWN_CHARS = 2000
+ARRAYS: Kind = frozenset({"input_ids"})
 
 
 class LearntTokens(Enum):
@@ -32,20 +35,23 @@ class SampleTokenizer(Protocol):
     """Interface to a tokenizer that samples are made with (`client/tokenizer.py`)."""
 
     @property
-    def end(self) -> int | None:
+    def separator(self) -> int | None:
         """Token that ends a text; None if the model has none."""
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can be used."""
+        """Whether the model has a chat template."""
+
+    @property
+    def renderer(self) -> ChatRenderer:
+        """Renderer of conversations by the chat template."""
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, with the special tokens that the model expects around it."""
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Any], *, begins_answer: bool) -> list[int]:
-        """Return the tokens of a conversation by the chat template; with `begins_answer` up to the answer that follows."""
-
-    def answers(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[list[int], list[bool]] | None:
+    def marked_answers(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[list[int], list[bool]] | None:
         """Return the tokens of a conversation, and which of them the template marks as the assistant's; None if it marks none."""
 
 
@@ -56,155 +62,232 @@ class TokenSample(NamedTuple):
     counts: list[bool]
 
 
+@dataclass
+class DataNotes:
+    """Notes on data while it is read: names of `passed_over` fields and files without a meaning here, and whether a label
+    `teaches_end`: it is a token that ends an answer."""
+
+    passed_over: set[str] = field(default_factory=set)
+    teaches_end: bool = False
+
+
 def read_samples(
-    path: Path, tokenizer: SampleTokenizer, loss: LearntTokens = LearntTokens.ANSWERS
+    path: Path,
+    tokenizer: SampleTokenizer,
+    loss: LearntTokens = LearntTokens.ANSWERS,
+    notes: DataNotes | None = None,
 ) -> Iterator[TokenSample]:
     """Yield the samples of a file of records, in order; a record of several answers may give several.
 
     Raises UsageError, naming the file and the line, for a record that gives no sample, or is of another kind than the first one.
     """
-    kind: frozenset[str] | None = None
-    for record in read_records(path):
-        own = _kind(record)
-        kind = own if kind is None else kind
-        if own != kind:
+    first: Kind | None = None
+    notes = DataNotes() if notes is None else notes
+    for record in _records(path, notes):
+        kind = sample_kind_of(record)
+        first = kind if first is None else first
+        if kind != first:
             raise UsageError(
-                f"{record.place}: has {_named(own)}, but the first record has {_named(kind)}; use one kind"
+                f"{record.place}: has {_named(kind)}, but the first record has {_named(first)}; use one kind"
             )
         try:
-            yield from _samples(record, own, tokenizer, loss)
-        except CheckpointError as error:
+            told = read_fields(record.fields, kind, notes.passed_over)
+            found = (
+                conversation(told, tokenizer, loss)
+                if isinstance(told, ToldConversation)
+                else [_plain(told, tokenizer, loss)]
+            )
+        except (CheckpointError, UsageError) as error:
             raise UsageError(f"{record.place}: {error}") from None
+        if not any(any(sample.counts[1:]) for sample in found):
+            raise UsageError(
+                f"{record.place}: no token in it counts as a label; leave the record out, or give --loss all"
+            )
+        yield from found
 
 
-ARRAYS, TEXT = frozenset({"input_ids"}), frozenset({"text"})
-KINDS = (frozenset({"messages"}), frozenset({"prompt", "completion"}), TEXT)
+def sample_kind_of(record: DataRecord) -> Kind:
+    """Return the names of the fields that make a record a sample. Raises UsageError, with its place, if it is of no known kind."""
+    try:
+        return kind_of(record.fields)
+    except UsageError as error:
+        raise UsageError(f"{record.place}: {error}") from None
 
 
-def _kind(record: DataRecord) -> frozenset[str]:
-    for kind in KINDS:
-        if kind <= record.fields.keys():
-            return kind
-    found = ", ".join(sorted(record.fields)) or "nothing"
-    raise UsageError(f'{record.place}: has {found}; give "messages", "prompt" and "completion", or "text"')
-
-
-def sample_kind(path: Path) -> frozenset[str]:
+def sample_kind(path: Path) -> Kind:
     """Return the names of the fields that make the first record of a file a sample; TEXT for files and folders of plain text.
 
-    Raises UsageError if there is no record.
+    A folder with text and files of samples is one of samples. Raises UsageError if there is no record.
     """
+    if path.suffix == ARRAYS_SUFFIX:
+        return ARRAYS
     if not holds_records(path):
-        return ARRAYS if path.suffix == ARRAYS_SUFFIX else TEXT
+        kinds = (_kind_in(file) for file in visible_files(path)) if path.is_dir() else ()
+        return next((kind for kind in kinds if kind not in (None, TEXT)), TEXT) or TEXT
     for record in read_records(path):
-        return _kind(record)
+        return sample_kind_of(record)
     raise UsageError(f"{path} is empty: there is no record in it; give a file with records")
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """Return the files in a folder and its folders, in the order of their names, without hidden ones."""
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts))
+
+
+def _kind_in(file: Path) -> Kind | None:
+    """Return the kind of the first record of a file; None for a file without records, and for a JSON file of something else."""
+    if not holds_records(file):
+        return None
+    try:
+        return next(map(sample_kind_of, read_records(file)), None)
+    except UsageError:
+        if file.suffix == ".json":
+            return None
+        raise
+
+
+def is_text_of_records(file: Path) -> bool:
+    """Return whether a file holds records of plain text."""
+    return _kind_in(file) == TEXT
+
+
+def _records(path: Path, notes: DataNotes) -> Iterator[DataRecord]:
+    """Yield the records of a file, or of all such files of a folder; note the others."""
+    if holds_records(path) or not path.is_dir():
+        yield from read_records(path)
+        return
+    for file in visible_files(path):
+        if _kind_in(file) is None:
+            notes.passed_over.add(str(file.relative_to(path)))
+        else:
+            yield from read_records(file)
+
+
+def with_ends(
+    samples: Iterable[TokenSample], stops: Iterable[int], end: int | None, notes: DataNotes
+) -> Iterator[TokenSample]:
+    """Yield samples of conversations, and note whether a label is one of `stops`.
+
+    With `end`, a stop token behind an answer counts, too; if none is in or behind the last answer, `end` is put there.
+    """
+    ending = set(stops)
+    for tokens, counts in samples:
+        if end is not None:
+            pairs = zip(tokens[1:], counts, strict=False)  # a token, and whether the one before counts
+            counts = [
+                *counts[:1],
+                *(does or (told and token in ending) for does, (token, told) in zip(counts[1:], pairs, strict=True)),
+            ]
+            last = next(
+                (place for place in range(len(counts), 0, -1) if not counts[place - 1]), 0
+            )  # the last answer begins
+            if last < len(tokens) and not ending.intersection(tokens[last:]):
+                tokens, counts = [*tokens, end], [*counts, True]
+        notes.teaches_end |= any(does and token in ending for token, does in zip(tokens, counts, strict=True))
+        yield TokenSample(tokens, counts)
+
+
+def shown(sample: TokenSample, decode: Callable[[Sequence[int]], str], most: int = SHOWN_CHARS) -> str:
+    """Return a sample as the model sees it, in one line of at most about `most` characters. What is learnt stands in ⟦ ⟧."""
+    told = ""
+    for learnt, run in itertools.groupby(zip(*sample, strict=True), key=lambda one: one[1]):
+        text = decode([token for token, _ in run])
+        told += f"⟦{text}⟧" if learnt else text
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in told)
+    return line if len(line) <= most else f"{line[: most // 2]} … {line[-most // 2 :]}"
 
 
 def _named(kind: Iterable[str]) -> str:
     return " and ".join(sorted(kind))
 
 
-def _samples(
-    record: DataRecord, kind: frozenset[str], tokenizer: SampleTokenizer, loss: LearntTokens
-) -> Iterator[TokenSample]:
-    fields = record.fields
-    if "messages" in kind:
-        tools = _tools(record)
-        found = conversation(_messages(record, fields["messages"]), tools, tokenizer, loss)
-    elif "text" in kind:
-        tokens = _ended(tokenizer.encode(_text(record, "text")), tokenizer)
-        found = [TokenSample(tokens, [True] * len(tokens))]
-    elif isinstance(fields["prompt"], list):
-        prompt, completion = (_messages(record, fields[name]) for name in ("prompt", "completion"))
-        found = [_told_pair(prompt, completion, _tools(record), tokenizer, loss)]
-    else:
-        found = [_pair(_text(record, "prompt"), _text(record, "completion"), tokenizer, loss)]
-    if not any(any(sample.counts[1:]) for sample in found):
-        raise UsageError(f"{record.place}: no token in it counts as a label; leave the record out, or give --loss all")
-    yield from found
-
-
-def conversation(
-    messages: Sequence[Message], tools: Sequence[Any], tokenizer: SampleTokenizer, loss: LearntTokens
-) -> list[TokenSample]:
+def conversation(told: ToldConversation, tokenizer: SampleTokenizer, loss: LearntTokens) -> list[TokenSample]:
     """Return the samples of a conversation.
 
     Answers are found by the template's own marks. Without marks they are the tokens that an answer adds to the conversation
     before it. A template that writes earlier answers in another way than the last one gives a sample
     for each answer, whose loss is on the last answer alone.
 
-    Raises CheckpointError if the template cannot be used.
+    Raises CheckpointError if the template cannot be used, UsageError if it leaves out what is to be learnt.
     """
+    if not tokenizer.has_chat_template:
+        raise CheckpointError(
+            'the model has no chat template, so messages cannot be written; give "prompt" and "completion" as texts'
+        )
+    renderer = tokenizer.renderer
+    answers = [place for place, message in enumerate(told.messages) if message["role"] == ASSISTANT]
+    learnt = [place for place in answers if told.counts[place]]
+    if any(REASONING in told.messages[place] for place in learnt) and renderer.reasoning_field is None:
+        raise UsageError(
+            "the chat template shows no reasoning of an answer; write it into the content, or leave the field out"
+        )
+    whole = renderer.encode(told.messages, told.tools, told.variables, ChatEnding.CLOSED)
     if loss is LearntTokens.ALL:
-        tokens = tokenizer.chat(messages, tools, begins_answer=False)
-        return [TokenSample(tokens, [True] * len(tokens))]
-    marked = tokenizer.answers(messages, tools)
+        if told.told is None and learnt != answers:
+            raise UsageError("an answer in it does not count, but --loss all makes every token count; choose one")
+        return [TokenSample(whole, [True] * len(whole))]
+    if told.told is not None:
+        return [TokenSample(whole, _from(_answer_begins(told, told.told, whole, tokenizer), whole))]
+    if learnt == answers:
+        marked = tokenizer.marked_answers(*renderer.placed(told.messages, told.tools), told.variables)
+        if marked is not None:
+            return [TokenSample(*marked)]
+    apart = [_answer(told, place, tokenizer) for place in learnt]
+    if not all(whole[: len(sample.tokens)] == sample.tokens for sample in apart):
+        return apart
+    counts = [False] * len(whole)
+    for sample in apart:
+        for place, does in enumerate(sample.counts):
+            counts[place] |= does
+    return [TokenSample(whole, counts)]
+
+
+def _answer(told: ToldConversation, place: int, tokenizer: SampleTokenizer) -> TokenSample:
+    """Return the sample of the messages up to the answer at `place`, which alone is learnt."""
+    until, renderer = told.messages[: place + 1], tokenizer.renderer
+    marked = tokenizer.marked_answers(*renderer.placed(until, told.tools), told.variables)
+    tokens = renderer.encode(until, told.tools, told.variables, ChatEnding.CLOSED) if marked is None else marked[0]
+    after = _from(_answer_begins(told, place, tokens, tokenizer), tokens)
     if marked is not None:
-        return [TokenSample(*marked)]
-    turns = [number for number, message in enumerate(messages) if message.get("role") == ASSISTANT]
-    apart = [_told_pair(messages[:turn], messages[turn : turn + 1], tools, tokenizer, loss) for turn in turns]
-    whole = tokenizer.chat(messages, tools, begins_answer=False)
-    if all(whole[: len(sample.tokens)] == sample.tokens for sample in apart):
-        counts = [False] * len(whole)
-        for sample in apart:
-            for place, does in enumerate(sample.counts):
-                counts[place] |= does
-        return [TokenSample(whole, counts)]
-    return apart
+        after = [does and mark for does, mark in zip(after, marked[1], strict=True)]
+    return TokenSample(tokens, after)
 
 
-def _told_pair(
-    prompt: Sequence[Message],
-    completion: Sequence[Message],
-    tools: Sequence[Any],
-    tokenizer: SampleTokenizer,
-    loss: LearntTokens,
-) -> TokenSample:
-    """Return the sample of messages whose last ones are to be learnt."""
-    whole = tokenizer.chat([*prompt, *completion], tools, begins_answer=False)
-    told = tokenizer.chat(prompt, tools, begins_answer=True) if prompt else []
-    return TokenSample(whole, _after(common_beginning(told, whole), whole, loss))
+def _answer_begins(told: ToldConversation, place: int, tokens: Sequence[int], tokenizer: SampleTokenizer) -> int:
+    """Return the place in `tokens` at which they leave the prompt that the model gets before the message at `place`.
+
+    A tokenizer may join the last letters of a prompt with the next ones. Before the first message there is no prompt: then it is
+    the place behind the first header of an answer.
+    """
+    renderer = tokenizer.renderer
+    if place:
+        prompt = renderer.encode(told.messages[:place], told.tools, told.variables, ChatEnding.ANSWER)
+        return common_beginning(prompt, tokens)
+    closed, begun = (
+        renderer.encode([GREETING], told.tools, told.variables, ending)
+        for ending in (ChatEnding.CLOSED, ChatEnding.ANSWER)
+    )
+    header = begun[common_beginning(closed, begun) :]
+    found = (at for at in range(len(tokens)) if tokens[at : at + len(header)] == header)
+    return next(found, 0) + len(header) if header else 0
 
 
-def _pair(prompt: str, completion: str, tokenizer: SampleTokenizer, loss: LearntTokens) -> TokenSample:
-    whole = _ended(tokenizer.encode(prompt + completion), tokenizer)
-    return TokenSample(whole, _after(common_beginning(tokenizer.encode(prompt), whole), whole, loss))
+def _plain(told: ToldPair | str, tokenizer: SampleTokenizer, loss: LearntTokens) -> TokenSample:
+    """Return the sample of a text, all of it learnt, or of a pair, whose completion is learnt; the end of text follows."""
+    if isinstance(told, str):
+        tokens = _ended(tokenizer.encode(told), tokenizer)
+        return TokenSample(tokens, [True] * len(tokens))
+    tokens = _ended(tokenizer.encode(told.prompt + told.completion), tokenizer)
+    begin = 0 if loss is LearntTokens.ALL else common_beginning(tokenizer.encode(told.prompt), tokens)
+    return TokenSample(tokens, _from(begin, tokens))
 
 
-def _after(begin: int, tokens: Sequence[int], loss: LearntTokens) -> list[bool]:
-    """Return which tokens are learnt. A tokenizer may join the last letters of a prompt with the next ones: so `begin` is where the
-    whole text first differs from the prompt."""
-    return [loss is LearntTokens.ALL or place >= begin for place in range(len(tokens))]
+def _from(begin: int, tokens: Sequence[int]) -> list[bool]:
+    return [place >= begin for place in range(len(tokens))]
 
 
 def _ended(tokens: list[int], tokenizer: SampleTokenizer) -> list[int]:
     """Return the tokens with the token that ends a text at their end, once."""
-    end = tokenizer.end
+    end = tokenizer.separator
     return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
-
-
-def _text(record: DataRecord, name: str) -> str:
-    text = record.fields[name]
-    if not isinstance(text, str):
-        raise UsageError(f'{record.place}: its "{name}" is not text; write a string there')
-    return text
-
-
-def _messages(record: DataRecord, messages: Any) -> list[Message]:
-    sound = isinstance(messages, list) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-    )
-    if not sound or not 0 < len(messages) <= MAX_MESSAGES:
-        raise UsageError(
-            f'{record.place}: messages are a list of 1 to {MAX_MESSAGES} objects with "role" and "content"; correct it'
-        )
-    found: list[Message] = messages
-    return found
-
-
-def _tools(record: DataRecord) -> list[Any]:
-    tools = record.fields.get("tools") or []
-    if not isinstance(tools, list):
-        raise UsageError(f'{record.place}: its "tools" are not a list of JSON schemas; correct it')
-    return tools

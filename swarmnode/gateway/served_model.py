@@ -13,12 +13,12 @@ from typing import Any
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.client.text_stream import TextStream
-from swarmnode.client.tokenizer import ByteTokenizer, ChatEnding, Tokenizer
+from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
+from swarmnode.data.conversation import ChatEnding, ChatRenderer
 from swarmnode.errors import CheckpointError, NoRoute
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.config import GatewayConfig
-from swarmnode.gateway.generation.chat_prompt import ChatPrompter
 from swarmnode.gateway.generation.choice_stream import ChoiceStream, NoTokens
 from swarmnode.gateway.generation.response_parser import THOUGHTS_BEGIN as THINK_BEGIN
 from swarmnode.gateway.generation.response_parser import CommonParser, ReasoningParser, ResponseParser, TemplateParser
@@ -44,7 +44,7 @@ class TokenizerLoader:
         self._client = client
         self._tasks = tasks
         self._loading: asyncio.Task[Tokenizer | ByteTokenizer | None] | None = None
-        self.prompter: ChatPrompter | None = None  # set after loading if the tokenizer has a chat template
+        self.prompter: ChatRenderer | None = None  # set after loading if the tokenizer has a chat template
 
     def __repr__(self) -> str:
         return f"<TokenizerLoader of {self._client!r}{'' if self.is_done else ', loading'}>"
@@ -97,7 +97,9 @@ class TokenizerLoader:
         try:
             tokenizer = await self._client.tokenizer()
             if isinstance(tokenizer, Tokenizer) and tokenizer.has_chat_template:
-                self.prompter = await asyncio.to_thread(ChatPrompter, tokenizer)
+                renderer = tokenizer.renderer
+                await asyncio.to_thread(lambda: (renderer.system_place, renderer.tool_place))  # trials take a while
+                self.prompter = renderer
         except BaseException:
             self._loading = None  # the next request tries again
             raise
@@ -199,7 +201,7 @@ class ServedModel:
         if ending is ChatEnding.CONTINUED and messages[-1].get("tool_calls"):
             raise bad_request("a message that calls tools cannot be continued: send the tools' results", "messages")
         try:
-            return await asyncio.to_thread(prompter.encode, messages, tools, variables, ending)
+            return await asyncio.to_thread(prompter.encode, list(map(dict, messages)), tools.offered, variables, ending)
         except CheckpointError as error:  # templates refuse roles and orders that they do not know
             raise bad_request(str(error), "messages") from error
 

@@ -126,7 +126,7 @@ class TrainingView:
     def begun(self, run: Run, data: DataSummary) -> None:
         """Show what the data holds, and that the run begins."""
         self.run = run
-        self._tell(notes=[f"Data: {data}"])
+        self._tell(notes=[f"Data: {data}", *data.notes])
 
     def step(self, report: StepSummary) -> None:
         """Log a finished step and show the new state."""

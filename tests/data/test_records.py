@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import bz2
+import codecs
+import csv
 import gzip
 import importlib.util
+import io
 import json
 import lzma
 from collections.abc import Callable
@@ -17,6 +20,7 @@ import pytest
 from swarmnode.data import records
 from swarmnode.data.arrays import read_arrays
 from swarmnode.data.records import holds_records, read_records
+from swarmnode.data.samples import sample_kind
 from swarmnode.errors import UsageError
 
 ROWS = [{"text": "one"}, {"text": "zwei ü", "n": 2}]
@@ -107,3 +111,90 @@ def test_arrays_give_a_sample_a_row(tmp_path: Path) -> None:
         np.savez(path, **bad)
         with pytest.raises(UsageError, match=told):
             list(read_arrays(path, 3))
+
+
+TALKS = [
+    {"messages": [{"role": "user", "content": f'hi, {n} "ü"\n'}, {"role": "assistant", "content": "[{yes}]"}]}
+    for n in "12"
+]
+PAIRS = [{"prompt": "a, b", "completion": 'c "d"'}, {"prompt": "e\nf", "completion": "g;"}]
+
+
+def table(rows: list[dict[str, str]], delimiter: str) -> str:
+    held = io.StringIO()
+    writer = csv.DictWriter(held, list(rows[0]), delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return held.getvalue()
+
+
+FORMS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "lines": ("".join(json.dumps(row) + "\r\n" for row in TALKS), TALKS),
+    "list": (json.dumps(TALKS), TALKS),
+    "list over lines": (json.dumps(TALKS, indent=2, ensure_ascii=False), TALKS),
+    "objects over lines": ("\n".join(json.dumps(row, indent=1) for row in TALKS), TALKS),
+    "commas": (table(PAIRS, ","), PAIRS),
+    "tabs": (table(PAIRS, "\t"), PAIRS),
+    "semicolons": (table(PAIRS, ";"), PAIRS),
+}
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.ndjson", "a.txt", "a", "a.csv", "a.tsv", "a.gz", "a.txt.xz"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_is_what_it_contains(tmp_path: Path, form: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "PIECE_BYTES", 7)
+    text, rows = FORMS[form]
+    if (rows is PAIRS and "json" in name) or (form.startswith("objects") and not name.startswith("a.json")):
+        return
+    for mark, pack in ((b"", bytes), (codecs.BOM_UTF8, bytes), (b"", gzip.compress), (b"", lzma.compress)):
+        path = tmp_path / name
+        path.write_bytes(pack(mark + text.encode()))
+        if form == "objects over lines" and name != "a.json":
+            continue
+        assert holds_records(path)
+        assert [record.fields for record in read_records(path)] == rows
+        assert sample_kind(path) == rows[0].keys()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Once upon a time, there was",
+        "text\nmore",
+        "[1] a note",
+        "{ braces }",
+        "{% if x %}",
+        "[{'a': 1}]",
+        "a,b\n1,2",
+    ],
+)
+def test_text_stays_text(tmp_path: Path, text: str) -> None:
+    for name in ("a.txt", "a.md", "a"):
+        (tmp_path / name).write_text(text)
+        assert not holds_records(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.csv", "question,answer\n1,2\n", "its columns are 'answer', 'question'; name them"),
+        ("a.csv", "prompt,completion\na,b\nc\n", "line 3: 1 cells for 2 columns"),
+        ("a.csv", "prompt,prompt,completion\na,b,c\n", "name them once"),
+        ("a.json", '[{"text": "a"}, 3]', "line 1: not a JSON object"),
+        ("a.json", '[{"text": "a"},\n{"text": "b"', "line 2: not a whole JSON object"),
+        ("a.json", '{"data": [{"text": "a"}]}', "save that list alone"),
+        ("a.jsonl", "\ufffe", "line 1: not a JSON object"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_the_fix(tmp_path: Path, name: str, text: str, told: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=told):
+        sample_kind(tmp_path / name)
+        list(read_records(tmp_path / name))
+
+
+def test_a_folder_of_several_data_sets_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text("{}")
+    with pytest.raises(UsageError, match="folder of one of them"):
+        sample_kind(tmp_path)

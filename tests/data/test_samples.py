@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from swarmnode.client.tokenizer import Tokenizer
-from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
-from swarmnode.data.samples import LearntTokens, TokenSample, read_samples
+from swarmnode.data.conversation import ChatEnding
+from swarmnode.data.formats import COUNTING
+from swarmnode.data.samples import DataNotes, LearntTokens, TokenSample, read_samples, sample_kind, shown, with_ends
 from swarmnode.errors import UsageError
 from tests.client.test_kept_tokenizer import byte_level
 
-PLAIN = """{% for tool in tools or [] %}T{{ tool.name }} {% endfor %}{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}<s>
+PLAIN = """{% for tool in tools or [] %}T{{ tool.function.name }} {% endfor %}{% for m in messages %}<{{ m.role[0] }}>\
+{{ m.content }}<s>
 {% endfor %}{% if add_generation_prompt %}<a>{% endif %}"""
 MARKED = """{% for m in messages %}<{{ m.role[0] }}>\
 {% if m.role == 'assistant' %}{% generation %}{{ m.content }}<s>{% endgeneration %}
@@ -34,11 +36,11 @@ TALK = [
 def tokenizer(tmp_path: Path) -> Any:
     """template -> a tokenizer of bytes that has it."""
 
-    def make(template: str | None) -> TrainingTokenizer:
+    def make(template: str | None) -> Tokenizer:
         own = byte_level()
         own.chat_template = template
         own.save_pretrained(tmp_path / "tokenizer")
-        return TrainingTokenizer(Tokenizer(tmp_path / "tokenizer"))
+        return Tokenizer(tmp_path / "tokenizer")
 
     return make
 
@@ -49,9 +51,9 @@ def written(tmp_path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def learnt(tokenizer: TrainingTokenizer, sample: TokenSample) -> str:
+def learnt(tokenizer: Tokenizer, sample: TokenSample) -> str:
     kept = [token for token, counts in zip(*sample, strict=True) if counts]
-    return tokenizer._tokenizer.decode(kept, special_tokens=True)
+    return tokenizer.decode(kept, special_tokens=True)
 
 
 @pytest.mark.parametrize(("template", "after"), [(PLAIN, "\n"), (MARKED, "")])
@@ -60,7 +62,7 @@ def test_answers_alone_are_learnt(tokenizer: Any, tmp_path: Path, template: str,
     path = written(tmp_path, {"messages": TALK})
     (sample,) = read_samples(path, own)
     assert learnt(own, sample) == f"hello<s>{after}so long<s>{after}"
-    assert sample.tokens == own.chat(TALK, [], begins_answer=False)
+    assert sample.tokens == own.renderer.encode(TALK, ending=ChatEnding.CLOSED)
     (whole,) = read_samples(path, own, LearntTokens.ALL)
     assert whole.tokens == sample.tokens and all(whole.counts)
 
@@ -68,7 +70,7 @@ def test_answers_alone_are_learnt(tokenizer: Any, tmp_path: Path, template: str,
 def test_tools_are_in_the_conversation(tokenizer: Any, tmp_path: Path) -> None:
     own = tokenizer(PLAIN)
     (sample,) = read_samples(written(tmp_path, {"messages": TALK[:2], "tools": [{"name": "rain"}]}), own)
-    assert own._tokenizer.decode(sample.tokens, special_tokens=True).startswith("Train <u>hi")
+    assert own.decode(sample.tokens, special_tokens=True).startswith("Train <u>hi")
     assert learnt(own, sample) == "hello<s>\n"
 
 
@@ -76,7 +78,7 @@ def test_a_template_that_forgets_gives_a_sample_for_each_answer(tokenizer: Any, 
     own = tokenizer(FORGETS)
     first, second = read_samples(written(tmp_path, {"messages": TALK}), own)
     assert learnt(own, first) == "(thinks)hello\n" and learnt(own, second) == "(thinks)so long\n"
-    assert own._tokenizer.decode(second.tokens).startswith("<u>hi\n<a>hello\n<u>bye")
+    assert own.decode(second.tokens).startswith("<u>hi\n<a>hello\n<u>bye")
 
 
 def test_of_a_pair_the_completion_is_learnt(tokenizer: Any, tmp_path: Path) -> None:
@@ -84,8 +86,8 @@ def test_of_a_pair_the_completion_is_learnt(tokenizer: Any, tmp_path: Path) -> N
     texts = {"prompt": "2 + 2 =", "completion": " 4"}
     talk = {"prompt": TALK[:3], "completion": TALK[3:]}
     (sample,) = read_samples(written(tmp_path, texts), own)
-    end = own._tokenizer.decode([own.end], special_tokens=True)
-    assert learnt(own, sample) == f" 4{end}" and sample.tokens.count(own.end) == 1
+    end = own.decode([own.separator], special_tokens=True)
+    assert learnt(own, sample) == f" 4{end}" and sample.tokens.count(own.separator) == 1
     (sample,) = read_samples(written(tmp_path, talk), own)
     assert learnt(own, sample) == "so long<s>\n"
 
@@ -112,3 +114,106 @@ def test_a_record_that_gives_no_sample_is_named(
 def test_without_a_template_there_are_no_conversations(tokenizer: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="line 1: the model has no chat template"):
         list(read_samples(written(tmp_path, {"messages": TALK}), tokenizer(None)))
+
+
+def answered(**fields: Any) -> dict[str, Any]:
+    return {"messages": [*TALK[:3], {**TALK[3], **fields}]}
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED, FORGETS])
+@pytest.mark.parametrize("field", COUNTING)
+def test_an_answer_of_weight_0_does_not_count(tokenizer: Any, tmp_path: Path, template: str, field: str) -> None:
+    own = tokenizer(template)
+    for value, first, last in ((0, True, False), (False, True, False), (1, True, True), (None, True, True)):
+        samples = list(read_samples(written(tmp_path, answered(**{field: value})), own))
+        told = "".join(learnt(own, sample) for sample in samples)
+        assert ("hello" in told, "so long" in told) == (first, last) and "bye" not in told
+
+
+SAME = [
+    {"conversations": [{"from": ("human", "gpt")[n % 2], "value": m["content"]} for n, m in enumerate(TALK)]},
+    {"messages": [{**m, "timestamp": 3} for m in TALK], "source": "x"},
+    {"instruction": "bye", "input": "", "output": "so long", "history": [["hi", "hello"]]},
+    {"messages": json.dumps(TALK)},
+    {"conversations": TALK, "tools": "[]", "weight": 1, "parallel_tool_calls": False},
+]
+
+
+def test_every_format_gives_the_same_sample(tokenizer: Any, tmp_path: Path) -> None:
+    own = tokenizer(PLAIN)
+    expected = list(read_samples(written(tmp_path, {"messages": TALK}), own))
+    for record in SAME:
+        notes = DataNotes()
+        assert list(read_samples(written(tmp_path, record), own, notes=notes)) == expected
+        assert notes.passed_over == ({"source", "timestamp of messages"} if "source" in record else set())
+    called = {"from": "function_call", "value": '{"name": "rain", "arguments": {"in": "Bern"}}'}
+    (sample,) = read_samples(written(tmp_path, {"conversations": [*SAME[0]["conversations"][:1], called]}), own)
+    assert '{"name": "rain", "arguments": {"in": "Bern"}}' in learnt(own, sample)
+    (sample,) = read_samples(written(tmp_path, {"messages": TALK, "system": "be short"}), own)
+    assert own.decode(sample.tokens, special_tokens=True).startswith("<s>be short<s>")
+
+
+@pytest.mark.parametrize(
+    ("record", "told"),
+    [
+        (answered(weight=0.5), "message 4: its .weight. is 0.5; write 0 or 1"),
+        (answered(weight="1"), "message 4: its .weight. is '1'"),
+        (answered(training_detail=[{"begin_offset": 0}]), "has .training_detail."),
+        ({"messages": [{**TALK[0], "train": True}, TALK[1]]}, "only the assistant's answers"),
+        (
+            {"messages": [{**TALK[0], "content": [{"type": "image_url"}]}, TALK[1]]},
+            "message 1: this model reads only text",
+        ),
+        (
+            {
+                "messages": [
+                    TALK[0],
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+                ]
+            },
+            "JSON",
+        ),
+        ({"messages": [{**m, "weight": 0} for m in TALK]}, "no token in it counts"),
+        ({"messages": TALK, "chosen": "x"}, "answers are compared"),
+        ({"prompt": "a", "completion": "b", "label": False}, "judgement"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "answers are compared"),
+        ({"messages": TALK, "weight": 0.3}, "would weigh a whole record"),
+        ({"messages": TALK, "images": ["x.png"]}, "reads only text"),
+        ({"messages": [{"role": "system", "content": "x"}, *TALK], "system": "y"}, "keep one of them"),
+        ({"messages": TALK, "tools": "[{"}, "not JSON"),
+        ({"segments": [{"label": True, "text": "x"}]}, "npz"),
+        (answered(reasoning_content="so"), "shows no reasoning"),
+    ],
+)
+def test_a_field_that_cannot_be_honoured_is_refused(tokenizer: Any, tmp_path: Path, record: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=f"line 1: .*{told}"):
+        list(read_samples(written(tmp_path, record), tokenizer(PLAIN)))
+
+
+def test_the_end_of_an_answer_is_seen_and_can_be_taught(tokenizer: Any, tmp_path: Path) -> None:
+    outside = MARKED.replace("<s>{% endgeneration %}", "{% endgeneration %}<s>")
+    for template, teaches, ended in (
+        (PLAIN, True, "so long<s>\n"),
+        (outside, False, "so long<s>"),
+        (FORGETS, False, None),
+    ):
+        own = tokenizer(template)
+        path, stop = written(tmp_path, {"messages": TALK}), own.encode_document("<s>")[0]
+        notes = DataNotes()
+        assert list(with_ends(read_samples(path, own), [stop], None, notes)) == list(read_samples(path, own))
+        assert notes.teaches_end == teaches
+        samples = list(with_ends(read_samples(path, own), [stop], stop, notes))
+        assert notes.teaches_end and learnt(own, samples[-1]).endswith(ended or "so long\n<s>")
+        assert shown(samples[-1], own.decode).count("⟦") == (1 if template == FORGETS else 2)
+
+
+def test_a_folder_of_samples_says_what_it_passes_over(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    own, notes = tokenizer(PLAIN), DataNotes()
+    (tmp_path / "data" / "b.jsonl").write_text(json.dumps({"messages": TALK}))
+    (tmp_path / "data" / "a.json").write_text(json.dumps([{"messages": TALK[:2]}]))
+    for name, text in (("README.md", "hi"), ("info.json", '{"splits": 3}'), (".hidden", "x")):
+        (tmp_path / "data" / name).write_text(text)
+    assert sample_kind(tmp_path / "data") == {"messages"}
+    assert len(list(read_samples(tmp_path / "data", own, notes=notes))) == 2
+    assert notes.passed_over == {"README.md", "info.json"}

@@ -10,8 +10,7 @@ import openai
 import pytest
 
 from swarmnode.cli.use.chat import Conversation
-from swarmnode.client.tokenizer import without_system
-from swarmnode.gateway.generation.chat_prompt import with_calls_as_text
+from swarmnode.data.conversation import with_calls_as_text, without_system
 from tests.gateway.conftest import MODEL, Served, found_on, serving
 from tests.gateway.scripted import says
 from tests.gateway.speaking import save_speaking_llama

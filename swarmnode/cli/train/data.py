@@ -20,7 +20,7 @@ class DataOptions:
     """Options of the data that a training reads."""
 
     data: Path | None = path_option(
-        "Text or a folder of it; .jsonl (also .gz, .bz2, .xz, .zst), .parquet or a folder of datasets with messages, "
+        "Text, or a folder of it; records as JSON lines, a JSON list, CSV, Parquet or a folder of datasets, with messages, "
         "prompt and completion, or text; .npz of token ids, or of a module's inputs.",
         metavar="PATH",
     )
@@ -29,6 +29,11 @@ class DataOptions:
         "answers", "Tokens of conversations and completions that the model learns: its answers, or all.", choices=LOSSES
     )
     pack: bool = option(True, "Put several conversations into one row; none of them sees another.", "--pack/--no-pack")
+
+    show: int = option(1, "Samples to show at the start, as the model sees them.", min=0)
+    end_answers: bool = option(
+        False, "Put the stop token behind the last answer of a conversation if its template does not."
+    )
 
     eval_data: Path | None = path_option("Held-out data to evaluate on, of the same kind.", metavar="PATH")
     eval_share: float = option(0.0, "Share of the data to hold out for evaluation, instead of --eval-data.")
@@ -52,7 +57,14 @@ class DataOptions:
         if self.eval_patience and not self.eval_every:
             raise UsageError("--eval-patience needs --eval-every")
         rules = DataRules(
-            LearntTokens(self.loss), self.pack, self.epochs, self.eval_data, self.eval_share, self.eval_every
+            LearntTokens(self.loss),
+            self.pack,
+            self.epochs,
+            self.eval_data,
+            self.eval_share,
+            self.eval_every,
+            self.show,
+            self.end_answers,
         )
         check_rules(rules)
         return rules

@@ -14,7 +14,8 @@ from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.use.generate import generation_json, tell_missing
-from swarmnode.client.tokenizer import SYSTEM, Turn
+from swarmnode.client.tokenizer import Turn
+from swarmnode.data.conversation import SYSTEM
 from swarmnode.errors import SwarmnodeError
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.terminal.console import (

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from swarmnode.client.tokenizer import Tokenizer
-from swarmnode.client.training.sample_tokenizer import TrainingTokenizer
+from swarmnode.client.tokenizer import Tokenizer, stop_ids
 from swarmnode.compute.graph.boundary import array_batches, token_length, token_windows
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import causal_class
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
-from swarmnode.compute.training.datasets.corpus import token_batches
+from swarmnode.compute.training.datasets.corpus import passed_over, token_batches
 from swarmnode.compute.training.datasets.held_out import WithHeldOut
 from swarmnode.compute.training.datasets.sample_batches import SampleBatches
 from swarmnode.compute.training.lm import can_pack
 from swarmnode.compute.training.losses.routers import check_routers
 from swarmnode.compute.training.segment import check_objective
 from swarmnode.data.arrays import read_arrays
+from swarmnode.data.formats import PAIR, TEXT
 from swarmnode.data.rows import make_rows
 from swarmnode.data.rules import DataRules, steps_of
-from swarmnode.data.samples import ARRAYS, TEXT, read_samples, sample_kind
+from swarmnode.data.samples import (
+    ARRAYS,
+    DataNotes,
+    LearntTokens,
+    TokenSample,
+    read_samples,
+    sample_kind,
+    shown,
+    with_ends,
+)
 from swarmnode.errors import UsageError
 from swarmnode.plan.compression import is_allowed
 from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
@@ -38,6 +47,7 @@ from swarmnode.swarm.storage.content import has_tokenizer
 NO_DATA = bytes(32)
 SEQUENCE = 128  # tokens of a sample, by default
 MICROBATCH = 4  # samples
+MOST_NAMED = 12  # of what is passed over
 
 Prepared = tuple[Run, Batches]
 
@@ -153,7 +163,7 @@ def _for_text(
     run = _with(settings, sequence, settings.microbatch or min(MICROBATCH, settings.batch))
     check_run(run)  # before reading the data, which may take long
     tokenizer = Tokenizer(folder) if has_tokenizer(file.name for file in manifest.files) else None
-    read = functools.partial(_read_language, tokenizer, config, sequence, rules, begins=begins)
+    read = functools.partial(_read_language, tokenizer, folder, config, sequence, rules, begins=begins)
     batches = read(data)
     if isinstance(batches, SampleBatches):
         run = msgspec.structs.replace(run, label_weights=True)
@@ -161,7 +171,7 @@ def _for_text(
 
 
 def _read_language(
-    own: Tokenizer | None, config: Any, sequence: int, rules: DataRules, data: Path, *, begins: bool
+    own: Tokenizer | None, folder: Path, config: Any, sequence: int, rules: DataRules, data: Path, *, begins: bool
 ) -> Batches:
     """Read text or samples for a language model. Raises UsageError if they do not fit it."""
     kind = sample_kind(data)
@@ -171,19 +181,55 @@ def _read_language(
                 f"{data} holds samples, which need a tokenizer, and this model has bytes as tokens: give text"
             )
         return token_batches(data, config.vocab_size)
-    tokenizer = TrainingTokenizer(own)
+    decode = functools.partial(own.decode, special_tokens=True)
     if kind == TEXT:
-        begin = tokenizer.begin if begins else None
-        return token_batches(data, config.vocab_size, own.encode_document, own.separator, begin)
+        begin = own.begin if begins else None
+        text = token_batches(data, config.vocab_size, own.encode_document, own.separator, begin)
+        text.notes = _noted(passed_over(data))
+        return text
     pack = rules.packs and can_pack(config, sequence)
-    samples = read_arrays(data, sequence) if kind == ARRAYS else read_samples(data, tokenizer, rules.loss)
-    return SampleBatches(make_rows(samples, sequence, pack=pack), config.vocab_size)
+    if kind == ARRAYS:
+        return SampleBatches(make_rows(read_arrays(data, sequence), sequence, pack=pack), config.vocab_size)
+    notes, first = DataNotes(), list[str]()
+    samples = read_samples(data, own, rules.loss, notes)
+    stops = stop_ids(folder, own)
+    answers = kind not in (PAIR, TEXT) and rules.loss is LearntTokens.ANSWERS
+    if answers:
+        end = (own.separator if own.separator in stops else next(iter(stops), None)) if rules.ends_answers else None
+        samples = with_ends(samples, stops, end, notes)
+    batches = SampleBatches(
+        make_rows(_showing(samples, rules.shown, decode, first), sequence, pack=pack), config.vocab_size
+    )
+    batches.notes = (*first, *_noted(notes.passed_over))
+    if answers and not notes.teaches_end:
+        named = ", ".join(repr(own.decode_token(stop)) for stop in stops[:3])
+        fix = f"--end-answers puts its stop token behind the last answer ({named})" if stops else "it has no stop token"
+        batches.notes += (f"No label teaches the model to stop: its chat template ends answers otherwise; {fix}.",)
+    return batches
+
+
+def _noted(names: Iterable[str]) -> tuple[str, ...]:
+    """Return a note on fields and files that are passed over; empty if there are none."""
+    listed = sorted(names)
+    rest = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
+    return (f"Passed over: {', '.join(listed[:MOST_NAMED])}{rest}.",) if listed else ()
+
+
+def _showing(
+    samples: Iterable[TokenSample], count: int, decode: Callable[[Sequence[int]], str], into: list[str]
+) -> Iterator[TokenSample]:
+    """Yield samples, and write the first `count` ones `into` a list as the model sees them."""
+    for number, sample in enumerate(samples, 1):
+        if number <= count:
+            into.append(f"Sample {number}, learnt in ⟦ ⟧: {shown(sample, decode)}")
+        yield sample
 
 
 def _evaluated(run: Run, batches: Batches, rules: DataRules, read: Callable[[Path], Batches]) -> Prepared:
     """Return a run that evaluates on held-out data, and its batches. Raises UsageError if these are too few, or of another kind."""
     if rules.held_out is None:
         trained, held_out = batches.split(rules.held_out_share, run)
+        trained.notes = batches.notes
     else:
         trained, held_out = batches, read(rules.held_out)
     if type(trained) is not type(held_out):

@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from swarmnode.client.tokenizer import ChatEnding
 from swarmnode.codec.sampling import Grammar
+from swarmnode.data.conversation import ASSISTANT, ChatEnding, template_call
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, TOOL_CALLS, Piece
@@ -31,12 +31,10 @@ from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import NamedEvent
 from swarmnode.gateway.http.json_bound import Items
 from swarmnode.gateway.openai.conversation import (
-    ASSISTANT,
     MAX_MESSAGES,
     ContentPart,
-    check_results,
+    check_turns,
     not_text,
-    template_call,
     text_of,
 )
 from swarmnode.gateway.served_model import ServedModel
@@ -103,7 +101,7 @@ def templated_blocks(messages: Iterable[MessageParam]) -> list[dict[str, Any]]:
     """Return a conversation in the format of chat templates. Raises ApiError if a block is unsupported, or a result has no call
     before it."""
     turns = [turn for message in messages for turn in message.turns()]
-    check_results(turns)
+    check_turns(turns)
     return turns
 
 

@@ -8,13 +8,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from swarmnode.client.text_stream import StopStrings
+from swarmnode.data.conversation import CALL_BEGIN, CALL_END
 from swarmnode.gateway.generation.tool_use import ToolUse
 
 TEXT = "content"
 REASONING = frozenset({"thinking", "reasoning", "reasoning_content"})
 CALLS = "tool_calls"
 THOUGHTS_BEGIN, THOUGHTS_END = "<think>", "</think>"
-CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 KEY = re.compile(r'\s*"((?:[^"\\]|\\.)*)"\s*:\s*')
 SEPARATOR = re.compile(r"\s*,")
 FIRST_KEY = re.compile(rf'\s*(?:{CALL_BEGIN})?\s*\{{\s*"([^"\\]*)"')

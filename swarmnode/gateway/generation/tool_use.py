@@ -111,8 +111,9 @@ class ToolUse:
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> Tool:
     """Return a tool in the format of chat templates, from the fields of another API."""
-    function: Tool = {"name": name, "parameters": dict(parameters or {"type": "object", "properties": {}})}
-    return {"type": "function", "function": {**function, **({"description": description} if description else {})}}
+    told = {"description": description} if description else {}
+    schema = dict(parameters or {"type": "object", "properties": {}})
+    return {"type": "function", "function": {"name": name, **told, "parameters": schema}}
 
 
 def name_of(tool: Tool) -> str:

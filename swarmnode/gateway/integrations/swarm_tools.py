@@ -12,10 +12,10 @@ from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.client.tokenizer import SYSTEM, Tokenizer, Turn
+from swarmnode.client.tokenizer import Tokenizer, Turn
 from swarmnode.codec.measuring_messages import TRACE_ID_BYTES
+from swarmnode.data.conversation import SYSTEM
 from swarmnode.errors import SwarmnodeError, UsageError
-from swarmnode.gateway.generation.chat_prompt import system_place
 from swarmnode.gateway.generation.choice_stream import LENGTH, STOP
 from swarmnode.measuring.timeline import Stop, Timeline
 from swarmnode.serving.client.generation import GenerateOptions, Generation
@@ -144,8 +144,8 @@ class SwarmTools:
             return {"chat_template": None, "system_prompt": None}
         if not isinstance(tokenizer, Tokenizer) or not tokenizer.has_chat_template:
             return {"chat_template": False, "system_prompt": None}
-        shows_system = await asyncio.to_thread(lambda: tokenizer.shows_system)
-        return {"chat_template": True, "system_prompt": system_place(shows_system=shows_system)}
+        place = await asyncio.to_thread(lambda: tokenizer.renderer.system_place)
+        return {"chat_template": True, "system_prompt": place}
 
     async def trace(self, trace: str) -> dict[str, Any]:
         """Return where the time of a generation went: for each machine the tokens, and the median milliseconds of waiting and of

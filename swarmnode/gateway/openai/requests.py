@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
-from swarmnode.client.tokenizer import ChatEnding
 from swarmnode.codec.body import MAX_POSITIONS
+from swarmnode.data.conversation import ASSISTANT, ChatEnding, chat_tool
 from swarmnode.gateway.generation.sampling_fields import Logprobs, NewTokens, SamplingFields
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, Tool, ToolUse
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.json_bound import Items, WholeNumber
-from swarmnode.gateway.openai.conversation import ASSISTANT, MAX_MESSAGES, Message, templated
+from swarmnode.gateway.openai.conversation import MAX_MESSAGES, Message, templated
 
 Texts = str | Items[WholeNumber] | Items[str] | Items[Items[WholeNumber]]
 """Text or row of token ids, or a list of either."""
@@ -41,23 +41,24 @@ class CompletionFields(SamplingFields):
         return self.n or 1
 
 
-class OfferedFunction(BaseModel, extra="allow"):
-    """Function that the model may call. Further fields, such as its description, go to the chat template."""
-
-    name: str
-    parameters: dict[str, Any] | None = None
+def _checked_function(function: dict[str, Any]) -> dict[str, Any]:
+    """Return the function of a tool as it is, because templates write its fields in their order. Raises ValueError unless it has a
+    name, and perhaps a schema of its parameters."""
+    if not isinstance(function.get("name"), str) or not isinstance(function.get("parameters") or {}, dict):
+        raise ValueError("a function has a name, and its parameters are a JSON schema")
+    return function
 
 
 class OfferedTool(BaseModel):
     """Tool that the model may call."""
 
     type: Literal["function"] = "function"
-    function: OfferedFunction
+    function: Annotated[dict[str, Any], AfterValidator(_checked_function)]
 
 
 def offered_tools(tools: Sequence[OfferedTool] | None) -> list[Tool]:
     """Return `tools` in the format of chat templates; empty if `tools` is None."""
-    return [tool.model_dump(exclude_unset=True) | {"type": tool.type} for tool in tools or ()]
+    return [chat_tool({"function": tool.function}) for tool in tools or ()]
 
 
 class NamedFunction(BaseModel):

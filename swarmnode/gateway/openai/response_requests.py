@@ -9,18 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 
 from swarmnode.codec.sampling import Grammar
+from swarmnode.data.conversation import ASSISTANT, ROLES, template_call
 from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ResponseFormat, ToolUse, function_tool
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.json_bound import Items
 from swarmnode.gateway.openai.conversation import (
-    ASSISTANT,
     MAX_MESSAGES,
     ContentPart,
     arguments_of,
-    check_results,
-    template_call,
-    template_role,
+    check_turns,
     text_of,
 )
 from swarmnode.gateway.openai.kept_responses import Item, ItemPart
@@ -205,7 +203,7 @@ def turns_of(items: Sequence[Item], instructions: str | None) -> list[dict[str, 
     turns = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         _add(item, turns)
-    check_results(turns)
+    check_turns(turns)
     return turns
 
 
@@ -223,7 +221,7 @@ def _add(item: Item, turns: list[dict[str, Any]]) -> None:
     elif item.role == ASSISTANT:
         _answer(turns, without=("content", "tool_calls"))["content"] = item.text
     else:
-        turns.append({"role": template_role(item.role or ""), "content": item.text})
+        turns.append({"role": ROLES.get(item.role or "", item.role or ""), "content": item.text})
 
 
 def _answer(turns: list[dict[str, Any]], *, without: tuple[str, ...]) -> dict[str, Any]:

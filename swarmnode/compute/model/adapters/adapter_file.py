@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PREFIX = "base_model.model."
+BASE = "base"  # part of a tensor that belongs to the model itself
 KEY = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 MAGNITUDE = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 DTYPES = frozenset({"F32", "F16", "BF16"})
@@ -279,6 +280,7 @@ class AdapterFile:
         self.config_file = config
         self.weights = weights
         self.tensors: Mapping[str, TensorEntry] = read_header(weights)
+        self.base_layers: dict[str, str] = {}  # modules of the model itself, and their tensors in the file
         self.layers: Mapping[str, Entry] = self._pair()
 
     def __repr__(self) -> str:
@@ -289,6 +291,9 @@ class AdapterFile:
         replaced: dict[str, dict[str, str]] = {}
         for name, tensor in self.tensors.items():
             module, part = self._place(name)
+            if part == BASE:
+                self.base_layers[module] = name
+                continue
             dims = (1, 2) if part not in ("A", "B") else (2,)
             if tensor.dtype not in DTYPES or len(tensor.shape) not in dims:
                 raise self._wrong(f"{name[:100]} is no matrix of floating-point numbers")
@@ -313,10 +318,8 @@ class AdapterFile:
         module, _, part = name.removeprefix(PREFIX).rpartition(".")
         if name.startswith(PREFIX) and part in REPLACEABLE and self.config.replaces(module):
             return module, part
-        if name.endswith(("base_layer.weight", "embed_tokens.weight")):
-            raise self._wrong(
-                f"{name[:100]} is a layer of the model itself (save_pretrained with save_embedding_layers=False)"
-            )
+        if name.startswith(PREFIX) and name.endswith(("base_layer.weight", "embed_tokens.weight", "lm_head.weight")):
+            return module.removesuffix(".base_layer"), BASE  # `check` refuses it: the model's size tells why
         raise self._wrong(f"{name[:100]} is no matrix A or B of a linear layer")
 
     def _layer(self, module: str, pair: Mapping[str, str]) -> LoraEntry:
@@ -366,6 +369,11 @@ class AdapterFile:
         for module in self.layers:
             if not units_of_layer(family, module):
                 raise self._of_another(f"the model has no layer {module[:100]}")
+        for module, name in self.base_layers.items():
+            self._check_vocabulary(module, self.tensors[name].shape, model)
+            raise self._wrong(
+                f"{name[:100]} is a layer of the model itself (save_pretrained with save_embedding_layers=False)"
+            )
         for module, layer in self.layers_of(family, start, end).items():
             try:
                 found = model.get_submodule(module)
@@ -374,9 +382,23 @@ class AdapterFile:
             if isinstance(layer, LoraEntry):
                 self._check_sizes(module, layer, features_of(found))
             elif shapes_of(found) != layer.shapes:
+                self._check_vocabulary(module, layer.shapes.get("weight", ()), model)
                 raise self._of_another(
                     f"{module[:100]} is no layer of the model that can be replaced, or has parameters of other shapes"
                 )
+
+    def _check_vocabulary(self, module: str, shape: tuple[int, ...], model: nn.Module) -> None:
+        """Raise CheckpointError if a layer of that shape has more rows than the model's own one: tokens were added."""
+        try:
+            weight = getattr(model.get_submodule(module), "weight", None)
+        except AttributeError:
+            return
+        own = tuple(getattr(weight, "shape", ()))
+        if len(own) == len(shape) == 2 and own[1] == shape[1] and own[0] < shape[0]:
+            raise self._of_another(
+                f"its {module[:100]} has {shape[0] - own[0]} more tokens than the base ({shape[0]:,} instead of {own[0]:,}); "
+                "train without added tokens, or found the swarm from the merged model"
+            )
 
     def _check_sizes(self, module: str, layer: LoraEntry, found: tuple[int, int] | None) -> None:
         if found is None:

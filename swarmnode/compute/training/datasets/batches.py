@@ -65,9 +65,11 @@ class Microbatch(NamedTuple):
 
 
 class Batches(ABC):
-    """Data of a training, cut into microbatches. `fingerprint` is 32 bytes that name the data: equal data, equal fingerprint."""
+    """Data of a training, cut into microbatches. `fingerprint` is 32 bytes that name the data: equal data, equal fingerprint.
+    `notes` go into the summary."""
 
     fingerprint: bytes
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     def samples(self, run: Run) -> int:
@@ -77,7 +79,7 @@ class Batches(ABC):
         """Return the numbers of samples and tokens, and how often the run's steps pass them."""
         samples = self.samples(run)
         tokens = samples * run.sequence
-        return DataSummary(samples, tokens, samples, 0, run.steps * run.batch / samples)
+        return DataSummary(samples, tokens, samples, 0, run.steps * run.batch / samples, notes=self.notes)
 
     def tokens(self, step: int, run: Run) -> int:
         """Return the number of tokens that `step` trains on, without padding; of samples if the model has no tokens."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from swarmnode.compute.training.datasets.batches import TokenBatches
 from swarmnode.data.records import DataRecord, holds_records, read_records
+from swarmnode.data.samples import is_text_of_records, visible_files
 from swarmnode.errors import UsageError
 
 TEXT_SUFFIXES = frozenset({".txt", ".py", ".md", ".rst", ".jsonl"})
@@ -71,10 +72,23 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UsageError(f"{path}: no such file or folder; check its name")
-    files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES and file.is_file())
+    visible = set(visible_files(path))
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and (file.suffix in TEXT_SUFFIXES or (file in visible and is_text_of_records(file)))
+    )
     if not files:
         raise UsageError(f"{path} has no text files ({', '.join(sorted(TEXT_SUFFIXES))}); add one")
     return files
+
+
+def passed_over(path: Path) -> list[str]:
+    """Return the names of the files in a folder of text that `read_corpus` passes over; empty for a single file."""
+    if not path.is_dir() or holds_records(path):
+        return []
+    read = set(_files(path))
+    return [str(file.relative_to(path)) for file in visible_files(path) if file not in read]
 
 
 def _read(file: Path) -> str:

@@ -35,7 +35,8 @@ class SampleBatches(WeighedBatches):
         """Return the numbers of samples and tokens, and how often the run's steps pass them."""
         content = self.content
         epochs = run.steps * run.batch / self.samples(run)
-        return DataSummary(content.samples, content.tokens, self.samples(run), content.cut, epochs, content.left_out)
+        rows = self.samples(run)
+        return DataSummary(content.samples, content.tokens, rows, content.cut, epochs, content.left_out, self.notes)
 
     def tokens(self, step: int, run: Run) -> int:
         """Return the number of tokens in the rows of a step, without padding."""

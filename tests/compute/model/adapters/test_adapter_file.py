@@ -169,7 +169,6 @@ def test_matrices_that_do_not_fit_one_another_are_refused(tmp_path, tensors, by_
         "base_model.model.model.embed_tokens.lora_embedding_A",
         f"{Q0}.lora_magnitude_vector.weight",
         f"{Q0}.lora_B.bias",
-        "base_model.model.lm_head.weight",
         "x" * 100_000,
     ],
 )
@@ -249,3 +248,15 @@ def test_only_what_the_units_need_is_read(tmp_path, tensors, span):
     assert file.bytes_of(span.family, 0, 2, torch.bfloat16) == 2 * (lora.a_RI.numel() + lora.b_OR.numel())
     with pytest.raises(CheckpointError, match="NaN"):
         file.load(span.family, span.model, 2, 3, device=cpu, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("more", [1, 2, 64])
+@pytest.mark.parametrize("where", ["model.embed_tokens", "lm_head", "lm_head.base_layer"])
+def test_added_tokens_are_named(tmp_path, tensors, span, more, where):
+    rows, width = span.model.get_submodule("model.embed_tokens").weight.shape
+    saved = {**tensors, f"base_model.model.{where}.weight": torch.ones(rows + more, width)}
+    with pytest.raises(CheckpointError, match=f"{more} more tokens than the base"):
+        load(write_adapter(tmp_path, saved), span)
+    saved[f"base_model.model.{where}.weight"] = torch.ones(rows, width)
+    with pytest.raises(CheckpointError, match="a layer of the model itself"):
+        load(write_adapter(tmp_path, saved), span)

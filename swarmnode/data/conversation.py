@@ -1,0 +1,349 @@
+"""Conversations: from the messages of clients and of training files to the tokens of a model's chat template.
+
+Training, chats, the page and the HTTP API all write conversations by `ChatRenderer`, so a model learns the prompts that it gets.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from swarmnode.errors import CheckpointError, UsageError
+
+Message = dict[str, Any]  # in the format of chat templates
+SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
+ROLES = {"developer": SYSTEM, "function": TOOL}  # newer and older names of OpenAI's
+USUAL = frozenset({SYSTEM, USER, ASSISTANT, TOOL})
+TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+REASONING, REASONING_FIELDS = "reasoning_content", ("reasoning_content", "reasoning", "thinking")
+PARAGRAPH = "\n\n"
+GREETING: Message = {"role": USER, "content": "hi"}
+REPLY: Message = {"role": ASSISTANT, "content": "hello"}
+TRIALS = ("hens", "eggs")  # if a template shows the text, the ids of the two differ
+TRIAL_ID = "abcdef123"  # Mistral's templates refuse ids of another length
+BY_TEMPLATE = "template"
+CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
+RESULT_BEGIN, RESULT_END = "<tool_response>", "</tool_response>"
+TOOLS = (
+    "You may call functions to help with the user's request. These are their signatures, as JSON:\n<tools>\n{tools}\n</tools>\n"
+    f"To call one, write a JSON object with its name and its arguments, and nothing else:\n{CALL_BEGIN}\n"
+    f'{{{{"name": <name>, "arguments": <arguments>}}}}\n{CALL_END}'
+)
+
+
+class ChatEnding(Enum):
+    """Ending of a conversation: it begins an answer (ANSWER), continues the last message (CONTINUED) or closes it (CLOSED). The
+    values are transformers' settings."""
+
+    ANSWER = MappingProxyType({"add_generation_prompt": True})
+    CONTINUED = MappingProxyType({"add_generation_prompt": False, "continue_final_message": True})
+    CLOSED = MappingProxyType({"add_generation_prompt": False})
+
+
+# -- messages and tools in the format of chat templates
+
+
+def content_text(content: Any) -> str:
+    """Return the text of a message's content: a text, or a list of parts; empty if it is None. Raises UsageError if it is
+    neither, or a part is neither text nor a refusal."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise UsageError("the content of a message is neither a text nor a list of parts: write one of them")
+    return "".join(part if isinstance(part, str) else _part_text(part) for part in content)
+
+
+def _part_text(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "refusal":
+        return str(part.get("refusal") or "")
+    if kind not in TEXT_PARTS:
+        raise UsageError(f"this model reads only text: leave out the part of type {kind!r}")
+    if not isinstance(part.get("text"), str):
+        raise UsageError(f"a part of type {kind!r} has no text: send its text in the field text")
+    return str(part["text"])
+
+
+def call_arguments(name: str, arguments: Any) -> Any:
+    """Return the arguments of a call as values, from JSON text or values; an empty object for none. Raises UsageError if a text
+    is not JSON."""
+    if not isinstance(arguments, str):
+        return {} if arguments is None else arguments
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        raise UsageError(f"the arguments of a call of {name} are not JSON: send them as the model wrote them") from None
+
+
+def template_call(id: str, name: str, arguments: Any) -> Message:
+    """Return an earlier tool call of the model in the format of chat templates: there `arguments` are values, not JSON text. An
+    empty `id` is left out."""
+    function = {"name": name, "arguments": arguments}
+    return {**({"id": id} if id else {}), "type": "function", "function": function}
+
+
+def chat_call(call: Any) -> Message:
+    """Return a tool call in the format of chat templates; its function may be in `function` or stand by itself. Raises UsageError
+    if it has no name, or its arguments are not JSON."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError("a tool call has no function with a name: add it")
+    name = function["name"]
+    return template_call(str(call.get("id") or ""), name, call_arguments(name, function.get("arguments")))
+
+
+def chat_message(message: Mapping[str, Any]) -> Message:
+    """Return a message in the format of chat templates: its role, one text, and perhaps calls, reasoning, a name and the id of
+    the call that it answers. Fields of None count as missing; others are left out.
+
+    Raises UsageError if a part is not text, a call is damaged, or the content is missing and the role is not assistant.
+    """
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise UsageError('a message has no "role": write system, user, assistant or tool there')
+    content, calls = message.get("content"), message.get("tool_calls")
+    if content is None and role == ASSISTANT:
+        content = message.get("refusal")
+    if content is None and role != ASSISTANT:
+        raise UsageError(f"a message of the role {role!r} has no content: send its text")
+    told: Message = {"role": ROLES.get(role, role), "content": content_text(content)}
+    if calls is None and message.get("function_call") is not None:
+        calls = [message["function_call"]]
+    if calls:
+        if not isinstance(calls, list):
+            raise UsageError("the tool_calls of a message are not a list: write one")
+        told["tool_calls"] = list(map(chat_call, calls))
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
+    if reasoning is not None:
+        told[REASONING] = content_text(reasoning)
+    return told | {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
+
+
+def chat_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Return a conversation in the format of chat templates. Raises UsageError if a message is unsupported, or the id of a tool's
+    result belongs to no earlier call."""
+    told = list(map(chat_message, messages))
+    check_results(told)
+    return told
+
+
+def check_results(messages: Iterable[Mapping[str, Any]]) -> None:
+    """Raise UsageError if a message has a tool's result, but no earlier message has the call."""
+    called: set[str] = set()
+    for message in messages:
+        called.update(call.get("id", "") for call in message.get("tool_calls", ()))
+        answered = message.get("tool_call_id")
+        if answered is not None and answered not in called:
+            raise UsageError(
+                f"the id {answered!r} of a tool's result belongs to no earlier call: send the message with the call, too"
+            )
+
+
+def chat_tool(tool: Any) -> Message:
+    """Return a tool in the format of chat templates; its function may be in `function` or stand by itself. The order of the
+    function's fields stays, because templates write them in that order. Raises UsageError if it has no name."""
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UsageError("a tool has no function with a name: give its JSON schema, with a name")
+    return {"type": "function", "function": {key: value for key, value in function.items() if key != "type"}}
+
+
+# -- rendering
+
+
+class ChatTemplate(Protocol):
+    """Interface to a chat template and its tokenizer (`client/tokenizer.py`)."""
+
+    def encode_messages(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        ending: ChatEnding = ChatEnding.ANSWER,
+    ) -> list[int]:
+        """Return the tokens that the template makes of messages and tools. Raises CheckpointError if it cannot be used."""
+
+
+class ChatRenderer:
+    """Renderer of conversations by a chat template. Trials show what the template has places for; system texts, tools and calls
+    without a place are put elsewhere."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._shows_calls: dict[bool, bool] = {}
+
+    def __repr__(self) -> str:
+        return f"<ChatRenderer of {self._template!r}>"
+
+    @functools.cached_property
+    def shows_system(self) -> bool:
+        """Whether the template shows a system text at the beginning."""
+        return self._shows(lambda text: ([{"role": SYSTEM, "content": text}, GREETING], ()))
+
+    @functools.cached_property
+    def shows_later_system(self) -> bool:
+        """Whether the template shows a system text within a conversation."""
+        return self._shows(lambda text: ([GREETING, REPLY, {"role": SYSTEM, "content": text}, GREETING], ()))
+
+    @functools.cached_property
+    def shows_tools(self) -> bool:
+        """Whether the template shows tools."""
+        return self._shows(lambda text: ([GREETING], [_trial_tool(text)]))
+
+    @functools.cached_property
+    def reasoning_field(self) -> str | None:
+        """Field of an answer whose text the template shows as reasoning; None if there is none."""
+        for name in REASONING_FIELDS:
+
+            def answered(text: str, name: str = name) -> tuple[list[Message], Sequence[Message]]:
+                return [GREETING, {**REPLY, name: text}], ()
+
+            if self._shows(answered, ChatEnding.CLOSED):
+                return name
+        return None
+
+    def shows_calls(self, *, with_tools: bool) -> bool:
+        """Return whether the template shows names, arguments and results of calls in a conversation with or without tools."""
+        if with_tools not in self._shows_calls:
+            tools = [_trial_tool("f")] if with_tools else []
+            self._shows_calls[with_tools] = (
+                self._shows(lambda text: (_trial_call(text, "x", "y"), tools))
+                and self._shows(lambda text: (_trial_call("f", text, "y"), tools))
+                and self._shows(lambda text: (_trial_call("f", "x", text), tools))
+            )
+        return self._shows_calls[with_tools]
+
+    def _shows(
+        self,
+        conversation: Callable[[str], tuple[Sequence[Message], Sequence[Message]]],
+        ending: ChatEnding = ChatEnding.ANSWER,
+    ) -> bool:
+        """Return whether the template shows a text in the messages and tools that `conversation` builds around it; False if the
+        template cannot be used."""
+        try:
+            first, second = (self._template.encode_messages(*conversation(text), ending=ending) for text in TRIALS)
+        except CheckpointError:
+            return False
+        return first != second
+
+    @property
+    def system_place(self) -> str:
+        """Place of system texts: "template", or "before the first user message"."""
+        return BY_TEMPLATE if self.shows_system else "before the first user message"
+
+    @property
+    def tool_place(self) -> str:
+        """Place of the tools' descriptions: the template's own, or a system text."""
+        return BY_TEMPLATE if self.shows_tools else "as a system text"
+
+    def encode(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+        ending: ChatEnding = ChatEnding.ANSWER,
+    ) -> list[int]:
+        """Return the token ids of a conversation: `messages` (see `chat_messages`), the `tools` on offer (see `chat_tool`), and
+        further `variables` of the template. Raises CheckpointError if the template ignores a role or cannot be used."""
+        return self._template.encode_messages(*self.placed(messages, tools), variables, ending=ending)
+
+    def placed(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+        """Return messages and tools for which the template has places. Raises CheckpointError if it ignores a role."""
+        turns, offered = list(messages), list(tools)
+        self._check_roles(turns)
+        calls = any(turn["role"] == TOOL or turn.get("tool_calls") for turn in turns)
+        if (offered or calls) and not (self.shows_tools and self.shows_calls(with_tools=bool(offered))):
+            turns = with_calls_as_text(turns)
+        if offered and not self.shows_tools:
+            turns, offered = with_system(turns, _described(offered)), []
+        systems = [place for place, turn in enumerate(turns) if turn["role"] == SYSTEM]
+        if systems and not self.shows_system:
+            turns = without_system(turns)
+        elif systems and systems[-1] and not self.shows_later_system:
+            turns = [*turns[:1], *without_system(turns[1:])] if systems[0] == 0 else without_system(turns)
+        field = self.reasoning_field if any(REASONING in turn for turn in turns) else None
+        if field is not None:
+            turns = [{field if key == REASONING else key: value for key, value in turn.items()} for turn in turns]
+        return turns, offered
+
+    def _check_roles(self, turns: Sequence[Message]) -> None:
+        for role in {turn["role"] for turn in turns} - USUAL:
+
+            def said(text: str, role: str = role) -> tuple[list[Message], Sequence[Message]]:
+                return [GREETING, {"role": role, "content": text}], ()
+
+            self._template.encode_messages(*said(""))  # raises CheckpointError if the template refuses the role
+            if not self._shows(said):
+                raise CheckpointError(f"the model's chat template shows no messages of the role {role!r}")
+
+
+def without_system(turns: Sequence[Message]) -> list[Message]:
+    """Return a conversation without system messages: their texts are put before the text of the next user message. If an answer
+    comes first, they are put behind the user message before them, or become one."""
+    told: list[Message] = []
+    waiting: list[str] = []
+    for turn in [*turns, None]:
+        if turn is not None and turn["role"] == SYSTEM:
+            waiting.append(turn["content"])
+            continue
+        if waiting and turn is not None and turn["role"] == USER:
+            turn = {**turn, "content": PARAGRAPH.join([*waiting, turn["content"]])}
+        elif waiting and told and told[-1]["role"] == USER:
+            told[-1] = {**told[-1], "content": PARAGRAPH.join([told[-1]["content"], *waiting])}
+        elif waiting:
+            told.append({"role": USER, "content": PARAGRAPH.join(waiting)})
+        waiting = []
+        told += [] if turn is None else [turn]
+    return told
+
+
+def with_calls_as_text(turns: Sequence[Message]) -> list[Message]:
+    """Return the conversation with tool calls written into the assistant's texts and their results into user messages. Consecutive
+    results, and the user's message after them, become one message."""
+    told: list[Message] = []
+    answered = False  # the last message holds results
+    for turn in turns:
+        is_result = turn["role"] == TOOL
+        if is_result:
+            turn = {"role": USER, "content": f"{RESULT_BEGIN}\n{turn['content']}\n{RESULT_END}"}
+        if calls := turn.get("tool_calls"):
+            written = [f"{CALL_BEGIN}\n{_written_call(call)}\n{CALL_END}" for call in calls]
+            kept = {key: value for key, value in turn.items() if key != "tool_calls"}
+            turn = {**kept, "content": "\n".join(filter(None, [turn["content"], *written]))}
+        if answered and turn["role"] == USER:
+            told[-1] = {**told[-1], "content": f"{told[-1]['content']}\n{turn['content']}"}
+        else:
+            told.append(turn)
+        answered = is_result
+    return told
+
+
+def _written_call(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+
+
+def with_system(turns: Sequence[Message], text: str) -> list[Message]:
+    """Return the conversation with the system text `text` at its beginning, joined with the system text that is already there."""
+    if turns and turns[0]["role"] == SYSTEM:
+        return [{**turns[0], "content": PARAGRAPH.join([text, turns[0]["content"]])}, *turns[1:]]
+    return [{"role": SYSTEM, "content": text}, *turns]
+
+
+def _described(tools: Sequence[Mapping[str, Any]]) -> str:
+    return TOOLS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
+
+
+def _trial_tool(name: str) -> Message:
+    function = {"name": name, "description": name, "parameters": {"type": "object", "properties": {}}}
+    return {"type": "function", "function": function}
+
+
+def _trial_call(name: str, argument: str, result: str) -> list[Message]:
+    called = {**REPLY, "content": "", "tool_calls": [template_call(TRIAL_ID, name, {"x": argument})]}
+    return [GREETING, called, {"role": TOOL, "name": name, "content": result, "tool_call_id": TRIAL_ID}]
