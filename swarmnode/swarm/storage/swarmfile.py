@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -186,7 +187,7 @@ def load_named(name: str, home: Path | None) -> Swarm | None:
     data = read_user_file(named, max_bytes=MAX_FILE_BYTES, what=WHAT)
     if data is None:
         raise UsageError(
-            f"{named}, the file of {name}, is gone; give its new path, or forget it: swarmnode leave {name}"
+            f"{named}, the file of {name}, is gone; give its new path, or forget it: swarmnode leave {shlex.quote(name)}"
         )
     return _decode(data, named)
 
