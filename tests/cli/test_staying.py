@@ -210,7 +210,7 @@ def variables(text: str) -> dict[str, str]:
 def words_of(text: str) -> list[str]:
     """The words of $OPTIONS or of ExecStart, as systemd splits them: both kinds of quotes and backslashes."""
     found = re.findall(r'"((?:[^"\\]|\\.)*)"|([^\s"\'\\]+)', text)
-    assert " ".join(f'"{quoted}"' if not bare else bare for quoted, bare in found) == text
+    assert " ".join(bare or f'"{quoted}"' for quoted, bare in found) == text
     return [bare or re.sub(r"\\(.)", r"\1", quoted) for quoted, bare in found]
 
 

@@ -4,7 +4,7 @@ elsewhere."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from swarmnode.gateway.http.api_error import bad_request
 Turn = dict[str, Any]
 ASSISTANT, TOOL = "assistant", "tool"
 BY_TEMPLATE = "template"
+MAX_ROLES, MAX_ROLE_CHARS = 8, 64  # of roles that only the model's template may know
 USUAL = frozenset({SYSTEM, USER, ASSISTANT, TOOL})
 TOOLS = (
     "You may call functions to help with the user's request. These are their signatures, as JSON:\n<tools>\n{tools}\n</tools>\n"
@@ -54,9 +55,11 @@ class ChatPrompter:
         tools: ToolUse = ToolUse(),
         variables: Mapping[str, Any] = MappingProxyType({}),
         ending: ChatEnding = ChatEnding.ANSWER,
+        check_text: Callable[[int], None] | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation: `messages`, the `tools` on offer, and further `variables` of the template. Raises
-        ApiError for a role that the template ignores, CheckpointError if the template cannot be used."""
+        """Return the token ids of a conversation: `messages`, the `tools` on offer, and further `variables` of the template. Before
+        it tokenizes the whole prompt, it calls `check_text` with its number of characters. Raises ApiError for a role that the
+        template ignores, CheckpointError if the template cannot be used."""
         turns, offered = list(map(dict, messages)), list(tools.offered)
         self._check_roles(turns)
         if offered and not self.shows_tools:
@@ -65,10 +68,19 @@ class ChatPrompter:
             turns = with_calls_as_text(turns)
         if not self.shows_system:
             turns = without_system(turns)
-        return self._tokenizer.encode_messages(turns, offered, variables, ending=ending)
+        return self._tokenizer.encode_messages(turns, offered, variables, ending=ending, check_text=check_text)
 
     def _check_roles(self, turns: Sequence[Turn]) -> None:
-        for role in {turn["role"] for turn in turns} - USUAL:
+        unusual = {turn["role"] for turn in turns} - USUAL
+        if len(unusual) > MAX_ROLES or any(
+            len(role) > MAX_ROLE_CHARS for role in unusual
+        ):  # each is tried by three prompts
+            raise bad_request(
+                f"the messages have more than {MAX_ROLES} other roles than {', '.join(sorted(USUAL))}, or one of more than "
+                f"{MAX_ROLE_CHARS} characters: use the usual ones",
+                "messages",
+            )
+        for role in unusual:
 
             def said(text: str, role: str = role) -> tuple[list[Turn], Sequence[Turn]]:
                 return [GREETING, {"role": role, "content": text}], ()

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 
 from swarmnode.errors import UsageError
 
-
 MAX_SHOWN_CHARS = 64  # of a text that an error repeats
 
 

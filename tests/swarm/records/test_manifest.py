@@ -21,7 +21,6 @@ from swarmnode.swarm.records.manifest import (
 )
 from swarmnode.swarm.storage.content import MAX_SMALL_BYTES, PACKED_NAME, FileContent
 
-
 NO_HUB_IDS = [
     "../x",
     "/etc/passwd",
