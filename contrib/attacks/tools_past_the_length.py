@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+import pytest
 from attack import Outcome, main
 
 from tests.gateway.conftest import found_on, serving
 from tests.gateway.speaking import save_speaking_llama
-from tests.gateway.test_chat_prompt import SHOWS_ALL, long_requests
+from tests.gateway.test_chat_prompt import SHOWS_ALL, long_requests, record_lengths
 
 VIRTUAL, FAST = True, True
 POSITIONS = 64
@@ -20,17 +21,11 @@ async def attack() -> Outcome:
         path = Path(folder)
         save_speaking_llama(path / "model", chat_template=SHOWS_ALL, max_position_embeddings=POSITIONS)
         async with serving(found_on(path / "model", path / "founded"), path) as served:
-            tokenizer = await served.client.tokenizer()
-            read, most = tokenizer._ids, 0
-
-            def recorded(text: str, *, special_tokens: bool) -> list[int]:
-                nonlocal most
-                most = max(most, len(text))
-                return read(text, special_tokens=special_tokens)
-
-            tokenizer._ids = recorded
-            for place, body in long_requests():
-                await served.http.post(place, json=body)
+            with pytest.MonkeyPatch.context() as patch:
+                lengths = record_lengths(patch.setattr)
+                for place, body in long_requests():
+                    await served.http.post(place, json=body)
+    most = max(lengths)
     return Outcome(most <= POSITIONS * 128, f"{most:,} characters were tokenized for a model of {POSITIONS} positions")
 
 

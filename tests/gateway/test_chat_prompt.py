@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from swarmnode.cli.use.chat import Conversation
+from swarmnode.client.model_files import KeptTokenizer
 from swarmnode.client.tokenizer import without_system
 from swarmnode.gateway.generation.chat_prompt import with_calls_as_text
 from tests.gateway.conftest import MODEL, Served, found_on, serving
@@ -219,6 +222,22 @@ def long_requests() -> list[tuple[str, dict[str, Any]]]:
     ]
 
 
+def record_lengths(patch: Callable[[Any, str, Any], None]) -> list[int]:
+    """Let all tokenizers note the length of each text that they get; the first one is 0."""
+    lengths = [0]
+
+    def noting(read: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(self: Any, text: Any, *arguments: Any, **options: Any) -> Any:
+            lengths.append(len(text))
+            return read(self, text, *arguments, **options)
+
+        return noted
+
+    patch(PreTrainedTokenizerBase, "__call__", noting(PreTrainedTokenizerBase.__call__))
+    patch(KeptTokenizer, "_ids", noting(KeptTokenizer._ids))
+    return lengths
+
+
 @pytest.mark.parametrize("template", [SHOWS_ALL, TURNS + BEGIN], ids=["shows all", "shows turns"])
 @in_virtual_time
 async def test_the_whole_prompt_counts_before_it_is_tokenized(
@@ -226,14 +245,9 @@ async def test_the_whole_prompt_counts_before_it_is_tokenized(
 ) -> None:
     save_speaking_llama(tmp_path / "model", chat_template=template, max_position_embeddings=64)
     async with serving(found_on(tmp_path / "model", tmp_path / "founded"), tmp_path) as served:
-        tokenizer = await served.client.tokenizer()
-        read, lengths = tokenizer._ids, [0]
-
-        def recorded(text: str, *, special_tokens: bool) -> list[int]:
-            lengths.append(len(text))
-            return read(text, special_tokens=special_tokens)
-
-        monkeypatch.setattr(tokenizer, "_ids", recorded)
+        lengths = record_lengths(monkeypatch.setattr)
+        short = await served.http.post(CHAT, json={"messages": ASKED, "max_tokens": 1})
+        assert short.status_code == 200 and max(lengths) > len("How are the hens?")
         for path, body in long_requests():
             answer = await served.http.post(path, json=body)
             shown = (
