@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Union
 
 from swarmnode.codec.body import MAX_STOP_IDS, MAX_TOKEN_ID
 from swarmnode.errors import CheckpointError, UsageError
+from swarmnode.files import parse_json
 
 FIRST_TURN, ANSWER = ({"role": "user", "content": "question"},), "answer-and-no-more"
 THINK_END = "</think>"  # ends the reasoning before an answer, in most chat templates
@@ -436,7 +437,7 @@ def vocabulary_size(folder: Path) -> int | None:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the values of a checkpoint's JSON file; empty if it is missing, damaged, or no object."""
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -24,6 +24,7 @@ from swarmnode.swarm.records.invite import (
     decode_invite,
     encode_invite,
     is_owners,
+    is_plain_address,
     looks_like_invite,
 )
 from swarmnode.swarm.records.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
@@ -249,6 +250,10 @@ def _decode(data: bytes, path: Path) -> Swarm:
         swarm = new_swarm(content.manifest, content.signature)
     except ProtocolError as error:
         raise UsageError(f"{path} cannot be used: {error}") from None
+    if not all(map(is_plain_address, content.bootstraps)) or not all(map(str.isprintable, content.bootstrap_listen)):
+        raise UsageError(
+            f"{path} cannot be used: an address of its bootstrap peers is none; ask its host for another file"
+        )
     return replace(
         swarm,
         checkpoint=None if content.checkpoint is None else Path(content.checkpoint),
