@@ -6,11 +6,12 @@ A file is flushed to the disk with the folder that names it before anything reli
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from swarmnode.errors import LocalError
 
@@ -76,6 +77,15 @@ def read_bounded(path: str | Path, max_bytes: int) -> bytes | None:
     with Path(path).open("rb") as file:
         content = file.read(max_bytes + 1)
     return content if len(content) <= max_bytes else None
+
+
+def parse_json(text: bytes | str) -> Any:
+    """Return the value of a JSON text that a user or another machine gives. Raises ValueError if it is not JSON, or is nested too
+    deeply, for which `json.loads` raises RecursionError."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
 
 
 def sync(path: Path) -> None:

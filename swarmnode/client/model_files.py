@@ -142,11 +142,19 @@ class KeptTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return self._pipeline.decode(list(ids), skip_special_tokens=not special_tokens)
 
-    def _chat_ids(self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any]) -> list[int]:
+    def _chat_ids(
+        self,
+        messages: list[Any],
+        tools: list[Any],
+        variables: Mapping[str, Any],
+        check_text: Callable[[int], None] | None,
+    ) -> list[int]:
         template = chosen_template(self._kept.chat_template, with_tools=bool(tools))
         if template is None or not self._kept.renders_chats or not is_ordinary(messages):
-            return super()._chat_ids(messages, tools, variables)
+            return super()._chat_ids(messages, tools, variables, check_text)
         text = render_chat(template, messages, tools, {**self._kept.special_tokens, **variables})
+        if check_text is not None:
+            check_text(len(text))
         return self._ids(text, special_tokens=False)
 
     def _piece(self, token: int) -> str:

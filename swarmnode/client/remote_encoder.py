@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.errors import CheckpointError, ContextTooLong, UsageError
+from swarmnode.files import parse_json
 from swarmnode.serving.client.limits import ModelLimits
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def _vector_size(module: RemoteModule) -> int:
 def labels_of(folder: Path) -> list[str]:
     """Return the names of a classifier's classes in their order, from the config; empty if it has none."""
     try:
-        names = json.loads((folder / "config.json").read_bytes()).get("id2label")
+        names = parse_json((folder / "config.json").read_bytes()).get("id2label")
         return [str(names[str(number)]) for number in range(len(names))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return []
@@ -155,6 +155,6 @@ def labels_of(folder: Path) -> list[str]:
 def has_segments(folder: Path) -> bool:
     """Return whether the config of an encoder has several segments (`type_vocab_size`), as BERT's; False without a config."""
     try:
-        return int(json.loads((folder / "config.json").read_bytes()).get("type_vocab_size") or 0) > 1
+        return int(parse_json((folder / "config.json").read_bytes()).get("type_vocab_size") or 0) > 1
     except (OSError, ValueError, TypeError, AttributeError):
         return False

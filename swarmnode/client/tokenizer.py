@@ -7,7 +7,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Union
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Union
 from swarmnode.codec.body import MAX_STOP_IDS, MAX_TOKEN_ID
 from swarmnode.data.conversation import ChatEnding, ChatRenderer, chat_messages
 from swarmnode.errors import CheckpointError, UsageError
+from swarmnode.files import parse_json
 
 FIRST_TURN, ANSWER = ({"role": "user", "content": "question"},), "answer-and-no-more"
 THINK_END = "</think>"  # ends the reasoning before an answer, in most chat templates
@@ -150,6 +151,7 @@ class Tokenizer:
         variables: Mapping[str, Any] = MappingProxyType({}),
         *,
         ending: ChatEnding = ChatEnding.ANSWER,
+        check_text: Callable[[int], None] | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation for a checkpoint with a chat template.
 
@@ -158,6 +160,8 @@ class Tokenizer:
             tools: JSON schemas of tools, in the format of OpenAI's API.
             variables: Further variables of the template.
             ending: How the conversation ends.
+            check_text: Function that is called with the number of characters of the whole prompt, before it is tokenized. It
+                raises an error if they are too many.
 
         Returns:
             The token ids.
@@ -177,7 +181,7 @@ class Tokenizer:
                 f"{', '.join(sorted(own))} cannot be set: this is no variable of a chat template; leave it out"
             )
         try:
-            return self._chat_ids(turns, offered, {**variables, **ending.value})
+            return self._chat_ids(turns, offered, {**variables, **ending.value}, check_text)
         except (TemplateError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(
                 f"the checkpoint's chat template cannot be used: {error}; give plain text instead of messages"
@@ -281,8 +285,17 @@ class Tokenizer:
         """Return the first of `ids` that no token has, or whose token is reserved for later; None if all are in use."""
         return next((token for token in ids if not (piece := self._piece(token)) or UNUSED.fullmatch(piece)), None)
 
-    def _chat_ids(self, messages: list[Any], tools: list[Any], variables: Mapping[str, Any]) -> list[int]:
-        return list(self.own.apply_chat_template(messages, tools=tools or None, return_dict=False, **variables))
+    def _chat_ids(
+        self,
+        messages: list[Any],
+        tools: list[Any],
+        variables: Mapping[str, Any],
+        check_text: Callable[[int], None] | None,
+    ) -> list[int]:
+        render = functools.partial(self.own.apply_chat_template, messages, tools=tools or None, **variables)
+        if check_text is not None:
+            check_text(len(render(tokenize=False)))
+        return list(render(return_dict=False))
 
     def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
         return list(self.own(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
@@ -405,7 +418,7 @@ def vocabulary_size(folder: Path) -> int | None:
 def read_config(path: Path) -> dict[str, Any]:
     """Return the values of a checkpoint's JSON file; empty if it is missing, damaged, or no object."""
     try:
-        values = json.loads(path.read_bytes())
+        values = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -26,6 +26,7 @@ REPLY: Message = {"role": ASSISTANT, "content": "hello"}
 TRIALS = ("hens", "eggs")  # if a template shows the text, the ids of the two differ
 TRIAL_ID = "abcdef123"  # Mistral's templates refuse ids of another length
 BY_TEMPLATE = "template"
+MAX_ROLES, MAX_ROLE_CHARS = 8, 64  # of roles that only the model's template may know
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 RESULT_BEGIN, RESULT_END = "<tool_response>", "</tool_response>"
 TOOLS = (
@@ -165,8 +166,10 @@ class ChatTemplate(Protocol):
         variables: Mapping[str, Any] = MappingProxyType({}),
         *,
         ending: ChatEnding = ChatEnding.ANSWER,
+        check_text: Callable[[int], None] | None = None,
     ) -> list[int]:
-        """Return the tokens that the template makes of messages and tools. Raises CheckpointError if it cannot be used."""
+        """Return the tokens that the template makes of messages and tools. Before it tokenizes the whole prompt, it calls
+        `check_text` with its number of characters. Raises CheckpointError if the template cannot be used."""
 
 
 class ChatRenderer:
@@ -247,10 +250,13 @@ class ChatRenderer:
         tools: Sequence[Message] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
         ending: ChatEnding = ChatEnding.ANSWER,
+        check_text: Callable[[int], None] | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation: `messages` (see `chat_messages`), the `tools` on offer (see `chat_tool`), and
-        further `variables` of the template. Raises CheckpointError if the template ignores a role or cannot be used."""
-        return self._template.encode_messages(*self.placed(messages, tools), variables, ending=ending)
+        further `variables` of the template. Before it tokenizes the whole prompt, it calls `check_text` with its number of
+        characters. Raises CheckpointError if the template ignores a role or cannot be used."""
+        placed = self.placed(messages, tools)
+        return self._template.encode_messages(*placed, variables, ending=ending, check_text=check_text)
 
     def placed(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[list[Message], list[Message]]:
         """Return messages and tools for which the template has places. Raises CheckpointError if it ignores a role."""
@@ -272,7 +278,13 @@ class ChatRenderer:
         return turns, offered
 
     def _check_roles(self, turns: Sequence[Message]) -> None:
-        for role in {turn["role"] for turn in turns} - USUAL:
+        unusual = {turn["role"] for turn in turns} - USUAL  # each is tried by three prompts
+        if len(unusual) > MAX_ROLES or any(len(role) > MAX_ROLE_CHARS for role in unusual):
+            raise CheckpointError(
+                f"the messages have more than {MAX_ROLES} other roles than {', '.join(sorted(USUAL))}, or one of more than "
+                f"{MAX_ROLE_CHARS} characters: use the usual ones"
+            )
+        for role in unusual:
 
             def said(text: str, role: str = role) -> tuple[list[Message], Sequence[Message]]:
                 return [GREETING, {"role": role, "content": text}], ()

@@ -22,6 +22,7 @@ from typing import IO, Any, NamedTuple
 
 from swarmnode.data.formats import KINDS
 from swarmnode.errors import UsageError
+from swarmnode.files import parse_json
 
 MAX_RECORD_BYTES = 16 << 20  # of one line: a compressed file of a few bytes can expand to any size
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
@@ -101,7 +102,7 @@ def _form(path: Path) -> RecordForm | None:
 
 def _is_object(line: bytes) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
+        return isinstance(parse_json(line), dict)
     except (ValueError, RecursionError):
         return False
 
@@ -130,7 +131,7 @@ def _line_records(path: Path) -> Iterator[DataRecord]:
 
 def _object(line: bytes, place: str) -> dict[str, Any]:
     try:
-        fields = json.loads(line)
+        fields = parse_json(line)
     except (ValueError, RecursionError):
         raise UsageError(f"{place}: not a JSON object in UTF-8; correct the line") from None
     if not isinstance(fields, dict):
@@ -258,7 +259,7 @@ def _saved_records(folder: Path) -> Iterator[DataRecord]:
     """Yield the rows of the Arrow files that the folder's `state.json` lists. Raises UsageError if one leaves the folder."""
     ipc = _arrow(folder, "ipc")
     try:
-        names = [str(file["filename"]) for file in json.loads((folder / ARROW_STATE).read_bytes())["_data_files"]]
+        names = [str(file["filename"]) for file in parse_json((folder / ARROW_STATE).read_bytes())["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{folder} is not a readable folder of datasets: {error!r}; save the data set again") from None
     for name in names:

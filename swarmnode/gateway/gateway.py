@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 
@@ -37,6 +38,7 @@ class Gateway:
     ) -> None:
         self.config = config
         self.responses = None if home is None else KeptResponses(home)
+        self.readings: Counter[str] = Counter()  # of kept responses that are read now, by the key's name
         self.keys = keys or KeyRing()
         self.queue = FairQueue(running=config.running, waiting=config.waiting, wait_s=config.wait_s)
         self._tasks = Tasks("gateway", on_crash=None)

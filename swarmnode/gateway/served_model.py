@@ -188,7 +188,8 @@ class ServedModel:
     ) -> list[int]:
         """Return the prompt's token ids for a conversation: `messages`, the `tools` that the model may call, and further
         `variables` of its chat template. Raises ApiError if the model has no chat template or the template refuses the messages,
-        UsageError if it is no language model, ContextTooLong if the messages cannot fit."""
+        UsageError if it is no language model, ContextTooLong if the whole prompt (messages, tools, calls and results as the
+        template writes them) cannot fit."""
         self.client.check_language_model()
         await self.tokenizer()
         if (prompter := self.loader.prompter) is None:
@@ -201,7 +202,8 @@ class ServedModel:
         if ending is ChatEnding.CONTINUED and messages[-1].get("tool_calls"):
             raise bad_request("a message that calls tools cannot be continued: send the tools' results", "messages")
         try:
-            return await asyncio.to_thread(prompter.encode, list(map(dict, messages)), tools.offered, variables, ending)
+            turns, check = list(map(dict, messages)), limits.check_text
+            return await asyncio.to_thread(prompter.encode, turns, tools.offered, variables, ending, check)
         except CheckpointError as error:  # templates refuse roles and orders that they do not know
             raise bad_request(str(error), "messages") from error
 

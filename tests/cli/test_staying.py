@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import plistlib
+import re
 import shutil
 import stat
 import subprocess
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 
 from swarmnode.cli.lend.service import commands, service
-from swarmnode.cli.lend.service.managers import UNIT
+from swarmnode.cli.lend.service.managers import UNIT, Launchd, ScheduledTask, Systemd, unit_text
 from swarmnode.swarm.records.invite import decode_invite
 from swarmnode.swarm.storage.weight_cache import WeightCache
 from tests.cli.command import assert_clear, invoke
+from tests.cli.test_launch import hostile_names
 from tests.swarm.storage.test_joined_swarms import FRIENDS
 
 
@@ -130,7 +132,7 @@ def test_a_service_with_the_usual_home_is_not_told_of_it(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     assert invoke("join", FRIENDS).returncode == 0
     assert invoke("service", "install", "friends", "--no-start").returncode == 0
-    assert (tmp_path / "config/swarmnode/friends.conf").read_text() == "OPTIONS=\n" and not called
+    assert (tmp_path / "config/swarmnode/friends.conf").read_text() == 'OPTIONS=""\n' and not called
 
 
 def test_a_service_of_windows_for_wsl(
@@ -193,3 +195,50 @@ def test_fetched_weights_are_listed_and_pruned(tmp_path: Path) -> None:
     used.close()
     assert invoke("weights", "prune", home=tmp_path).returncode == 0 and not used.folder.exists()
     assert "No weights" in invoke("weights", "list", home=tmp_path / "new").stdout
+
+
+def variables(text: str) -> dict[str, str]:
+    """A file of variables in double quotes, as systemd reads it (src/basic/env-file.c)."""
+    name, _, value = text.removesuffix("\n").partition("=")
+    assert "\n" not in text.removesuffix("\n")
+    if not value.startswith('"'):
+        assert not set(value) & set("\"'\\ ")
+        return {name: value}
+    return {name: re.sub(r'\\(["\\`$])', r"\1", re.fullmatch(r'"((?:[^"\\]|\\.)*)"', value)[1])}
+
+
+def words_of(text: str) -> list[str]:
+    """The words of $OPTIONS or of ExecStart, as systemd splits them: both kinds of quotes and backslashes."""
+    found = re.findall(r'"((?:[^"\\]|\\.)*)"|([^\s"\'\\]+)', text)
+    assert " ".join(bare or f'"{quoted}"' for quoted, bare in found) == text
+    return [bare or re.sub(r"\\(.)", r"\1", quoted) for quoted, bare in found]
+
+
+def test_options_reach_the_node_as_they_were_typed(
+    tmp_path: Path, called: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = hostile_names()
+    (tmp_path / "config/swarmnode").mkdir(parents=True)
+    asked = service.Service("friends", tuple(options), home=tmp_path / "a $(touch x) %h 'home'")
+    [_, file] = Systemd().write(asked)
+    assert words_of(variables(file.read_text())["OPTIONS"]) == asked.all_options
+    for program in ("/opt/my programs/swarmnode", '/opt/100%h/$HOME/a"b\\c/swarmnode'):
+        monkeypatch.setattr(shutil, "which", lambda _, program=program: program)
+        line = next(line for line in unit_text().splitlines() if line.startswith("ExecStart="))
+        assert words_of(line.removeprefix("ExecStart="))[0].replace("%%", "%") == program
+        agent = plistlib.loads(Launchd().write(asked)[0].read_bytes())
+        assert agent["ProgramArguments"] == asked.command
+    with monkeypatch.context() as patch:
+        patch.setenv("WSL_DISTRO_NAME", "My Debian")
+        [script] = ScheduledTask().write(asked)
+        text = script.read_text().replace("nice -n 10 ", "printf '%s\\0' ").replace("exec >>", ": ")
+        with subprocess.Popen(["sh", "-c", text], stdout=subprocess.PIPE, cwd=tmp_path) as shell:
+            told = shell.communicate(timeout=20)[0]
+        assert told.decode().split("\0")[:-1] == asked.command and not (tmp_path / "pwned").exists()
+        assert ScheduledTask().start_commands(asked)[0][-1].startswith('wsl.exe -d "My Debian" -e ')
+
+
+def test_an_option_with_a_control_character_is_refused(called: list[tuple[str, ...]]) -> None:
+    assert invoke("join", FRIENDS).returncode == 0
+    for option in ("a\nb", "\x1b[2J", "\u202e"):
+        assert_clear(invoke("service", "install", "friends", "--group", option), 2, "control character")

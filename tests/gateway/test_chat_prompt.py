@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from swarmnode.cli.use.chat import Conversation
+from swarmnode.client.model_files import KeptTokenizer
 from swarmnode.data.conversation import with_calls_as_text, without_system
 from tests.gateway.conftest import MODEL, Served, found_on, serving
 from tests.gateway.scripted import says
@@ -162,3 +165,93 @@ def test_results_of_tools_are_one_message_with_what_the_user_says() -> None:
     first, second = with_calls_as_text([called, *results, user])
     assert first["content"].count("<tool_call>") == 2 and first["content"].startswith("So.\n<tool_call>")
     assert second["content"] == ("<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\nAnd?")
+
+
+LONG = "q" * 100_000
+SHOWS_ALL = (
+    "{{ tools | tojson if tools else '' }}{{ extra or '' }}{% for message in messages %}<|{{ message.role }}|>"
+    "{{ message.name or '' }}{{ message.content }}{{ message.tool_calls | tojson if message.tool_calls else '' }}<|end|>"
+    "{% endfor %}" + BEGIN
+)
+
+
+def openai_tool(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {**TOOL["function"], **changes}}
+
+
+def called(arguments: str, result: str) -> list[dict[str, Any]]:
+    call = {"id": "c1", "type": "function", "function": {"name": "count", "arguments": arguments}}
+    turns = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    return [*turns, {"role": "tool", "tool_call_id": "c1", "content": result}]
+
+
+def long_requests() -> list[tuple[str, dict[str, Any]]]:
+    """Requests with one long text each, wherever a prompt may have one, of all APIs."""
+    properties = {LONG: {"type": "string"}}
+    tools = [openai_tool(description=LONG), openai_tool(name=LONG), openai_tool(parameters={"properties": properties})]
+    chats: list[dict[str, Any]] = [{"messages": ASKED, "tools": [tool]} for tool in tools]
+    chats.append({"messages": ASKED, "tools": [openai_tool(name=f"n{number}") for number in range(250)]})
+    chats += [{"messages": called(json.dumps({"of": LONG}), "1")}, {"messages": called("{}", LONG)}]
+    chats += [{"messages": [{"role": "system", "content": LONG}, *ASKED]}, {"messages": [{**ASKED[0], "name": LONG}]}]
+    chats += [{"messages": ASKED, "chat_template_kwargs": {"extra": LONG}}, {"messages": [{**ASKED[0], "role": LONG}]}]
+    chats.append({"messages": [{**ASKED[0], "role": f"role{number}"} for number in range(100)]})
+    found = [(path, chat) for path in (CHAT, "/tokenize") for chat in chats]
+    call = {"type": "function_call", "call_id": "c1", "name": "count", "arguments": json.dumps({"of": LONG})}
+    result = {"type": "function_call_output", "call_id": "c1", "output": LONG}
+    answers: list[dict[str, Any]] = [
+        {"input": "hi", "instructions": LONG},
+        {"input": [call, {**result, "output": "1"}]},
+    ]
+    answers.append({"input": [{**call, "arguments": "{}"}, result]})
+    answers += [{"input": "hi", "tools": [{"type": "function", **tool["function"]}]} for tool in tools]
+    found += [("/v1/responses", answer) for answer in answers]
+    use = {"type": "tool_use", "id": "c1", "name": "count", "input": {"of": LONG}}
+    told = {"type": "tool_result", "tool_use_id": "c1", "content": LONG}
+    turns = [({**use, "input": {"of": LONG}}, {**told, "content": "1"}), ({**use, "input": {}}, told)]
+    asked: list[dict[str, Any]] = [{"messages": ASKED, "system": LONG}]
+    for one, two in turns:
+        messages = [*ASKED, {"role": "assistant", "content": [one]}, {"role": "user", "content": [two]}]
+        asked.append({"messages": messages})
+    asked += [{"messages": ASKED, "tools": [{"name": "n", "description": LONG, "input_schema": {"type": "object"}}]}]
+    asked += [
+        {"messages": ASKED, "tools": [{"name": "n", "input_schema": {"type": "object", "properties": properties}}]}
+    ]
+    return found + [
+        (path, {**one, "max_tokens": 5}) for path in (MESSAGES, f"{MESSAGES}/count_tokens") for one in asked
+    ]
+
+
+def record_lengths(patch: Callable[[Any, str, Any], None]) -> list[int]:
+    """Let all tokenizers note the length of each text that they get; the first one is 0."""
+    lengths = [0]
+
+    def noting(read: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(self: Any, text: Any, *arguments: Any, **options: Any) -> Any:
+            lengths.append(len(text))
+            return read(self, text, *arguments, **options)
+
+        return noted
+
+    patch(PreTrainedTokenizerBase, "__call__", noting(PreTrainedTokenizerBase.__call__))
+    patch(KeptTokenizer, "_ids", noting(KeptTokenizer._ids))
+    return lengths
+
+
+@pytest.mark.parametrize("template", [SHOWS_ALL, TURNS + BEGIN], ids=["shows all", "shows turns"])
+@in_virtual_time
+async def test_the_whole_prompt_counts_before_it_is_tokenized(
+    template: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_speaking_llama(tmp_path / "model", chat_template=template, max_position_embeddings=64)
+    async with serving(found_on(tmp_path / "model", tmp_path / "founded"), tmp_path) as served:
+        lengths = record_lengths(monkeypatch.setattr)
+        short = await served.http.post(CHAT, json={"messages": ASKED, "max_tokens": 1})
+        assert short.status_code == 200 and max(lengths) > len("How are the hens?")
+        for path, body in long_requests():
+            answer = await served.http.post(path, json=body)
+            shown = (
+                template == SHOWS_ALL or answer.status_code != 200
+            )  # texts that the template leaves out are no prompt
+            assert not shown or answer.status_code == 400, (path, str(body)[:200], answer.text[:200])
+            assert max(lengths) <= 64 * 128, (path, str(body)[:200])
+        assert len(lengths) < 100, "unusual roles were tried one by one"

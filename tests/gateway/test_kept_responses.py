@@ -13,7 +13,7 @@ import pytest
 
 from swarmnode.errors import LocalError
 from swarmnode.gateway.access.keys import ApiKey, KeyRing, _hash
-from swarmnode.gateway.openai import kept_responses
+from swarmnode.gateway.openai import kept_responses, responses
 from swarmnode.gateway.openai.kept_responses import FOLDER, KEY_FILE, LIFE_S, Item, ItemPart, KeptResponses
 from tests.gateway.conftest import MODEL, serving
 from tests.gateway.scripted import says
@@ -246,3 +246,32 @@ def test_gateways_of_one_home_share_a_key(tmp_path: Path) -> None:
     assert broken.find("alice", "resp_1") is None
     with pytest.raises(LocalError, match="is no key"):
         broken.keep("alice", "resp_2", REPLY, [MESSAGE])
+
+
+@in_virtual_time
+async def test_readings_at_once_are_bounded(founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(founded, tmp_path) as served:
+        first = await served.openai.responses.create(input=HELLO, **ASK)
+        path, most = f"/v1/responses/{first.id}", 0
+        find = responses._kept
+        let_go = asyncio.Event()
+
+        async def slow(*arguments: Any) -> Any:
+            nonlocal most
+            most += 1
+            await let_go.wait()
+            return await find(*arguments)
+
+        monkeypatch.setattr(responses, "_kept", slow)
+        goes_on = {"model": MODEL, "input": "And?", "previous_response_id": first.id, "max_output_tokens": 1}
+        asking = [served.http.get(path) for _ in range(30)] + [
+            served.http.get(f"{path}/input_items") for _ in range(30)
+        ]
+        asked = [asyncio.ensure_future(one) for one in [*asking, served.http.post("/v1/responses", json=goes_on)]]
+        await asyncio.sleep(1)
+        refused = [one.result() for one in asked if one.done()]
+        assert most == responses.MOST_READINGS_OF_KEY and len(refused) == len(asked) - most
+        assert all(one.status_code == 429 and int(one.headers["retry-after"]) >= 1 for one in refused)
+        let_go.set()
+        assert sum(one.status_code == 200 for one in await asyncio.gather(*asked)) == responses.MOST_READINGS_OF_KEY
+        assert (await served.http.post("/v1/responses", json=goes_on)).status_code == 200

@@ -41,7 +41,10 @@ def _parsed(text: str) -> dict[str, Any]:
         import tomllib
     except ImportError:  # Python 3.10
         import tomli as tomllib
-    return dict(tomllib.loads(text))
+    try:
+        return dict(tomllib.loads(text))
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
 
 
 def check_output(option: str, path: Path | None, *, force: bool = True) -> None:

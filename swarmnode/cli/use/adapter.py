@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,7 +65,9 @@ def add(
     if as_json:
         print_json(added)
         return
-    say(f"Added {chosen} ({added['id'][:8]}), of rank {added['rank']}. Use it: swarmnode generate … --adapter {chosen}")
+    say(
+        f"Added {chosen} ({added['id'][:8]}), of rank {added['rank']}. Use it: swarmnode generate … --adapter {shlex.quote(chosen)}"
+    )
     if share != "private":
         say("Others find it while a node of yours runs: swarmnode run")
 

@@ -127,7 +127,7 @@ def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
     if receipts_of(home, swarm.id).is_dir():
         yield "the receipts of your work"
     if Service(name).swarm.exists():
-        yield f"the service {name}; to remove it: swarmnode service uninstall {name}"
+        yield f"the service {name}; to remove it: swarmnode service uninstall {shlex.quote(name)}"
 
 
 def _invite(text: str) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import urllib.error
 import urllib.request
 
 from swarmnode.cli.options.gateway import LOOPBACK, PORT
-from swarmnode.files import write_private
+from swarmnode.files import parse_json, write_private
 from swarmnode.gateway.integrations.configurations import TOOLS, Endpoint
 from swarmnode.swarm.records.manifest import EMBED, GENERATE
 from swarmnode.terminal.console import command, fail, say
@@ -56,7 +55,7 @@ def _endpoint(url: str, key: str) -> Endpoint:
     try:
         with urllib.request.urlopen(request, timeout=ASK_TIMEOUT_S) as answer:  # nosec B310  # http or https, checked above
             told = [
-                (str(one["id"]), one.get("task", GENERATE)) for one in json.loads(answer.read(MAX_ANSWER_BYTES))["data"]
+                (str(one["id"]), one.get("task", GENERATE)) for one in parse_json(answer.read(MAX_ANSWER_BYTES))["data"]
             ]
     except urllib.error.HTTPError as error:
         wants_key = "it needs a key: give --key" if error.code == 401 else f"it answers with status {error.code}"

@@ -6,7 +6,6 @@ are read only when asked for.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from functools import cached_property
@@ -28,6 +27,7 @@ from swarmnode.compute.model.packing.tensor_entry import (
     read_json,
 )
 from swarmnode.errors import CheckpointError
+from swarmnode.files import parse_json
 
 CONFIG_FILE = "config.json"
 SINGLE_FILE = "model.safetensors"
@@ -311,7 +311,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(f"{file}: not a safetensors file, or cut short in its header; fetch it again")
         raw = stream.read(header_bytes)
     try:
-        header = json.loads(raw)
+        header = parse_json(raw)
     except ValueError:
         raise CheckpointError(f"{file}: its header is damaged (not JSON); fetch it again") from None
     if not isinstance(header, dict):

@@ -5,7 +5,6 @@ The pooling is read from the files of sentence-transformers beside the checkpoin
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.hub import HubCheckpoint
 from swarmnode.compute.model.trace import FOREIGN_ERRORS
 from swarmnode.errors import CheckpointError
+from swarmnode.files import parse_json
 
 GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
 IDS, EMBEDDING, PROBABILITIES = "input_ids", "embedding", "probs"
@@ -89,7 +89,7 @@ def _read(file: SmallFile, name: str, kind: type) -> Any:
     if path is None:
         return None
     try:
-        content = json.loads(path.read_bytes())
+        content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from None
     if not isinstance(content, kind):

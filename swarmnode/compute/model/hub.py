@@ -15,6 +15,7 @@ from typing import Any
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, read_header
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError
+from swarmnode.swarm.records.manifest import is_hub_name
 from swarmnode.swarm.storage.content import GGUF_SUFFIX, TOKENIZER_NAMES
 
 SMALL_FILES = TOKENIZER_NAMES | {CONFIG_FILE, "generation_config.json"}
@@ -60,6 +61,7 @@ class Repository:
         self.api = HfApi(endpoint=endpoint)
         self._cache_dir = cache_dir
         self._whole: set[str] = set()
+        _check_name(name, revision)
         with _hub_errors(name, revision):
             info = self.api.model_info(name, revision=revision)
         self.revision = info.sha or revision
@@ -146,6 +148,15 @@ class HubCheckpoint(Checkpoint):
         return entries
 
 
+def _check_name(repository: str, revision: str | None) -> None:
+    """Raise CheckpointError if the texts cannot name a model on the hub."""
+    if not is_hub_name(repository, revision):
+        named = f"{repository}@{revision}" if revision else repository
+        raise CheckpointError(
+            f"{named[:200]}: neither a folder here nor a model on the hub: write it as organisation/model@revision"
+        )
+
+
 def read_range(
     repository: str, file: str, first: int, size: int, *, revision: str | None = None, endpoint: str | None = None
 ) -> bytes:
@@ -157,6 +168,7 @@ def read_range(
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
     data = bytearray()
+    _check_name(repository, revision)
     with _hub_errors(repository):
         url = hf_hub_url(repository, file, revision=revision, endpoint=endpoint)
         headers = {**build_hf_headers(), "Range": f"bytes={first}-{first + size - 1}"}

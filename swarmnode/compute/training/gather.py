@@ -16,6 +16,7 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.tensor_file import ShardWriter
 from swarmnode.compute.training.block import EMA
 from swarmnode.errors import CheckpointError
+from swarmnode.files import parse_json
 from swarmnode.swarm.storage.content import SMALL_NAMES, TOKENIZER_NAMES
 
 SHARD_BYTES = 5_000_000_000
@@ -52,7 +53,7 @@ def write_language_model(tensors: Mapping[str, Tensor], small_files: Path, out: 
     for name in SMALL_NAMES - {INDEX_FILE}:
         if (small_files / name).is_file():
             shutil.copyfile(small_files / name, out / name)
-    values = json.loads((small_files / CONFIG_FILE).read_bytes())
+    values = parse_json((small_files / CONFIG_FILE).read_bytes())
     values.pop("torch_dtype", None)  # the older name of the next one
     values["dtype"] = "float32"  # training is in float32
     (out / CONFIG_FILE).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")

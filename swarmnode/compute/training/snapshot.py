@@ -13,6 +13,7 @@ from torch import Tensor
 from swarmnode.compute.model.tensor_file import write_tensors
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import CheckpointError, LocalError, UsageError
+from swarmnode.files import parse_json
 from swarmnode.swarm.storage.states import StateStore
 
 STATE_FILE, BLOCK_FILE = "state.json", "block-{}.safetensors"
@@ -72,7 +73,7 @@ class LocalState:
         if not self.folder.exists() or not any(self.folder.iterdir()):
             return
         try:
-            told = json.loads((self.folder / STATE_FILE).read_bytes())
+            told = parse_json((self.folder / STATE_FILE).read_bytes())
             step, run = int(told["step"]), str(told["run"])
         except (OSError, ValueError, KeyError, TypeError):
             raise UsageError(f"{self.folder} holds no state of a training; name another folder") from None

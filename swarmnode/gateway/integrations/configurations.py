@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
+from swarmnode.errors import UsageError
+
+MAX_SHOWN_CHARS = 64  # of a text that an error repeats
+
 
 @dataclass(frozen=True)
 class Endpoint:
     """Gateway at `url`, which ends in /v1. `models` generate text, `embedders` make embeddings. `key` is any word if the gateway
-    needs no key."""
+    needs no key. Raises UsageError if one of these texts has a control character, which some of the tools' formats cannot hold."""
 
     url: str
     models: Sequence[str]
     key: str
     embedders: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for text in (self.url, self.key, *self.models, *self.embedders):
+            if not text.isprintable():
+                raise UsageError(f"{text[:MAX_SHOWN_CHARS]!r} has control characters: no tool is given such a text")
 
     @property
     def origin(self) -> str:
@@ -62,24 +72,28 @@ def _continue(endpoint: Endpoint) -> str:
     lines = ["name: swarmnode", "version: 1.0.0", "schema: v1", "models:"]
     roles = dict.fromkeys(endpoint.models, "chat, edit, apply") | dict.fromkeys(endpoint.embedders, "embed")
     for model, role in roles.items():
-        lines += [f"  - name: {json.dumps(model)}", "    provider: openai", f"    model: {json.dumps(model)}"]
-        lines += [f"    apiBase: {endpoint.url}", f"    apiKey: {json.dumps(endpoint.key)}", f"    roles: [{role}]"]
+        lines += [f"  - name: {_quoted(model)}", "    provider: openai", f"    model: {_quoted(model)}"]
+        lines += [
+            f"    apiBase: {_quoted(endpoint.url)}",
+            f"    apiKey: {_quoted(endpoint.key)}",
+            f"    roles: [{role}]",
+        ]
     return _lines(lines)
 
 
 def _litellm(endpoint: Endpoint) -> str:
     lines = ["model_list:"]
     for model in (*endpoint.models, *endpoint.embedders):
-        lines += [f"  - model_name: {json.dumps(model)}", "    litellm_params:"]
-        lines += [f"      model: {json.dumps(f'openai/{model}')}", f"      api_base: {endpoint.url}"]
-        lines += [f"      api_key: {json.dumps(endpoint.key)}"]
+        lines += [f"  - model_name: {_quoted(model)}", "    litellm_params:"]
+        lines += [f"      model: {_quoted(f'openai/{model}')}", f"      api_base: {_quoted(endpoint.url)}"]
+        lines += [f"      api_key: {_quoted(endpoint.key)}"]
         lines += ["    model_info:", "      mode: embedding"] if model in endpoint.embedders else []
     return _lines(lines)
 
 
 def _aider(endpoint: Endpoint) -> str:
-    model, key = json.dumps(f"openai/{endpoint.models[0]}"), json.dumps(endpoint.key)
-    return _lines([f"model: {model}", f"openai-api-base: {endpoint.url}", f"openai-api-key: {key}"])
+    told = {"model": f"openai/{endpoint.models[0]}", "openai-api-base": endpoint.url, "openai-api-key": endpoint.key}
+    return _lines([f"{name}: {_quoted(value)}" for name, value in told.items()])
 
 
 def _opencode(endpoint: Endpoint) -> str:
@@ -100,7 +114,13 @@ def _claude_code(endpoint: Endpoint) -> str:
 
 
 def _environment(variables: Mapping[str, str]) -> str:
-    return _lines([f"{name}={value}" for name, value in variables.items()])
+    """Return assignments for a POSIX shell, which the user sources: unquoted, a model's name could be a command."""
+    return _lines([f"{name}={shlex.quote(value)}" for name, value in variables.items()])
+
+
+def _quoted(text: str) -> str:
+    """Return a printable text as a scalar of YAML: its double quotes have JSON's escapes, but no pairs of surrogates."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _json(value: object) -> str:

@@ -4,14 +4,15 @@ continue its conversation."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
@@ -20,7 +21,7 @@ from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, Piece
 from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
-from swarmnode.gateway.http.api_error import ApiError, bad_request
+from swarmnode.gateway.http.api_error import ApiError, bad_request, too_many
 from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import NamedEvent
 from swarmnode.gateway.openai.kept_responses import Item, KeptResponse
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 router = APIRouter(route_class=BodyRoute)
 IN_PROGRESS, INCOMPLETE = "in_progress", "incomplete"
 MAX_LISTED = 100
+MOST_READINGS, MOST_READINGS_OF_KEY = 16, 4  # of kept responses at once
+READING_RETRY_S = 1.0
 MAX_ID_CHARS = 100  # that an error repeats
 Keep = Callable[[str, bytes], None]
 """Function that keeps a response by its id and its JSON. Raises LocalError."""
@@ -156,13 +159,34 @@ class InputItemList(BaseModel):
     has_more: bool
 
 
+async def _reading(request: Request) -> AsyncIterator[None]:
+    """Hold one of the places to read kept responses until the answer has been sent: each reading takes several times the size of
+    its response. Raises ApiError (429) if the key, or all keys together, have no place left."""
+    readings, key = gateway_of(request).readings, key_of(request).name
+    if readings[key] >= MOST_READINGS_OF_KEY or readings.total() >= MOST_READINGS:
+        raise too_many("too many kept responses are being read at once: try again later", READING_RETRY_S)
+    readings[key] += 1
+    try:
+        yield
+    finally:
+        readings[key] -= 1
+        if not readings[key]:
+            del readings[key]
+
+
+reading = contextlib.asynccontextmanager(_reading)
+READS = [Depends(_reading)]
+
+
 @router.post("/v1/responses", response_model=ResponseReply)
 async def responses(asked: ResponsesRequest, request: Request) -> Response:
     """Generate the next message of a conversation. The response is kept for a day unless `store` is false."""
     model = gateway_of(request).model(asked.model)
     asked.check_supported()
-    earlier = await _earlier(asked.previous_response_id, request)
-    items = await _with_referenced([*earlier, *asked.items()], request)
+    items = asked.items()
+    if asked.previous_response_id is not None or any(item.type == REFERENCE for item in items):
+        async with reading(request):
+            items = await _with_referenced([*await _earlier(asked.previous_response_id, request), *items], request)
     turns = turns_of(items, asked.instructions)
     prompt = await model.encode_chat(turns, asked.tool_use, asked.template_variables)
     answer = ApiAnswer("resp_", model.name, [prompt], await model.choices([prompt], asked, key_of(request)))
@@ -172,7 +196,7 @@ async def responses(asked: ResponsesRequest, request: Request) -> Response:
     return await answer.respond(request, _ResponseStyle(answer, asked, keep), stream=asked.stream)
 
 
-@router.get("/v1/responses/{id}", response_model=ResponseReply)
+@router.get("/v1/responses/{id}", response_model=ResponseReply, dependencies=READS)
 async def kept_response(id: str, request: Request, stream: bool = False) -> Response:
     """Return a kept response of this API key."""
     if stream:
@@ -180,7 +204,7 @@ async def kept_response(id: str, request: Request, stream: bool = False) -> Resp
     return Response(bytes((await _kept(id, request)).reply), media_type="application/json")
 
 
-@router.delete("/v1/responses/{id}")
+@router.delete("/v1/responses/{id}", dependencies=READS)
 async def delete_response(id: str, request: Request) -> DeletedResponse:
     """Remove a kept response of this API key. Later responses of its conversation stay."""
     kept = gateway_of(request).responses
@@ -189,7 +213,7 @@ async def delete_response(id: str, request: Request) -> DeletedResponse:
     return DeletedResponse(id=id)
 
 
-@router.get("/v1/responses/{id}/input_items")
+@router.get("/v1/responses/{id}/input_items", dependencies=READS)
 async def input_items(
     id: str,
     request: Request,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnode.errors import UsageError
-from swarmnode.files import read_bounded
+from swarmnode.files import parse_json, read_bounded
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy
 from swarmnode.plan.view import PeerView, Span
@@ -52,7 +51,7 @@ def read_trace(path: str | Path, devices: int) -> list[Change]:
         content = read_bounded(path, MAX_FILE_BYTES)
         if content is None:
             raise ValueError(f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
-        rows = json.loads(content)
+        rows = parse_json(content)
         if not isinstance(rows, list):
             raise ValueError("it is not a list")
         changes = [_change(row, devices) for row in rows]

@@ -138,15 +138,17 @@ def from_text(encoded: str, kind: str) -> bytes:
     return body
 
 
+def is_plain_address(address: str) -> bool:
+    """Return whether the text has the form of a multiaddr and no control characters: errors print the addresses of peers."""
+    return address.startswith("/") and address.isprintable() and len(address) <= MAX_ADDRESS_CHARS
+
+
 def _check(invite: Invite) -> None:
     rules = {
         "a swarm id of 32 bytes": len(invite.swarm_id) == ID_BYTES,
         "a printable name": 0 < len(invite.name) <= MAX_NAME_CHARS and invite.name.isprintable(),
         f"at most {MAX_BOOTSTRAPS} bootstrap addresses": len(invite.bootstraps) <= MAX_BOOTSTRAPS,
-        "bootstrap addresses that are multiaddrs": all(
-            address.startswith("/") and address.isprintable() and len(address) <= MAX_ADDRESS_CHARS
-            for address in invite.bootstraps
-        ),
+        "bootstrap addresses that are multiaddrs": all(map(is_plain_address, invite.bootstraps)),
     }
     if isinstance(invite, OwnedInvite):
         rules |= _owners_rules(invite)

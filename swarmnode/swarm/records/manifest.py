@@ -40,6 +40,8 @@ MAX_UNITS = 4096
 MAX_HIDDEN = 1 << 20
 MAX_POSITIONS = 1 << 31
 MAX_HUB_CHARS = 128  # of a hub id, and of its revision; the hub itself allows 96
+_HUB_ID = re.compile(r"(?:[A-Za-z0-9_][\w.-]*/)?[A-Za-z0-9_][\w.-]*", re.ASCII)
+_REVISION = re.compile(r"\w[\w.+/-]*", re.ASCII)
 CAUSAL_LM = "causal_lm"
 GRAPH = "graph"
 GENERATE = "generate"
@@ -220,8 +222,13 @@ def _check_size(raw: bytes | bytearray | memoryview) -> None:
         )
 
 
-def _is_short(text: str | None) -> bool:
-    return text is None or (0 < len(text) <= MAX_HUB_CHARS and text.isprintable())
+def is_hub_name(hub_id: str, revision: str | None = None) -> bool:
+    """Return whether the texts can name a model on the hub: organisation/model, or an old model without an organisation, and a
+    branch, tag or commit. No path of this machine passes: neither `..`, nor a first `/`, `.` or `~`."""
+    texts = (hub_id,) if revision is None else (hub_id, revision)
+    if any(len(text) > MAX_HUB_CHARS or ".." in text for text in texts) or not _HUB_ID.fullmatch(hub_id):
+        return False
+    return revision is None or _REVISION.fullmatch(revision) is not None
 
 
 def _check(manifest: Manifest) -> None:
@@ -248,8 +255,9 @@ def _check(manifest: Manifest) -> None:
         "sane file sizes": all(
             0 <= file.size <= (MAX_FILE_BYTES if is_weights(file.name) else MAX_SMALL_BYTES) for file in manifest.files
         ),
-        f"a hub id and a revision of at most {MAX_HUB_CHARS} printable characters": _is_short(model.hub_id)
-        and _is_short(model.revision),
+        f"a hub id (organisation/model) and a revision of at most {MAX_HUB_CHARS} characters": is_hub_name(
+            "o/m" if model.hub_id is None else model.hub_id, model.revision
+        ),
         "roots of 32 bytes": all(len(file.root) == HASH_BYTES for file in manifest.files),
         "codecs": 0 < len(manifest.codecs) <= 32,
         "a membership that this version knows (open, private)": manifest.membership in (OPEN, PRIVATE),

@@ -8,7 +8,6 @@ the list, whichever peer sent them.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import threading
@@ -19,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.errors import CheckpointError
-from swarmnode.files import linked_file
+from swarmnode.files import linked_file, parse_json
 
 CHUNK_BYTES = 1 << 20
 PIECE_CHUNKS = 64  # chunks that one thread hashes in one call
@@ -119,7 +118,7 @@ def packed_names(folder: Path) -> set[str]:
     if not index.is_file():
         return set()
     try:
-        names = {tensor["file"] for tensor in json.loads(index.read_bytes())["tensors"].values()}
+        names = {tensor["file"] for tensor in parse_json(index.read_bytes())["tensors"].values()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is not an index of packed tensors: {error}") from None
     if not all(isinstance(name, str) for name in names):
@@ -135,7 +134,7 @@ def _safetensors_names(folder: Path) -> set[str]:
     index = folder / INDEX_NAME
     if index.is_file():
         try:
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
+            names = set(parse_json(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(f"{index} is not an index of safetensors files: {error}; fetch it again") from None
         if not all(isinstance(name, str) for name in names):

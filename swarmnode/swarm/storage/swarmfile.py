@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from swarmnode.swarm.records.invite import (
     decode_invite,
     encode_invite,
     is_owners,
+    is_plain_address,
     looks_like_invite,
 )
 from swarmnode.swarm.records.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
@@ -186,7 +188,7 @@ def load_named(name: str, home: Path | None) -> Swarm | None:
     data = read_user_file(named, max_bytes=MAX_FILE_BYTES, what=WHAT)
     if data is None:
         raise UsageError(
-            f"{named}, the file of {name}, is gone; give its new path, or forget it: swarmnode leave {name}"
+            f"{named}, the file of {name}, is gone; give its new path, or forget it: swarmnode leave {shlex.quote(name)}"
         )
     return _decode(data, named)
 
@@ -248,6 +250,10 @@ def _decode(data: bytes, path: Path) -> Swarm:
         swarm = new_swarm(content.manifest, content.signature)
     except ProtocolError as error:
         raise UsageError(f"{path} cannot be used: {error}") from None
+    if not all(map(is_plain_address, content.bootstraps)) or not all(map(str.isprintable, content.bootstrap_listen)):
+        raise UsageError(
+            f"{path} cannot be used: an address of its bootstrap peers is none; ask its host for another file"
+        )
     return replace(
         swarm,
         checkpoint=None if content.checkpoint is None else Path(content.checkpoint),

@@ -88,9 +88,14 @@ class Ticket(msgspec.Struct, array_like=True, frozen=True):
         if not line.startswith(PREFIX) or len(line) > MAX_TICKET_CHARS:
             raise UsageError(f"this is no ticket: tickets begin with {PREFIX}; `tune --share` prints one")
         try:
-            return msgspec.msgpack.decode(from_text(line[len(PREFIX) :], "ticket"), type=cls)
+            ticket = msgspec.msgpack.decode(from_text(line[len(PREFIX) :], "ticket"), type=cls)
         except DECODE_ERRORS as error:
             raise UsageError(f"this ticket is damaged: {error}; copy it again") from None
+        if not all(map(str.isprintable, (ticket.leader, *ticket.addresses))):  # errors print them
+            raise UsageError(
+                "this ticket is not valid: its leader or an address has control characters; ask for another"
+            )
+        return ticket
 
 
 log = logging.getLogger(__name__)

@@ -21,6 +21,36 @@ from swarmnode.swarm.records.manifest import (
 )
 from swarmnode.swarm.storage.content import MAX_SMALL_BYTES, PACKED_NAME, FileContent
 
+NO_HUB_IDS = [
+    "../x",
+    "/etc/passwd",
+    "a/../../b",
+    "a/..",
+    "..",
+    ".",
+    "./x",
+    "~/x",
+    "\\\\host\\x",
+    "a/b/c",
+    "a//b",
+    "a/",
+    "/a",
+]
+NO_HUB_IDS += [
+    "C:/x",
+    "file:///x",
+    "a/b?x",
+    "a/b#x",
+    "a/b@main",
+    "a b/c",
+    "a/b\n",
+    "a/\u202eb",
+    "a/%2e%2e",
+    "-a/b",
+    "ä/b",
+    "",
+]
+
 
 def make_manifest(**changes):
     fields = {
@@ -111,6 +141,8 @@ def test_number_formats_below_the_least_products(least, passing, failing):
         {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/" + "m" * 127)},
         {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/m\x1b[2J")},
         {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/m", revision="")},
+        *({"model": ModelInfo("llama", units=6, hidden=64, hub_id=path)} for path in NO_HUB_IDS),
+        *({"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/m", revision=path)} for path in NO_HUB_IDS[:9]),
         {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/m", revision="r" * 129)},
         {"files": (FileContent("config.json", 1, bytes(32)),) * 2},
         {"chunk_bytes": 1},

@@ -44,6 +44,8 @@ def install(
     from swarmnode.files import write_private
 
     _check_name(name)
+    if not all(word.isprintable() for word in (*context.args, str(home))):
+        fail("an option has a control character, which service managers cannot keep: leave it out", 2)
     service = Service(name, tuple(context.args), None if context.params["home"] is None else home)
     service = dataclasses.replace(service, node=_parsed(service.all_options)["name"])
     swarm = open_swarm(name, home)

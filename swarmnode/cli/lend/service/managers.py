@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import plistlib
+import re
 import shlex
+import subprocess
 import sys
 from importlib import resources
 from pathlib import Path
@@ -24,6 +26,7 @@ from swarmnode.terminal.console import say
 UNIT = "swarmnode@.service"
 PROGRAM = "%h/.local/bin/swarmnode"  # in the unit file; replaced by the program that installs it
 LABEL = "org.swarmnode.{}"
+SPECIAL = r'["\\`$]'  # in double quotes in a file of variables (systemd's src/basic/env-file.c)
 AGAIN_S = 30  # pause after a failure
 LEAVING_S = 30  # for conversations to move to other peers
 TASK = "swarmnode-{}"
@@ -62,7 +65,9 @@ class ScheduledTask:
 
     def start_commands(self, service: Service) -> list[list[str]]:
         """Return the commands that create the task and run it."""
-        runs = f"wsl.exe -d {os.environ['WSL_DISTRO_NAME']} -e {_script(service.name)}"
+        runs = subprocess.list2cmdline(
+            ["wsl.exe", "-d", os.environ["WSL_DISTRO_NAME"], "-e", str(_script(service.name))]
+        )
         task = TASK.format(service.name)
         created = ["schtasks.exe", "/Create", "/F", "/SC", "ONLOGON", "/TN", task, "/TR", runs]
         return [created, ["schtasks.exe", "/Run", "/TN", task]]
@@ -184,7 +189,8 @@ class Systemd:
         self._unit.parent.mkdir(parents=True, exist_ok=True)
         self._unit.write_text(unit_text())
         options = _options(service.name)
-        write_private(options, f"OPTIONS={shlex.join(service.all_options)}\n".encode())
+        words = " ".join(_double_quoted(word, r'["\\]') for word in service.all_options)  # $OPTIONS is split into words
+        write_private(options, f"OPTIONS={_double_quoted(words, SPECIAL)}\n".encode())
         return [self._unit, options]
 
     def start(self, service: Service) -> str:
@@ -225,7 +231,14 @@ class Systemd:
 def unit_text() -> str:
     """Return the package's unit file, with the path of the installed program in it."""
     text = resources.files("swarmnode.cli.lend.service").joinpath(UNIT).read_text()
-    return text.replace(PROGRAM, " ".join(program()))
+    path, *arguments = program()
+    return text.replace(PROGRAM, " ".join([_double_quoted(path.replace("%", "%%"), r'["\\]'), *arguments]))
+
+
+def _double_quoted(text: str, special: str) -> str:
+    """Return the text in double quotes, with a backslash before each character that matches `special`; unchanged if it needs no
+    quotes."""
+    return text if shlex.quote(text) == text else '"' + re.sub(special, r"\\\g<0>", text) + '"'
 
 
 def _options(name: str) -> Path:

@@ -16,6 +16,7 @@ from swarmnode.compute.model.family import KEYS, family_of, plain_config
 from swarmnode.compute.model.packing.quantised_folders.quantised_tensors import QuantisedTensors, dequantised
 from swarmnode.compute.model.tensor_file import ShardWriter
 from swarmnode.errors import CheckpointError
+from swarmnode.files import parse_json
 from swarmnode.swarm.storage.content import INDEX_NAME, SMALL_NAMES, Progress
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -60,7 +61,7 @@ class QuantisedCheckpoint:
         for name in SMALL_NAMES - {CONFIG_FILE, INDEX_NAME}:
             if (self._checkpoint.path / name).is_file():
                 shutil.copyfile(self._checkpoint.path / name, out / name)
-        values = json.loads((self._checkpoint.path / CONFIG_FILE).read_bytes())
+        values = parse_json((self._checkpoint.path / CONFIG_FILE).read_bytes())
         kept = {key: value for key, value in values.items() if key not in KEYS}
         (out / CONFIG_FILE).write_text(json.dumps(kept, indent=2) + "\n")
         write_plain(self._tensors(), out, self.plain_bytes, progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from swarmnode.compute.model.dequantize.packed_matrix import Method, PackedMatrix
 from swarmnode.errors import CheckpointError
+from swarmnode.files import parse_json
 
 NESTED = (".nested_absmax", ".nested_quant_map")
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
@@ -185,7 +185,7 @@ def _state(matrix: PackedMatrix) -> dict[str, Any]:
     raw = matrix[next((each for each in STATES if each in matrix.beside), STATES[0])]
     state = None
     with contextlib.suppress(ValueError, TypeError):
-        state = json.loads(bytes(raw.tolist()))
+        state = parse_json(bytes(raw.tolist()))
     nested = ".nested_absmax" in matrix.beside
     wanted = {"shape", "blocksize"} | ({"nested_blocksize", "nested_offset"} if nested else set())
     matrix.require(isinstance(state, dict) and wanted <= state.keys(), "its quant_state is damaged")

@@ -6,7 +6,6 @@ tensor that the model joins from several has an entry for each of them, NAME/0, 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from swarmnode.compute.model.packing.ggml import FORMATS, aligned, dequantise
 from swarmnode.errors import CheckpointError
+from swarmnode.files import parse_json
 from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME
 
 PART = "/"  # between the name of a tensor that was joined from several, and the number of one of these
@@ -213,7 +213,7 @@ def packed_slices(entries: Mapping[str, TensorEntry]) -> dict[str, PackedSlice]:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises CheckpointError if the file cannot be read or holds something else."""
     try:
-        values = json.loads(file.read_bytes())
+        values = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: not readable as JSON: {error}") from None
     if not isinstance(values, dict):
