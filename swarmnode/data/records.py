@@ -127,7 +127,7 @@ def _saved_records(folder: Path) -> Iterator[DataRecord]:
     ipc = _arrow(folder, "ipc")
     try:
         names = [str(file["filename"]) for file in json.loads((folder / ARROW_STATE).read_bytes())["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"{folder} is not a readable folder of datasets: {error!r}; save the data set again") from None
     for name in names:
         if Path(name).name != name:

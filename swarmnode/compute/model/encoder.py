@@ -90,7 +90,7 @@ def _read(file: SmallFile, name: str, kind: type) -> Any:
         return None
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; fetch it again") from None
     if not isinstance(content, kind):
         raise CheckpointError(f"{path} is not as sentence-transformers writes it; fetch it again")

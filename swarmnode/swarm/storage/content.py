@@ -120,7 +120,7 @@ def packed_names(folder: Path) -> set[str]:
         return set()
     try:
         names = {tensor["file"] for tensor in json.loads(index.read_bytes())["tensors"].values()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not an index of packed tensors: {error}") from None
     if not all(isinstance(name, str) for name in names):
         raise CheckpointError(f"{index} is not an index of packed tensors: a file name is not text")
@@ -136,7 +136,7 @@ def _safetensors_names(folder: Path) -> set[str]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{index} is not an index of safetensors files: {error}; fetch it again") from None
         if not all(isinstance(name, str) for name in names):
             raise CheckpointError(

@@ -184,7 +184,7 @@ def _state(matrix: PackedMatrix) -> dict[str, Any]:
     """Return the JSON object that is stored in the bytes of a tensor. Raises CheckpointError if it is missing or damaged."""
     raw = matrix[next((each for each in STATES if each in matrix.beside), STATES[0])]
     state = None
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         state = json.loads(bytes(raw.tolist()))
     nested = ".nested_absmax" in matrix.beside
     wanted = {"shape", "blocksize"} | ({"nested_blocksize", "nested_offset"} if nested else set())

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.model.assemble import quiet_loader
-from swarmnode.compute.model.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpoint, load_config
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpoint, check_layer_count, load_config
 from swarmnode.compute.model.dequantize.checkpoint import write_plain
 from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
 from swarmnode.compute.model.dequantize.gguf_tokenizer import TOKENS, GgufTokenizer
@@ -274,7 +274,9 @@ class GgufCheckpoint:
             ) from error
         values = {**completed, "dtype": "bfloat16"}
         (out / CONFIG_FILE).write_text(json.dumps(values, indent=2, default=float) + "\n")
-        return family_of(load_config(out / CONFIG_FILE))
+        config = load_config(out / CONFIG_FILE)
+        check_layer_count(config, len(self._stored), self.file)
+        return family_of(config)
 
     def _write_tokenizer(self, out: Path) -> None:
         """Write the tokenizer files beside the GGUF file, else the tokenizer within it, and the generation config.
