@@ -75,7 +75,7 @@ def mutated(data: bytes, header: int, number: int) -> bytes:
     """Return a file with one to three changes in its header: sizes at the edges, other bytes, cuts, or parts twice."""
     draw, changed = random.Random(number), bytearray(data)
     for _ in range(draw.randint(1, 3)):
-        place, width = draw.randrange(4, header), draw.choice((1, 4, 8))
+        place, width = draw.randrange(4, min(header, len(changed))), draw.choice((1, 4, 8))
         match draw.randrange(4):
             case 0 | 1:
                 value = draw.choice(EDGES) & ((1 << 8 * width) - 1)
@@ -83,7 +83,7 @@ def mutated(data: bytes, header: int, number: int) -> bytes:
             case 2:
                 changed[place] = draw.randrange(256)
             case _:
-                end = draw.randrange(place, header)
+                end = draw.randrange(place, max(place + 1, header))
                 changed[place:place] = changed[place:end] if draw.random() < 0.5 else b""
                 if draw.random() < 0.2:
                     del changed[draw.randrange(place, len(changed)) :]

@@ -102,7 +102,12 @@ class BackupFolder:
         name = peer_digest(writer).hex()
         with self._lock:
             store = self._stores.get(name)
-            own_bytes = 0 if store is None or store.run != run else used_bytes(store.folder)
+            if store is not None and store.run != run:  # its states make room for those of the new run
+                del self._stores[name]
+                store.close()
+                shutil.rmtree(store.folder, ignore_errors=True)
+                store = None
+            own_bytes = 0 if store is None else used_bytes(store.folder)
             self._make_room(name, size_bytes)
             share_bytes = int(WRITER_SHARE * self._limit_bytes())
             if own_bytes + size_bytes > share_bytes:
@@ -110,10 +115,7 @@ class BackupFolder:
                     f"{size_bytes / 1e6:.1f} MB more would be more than one peer may keep here: {share_bytes / 1e6:.1f} MB",
                     retry_s=RETRY_S,
                 )
-            if store is None or store.run != run:
-                if store is not None:
-                    store.close()
-                    shutil.rmtree(store.folder, ignore_errors=True)
+            if store is None:
                 store = self._stores[name] = StateStore(self._folder / name, run, KEPT_STEPS)
             return store
 

@@ -423,11 +423,12 @@ def check_header(file: Path) -> None:
                 kind, count = number(4), number(8)
                 add(count, "elements of an array")
                 if kind in SCALAR_BYTES:
-                    return skip(count * SCALAR_BYTES[kind], "an array")
-                if kind != STRING:
+                    skip(count * SCALAR_BYTES[kind], "an array")
+                elif kind != STRING:
                     fail(f"has an array of values of type {kind}")
-                for _ in range(count):
-                    skip(number(8), "a text")
+                else:
+                    for _ in range(count):
+                        skip(number(8), "a text")
             elif kind == STRING:
                 skip(number(8), "a text")
             elif kind in SCALAR_BYTES:
