@@ -291,6 +291,24 @@ async def test_old_folders_make_room_and_young_ones_do_not(tmp_path: Path, monke
         folder.close()
 
 
+def test_a_writers_old_run_makes_room_for_its_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmnode.swarm.storage.backups.WRITER_SHARE", 1.0)
+    folder, newer = (
+        BackupFolder(tmp_path, SWARM, 4 << 20, share=1.0),
+        Run(data=bytes(32), steps=7, batch=4, microbatch=2),
+    )
+    try:
+        store = folder.open("writer", RUN, 10)
+        (store.folder / "state").write_bytes(bytes(3 << 20))
+        with pytest.raises(Exception, match=r"more than one peer|is full"):
+            folder.open("writer", newer, 5 << 20)
+        assert store.folder.exists()
+        folder.open("writer", newer, 3 << 20)
+        assert not store.folder.exists()
+    finally:
+        folder.close()
+
+
 # -- what listings are worth -------------------------------------------------------------------------------------------
 
 ROOT, OTHER = b"r" * 32, b"o" * 32

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 
 import pytest
 
+from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
+from swarmnode.compute.model.packing.gguf_repack import GgufRepack
+from swarmnode.compute.model.packing.recipes import recipe_of
+from swarmnode.errors import SwarmnodeError
 from tests.cli.command import assert_clear, invoke
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.founding.test_quantisation import read
@@ -59,3 +65,84 @@ def test_one_sentence_and_nothing_left(fault: str, command: str, tmp_path: Path)
     }
     assert_clear(invoke(command, *arguments[command], cwd=tmp_path), 1, path.name.partition("-")[0], *FAULTS[fault])
     assert sorted(tmp_path.iterdir()) == before
+
+
+EDGES = (0, 1, 2, 3, 9, 0xFF, 1 << 31, (1 << 32) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
+MUTATIONS, LONGEST_S = 150, 5.0  # CPU seconds
+
+
+def mutated(data: bytes, header: int, number: int) -> bytes:
+    """Return a file with one to three changes in its header: sizes at the edges, other bytes, cuts, or parts twice."""
+    draw, changed = random.Random(number), bytearray(data)
+    for _ in range(draw.randint(1, 3)):
+        place, width = draw.randrange(4, min(header, len(changed))), draw.choice((1, 4, 8))
+        match draw.randrange(4):
+            case 0 | 1:
+                value = draw.choice(EDGES) & ((1 << 8 * width) - 1)
+                changed[place : place + width] = value.to_bytes(width, "little")
+            case 2:
+                changed[place] = draw.randrange(256)
+            case _:
+                end = draw.randrange(place, max(place + 1, header))
+                changed[place:place] = changed[place:end] if draw.random() < 0.5 else b""
+                if draw.random() < 0.2:
+                    del changed[draw.randrange(place, len(changed)) :]
+    return bytes(changed)
+
+
+def test_a_mutated_header_gives_an_error_of_ours_in_bounded_time(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    save_llama_gguf(file, form="Q8_0")
+    data, header = file.read_bytes(), GgufCheckpoint(file).header_bytes
+    for number in range(MUTATIONS):
+        file.write_bytes(mutated(data, header, number))
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for attempt in (
+            lambda to=folder: GgufCheckpoint(file).outline(to),
+            lambda: GgufRepack(file, recipe_of("q4_0")),
+        ):
+            began_s = time.process_time()
+            try:
+                attempt()
+            except SwarmnodeError as error:
+                assert len(str(error)) < 2000
+            assert time.process_time() - began_s < LONGEST_S, number
+
+
+LENGTHS = {  # key and type of a value, and what follows: lengths that nothing of this size has
+    "a text": (8, (1 << 64) - 1, b""),
+    "an array of numbers": (9, 4, (1 << 40).to_bytes(8, "little")),
+    "an array of texts": (9, 8, ((1 << 64) - 1).to_bytes(8, "little")),
+    "an array of arrays": (9, 9, (1 << 20).to_bytes(8, "little")),
+    "bytes of the file's own": (9, 0, (5 << 20).to_bytes(8, "little") + bytes(5 << 20)),
+}
+
+
+@pytest.mark.parametrize("what", LENGTHS)
+def test_a_length_in_a_header_is_held_against_the_file(what: str, tmp_path: Path) -> None:
+    file, (kind, length, rest) = tmp_path / "model.gguf", LENGTHS[what]
+    size = 4 if kind == 9 else 8
+    value = kind.to_bytes(4, "little") + length.to_bytes(size, "little") + rest
+    counts = (0).to_bytes(8, "little") + (1).to_bytes(8, "little")
+    file.write_bytes(b"GGUF" + (3).to_bytes(4, "little") + counts + (1).to_bytes(8, "little") + b"k" + value)
+    began_s = time.process_time()
+    with pytest.raises(SwarmnodeError, match="its header"):
+        GgufCheckpoint(file)
+    assert time.process_time() - began_s < LONGEST_S
+
+
+@pytest.mark.parametrize(
+    "key", ["attention.head_count", "attention.head_count_kv", "rope.dimension_count", "block_count"]
+)
+@pytest.mark.parametrize("value", [0, 4096])
+def test_a_size_of_no_model_is_refused_with_its_name(key: str, value: int, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    save_llama_gguf(file, form="Q8_0")
+    data = bytearray(file.read_bytes())
+    place = data.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4
+    data[place : place + 4] = value.to_bytes(4, "little")
+    file.write_bytes(data)
+    names = key if value == 0 else "num_|head|rotary|shape|rope"
+    with pytest.raises(SwarmnodeError, match=names):
+        GgufCheckpoint(file).pack(tmp_path)

@@ -27,6 +27,7 @@ MAX_EXAMPLE_BYTES = 1 << 30
 _TRAINING = "TRAINING"
 _MODEL = "models/model.json"
 _WEIGHTS = "data/weights"
+MAX_REPEATED = 1 << 24  # elements of a tensor that repeats the bytes of the archive
 _CONSTANTS = "data/constants"
 _EXAMPLE = "data/sample_inputs/model.pt"
 _CONFIGS = {_WEIGHTS: "model_weights_config.json", _CONSTANTS: "model_constants_config.json"}
@@ -299,7 +300,11 @@ class _Archive:
             dtype = DTYPES[meta["dtype"]]
             path = f"{folder}/{payload['path_name']}"
             raw = bytearray(self._read(path, self.sizes.get(f"{self.root}/{path}", 0)))
-            flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.zeros(math.prod(sizes), dtype=dtype)
+            if math.prod(sizes) > max(len(raw) // dtype.itemsize, MAX_REPEATED):
+                raise UsageError(
+                    f"{name} says {sizes}, and the archive has {len(raw)} bytes of it; save the program again"
+                )
+            flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.zeros(0, dtype=dtype)
             tensor = flat.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"])).clone()
             if payload["is_param"]:
                 tensor = nn.Parameter(tensor, requires_grad=bool(meta["requires_grad"]))

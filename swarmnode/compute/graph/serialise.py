@@ -135,7 +135,7 @@ def check_graph(graph: Graph) -> None:
 
 def _check_results(graph: Graph, known: dict[str, int]) -> None:
     if (graph.loss is None) == (not graph.outputs) or len(graph.outputs) > MAX_OUTPUTS:
-        raise CheckpointError("the graph needs a loss, or 1 to {MAX_OUTPUTS} outputs; export the module again")
+        raise CheckpointError(f"the graph needs a loss, or 1 to {MAX_OUTPUTS} outputs; export the module again")
     weights = {weight.name for weight in graph.weights}
     names: dict[str, int] = {}
     for output in graph.outputs:

@@ -7,6 +7,7 @@ are read only when asked for.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +41,13 @@ LARGEST = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), MAX_WIDTH),
     "vocab_size": MAX_VOCABULARY,
 }  # upper limits by the families' names for their sizes
+OPTIONAL = {
+    **dict.fromkeys(("num_key_value_heads", "n_head_kv", "num_kv_heads"), MAX_HEADS),
+    **dict.fromkeys(("head_dim", "intermediate_size", "ffn_dim", "n_inner"), MAX_VOCABULARY),
+}
+"""Upper limits of sizes that a config may leave out, or leave to its family (null)"""
+_COUNTED = re.compile(r"(num|n)_.*(layers?|experts?)(_|$)")  # modules of a model: each is built
+MAX_DIMENSIONS = 8
 DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
@@ -93,6 +101,7 @@ class Checkpoint:
     @cached_property
     def family(self) -> Family:
         """Anatomy of the model and its cut into units. Raises CheckpointError with the reason if the model cannot be cut."""
+        check_layer_count(self.config, len(self.entries), self.path)
         return family_of(self.config if self.quantised is None else plain_config(self.config))
 
     @property
@@ -219,7 +228,8 @@ def _check_sizes(file: Path, values: dict[str, Any]) -> None:
 
     Lists (a size for each layer) are left to the family.
     """
-    for name, most in LARGEST.items():
+    given = {name: values[name] for name in OPTIONAL if values.get(name) is not None}
+    for name, most in {**LARGEST, **{name: OPTIONAL[name] for name in given}}.items():
         value = values.get(name, 1)
         whole = isinstance(value, int) and not isinstance(value, bool)
         if not isinstance(value, list) and not (whole and 1 <= value <= most):
@@ -227,6 +237,21 @@ def _check_sizes(file: Path, values: dict[str, Any]) -> None:
                 f"{file}: {name} is {str(value)[:MAX_TOLD_CHARS]}, not "
                 f"a whole number from 1 to {most:,}; correct the file"
             )
+    for name, value in values.items():
+        if _COUNTED.match(str(name)) and isinstance(value, int | float) and not abs(value) <= MAX_LAYERS:
+            raise CheckpointError(
+                f"{file}: {name} is {str(value)[:MAX_TOLD_CHARS]}, more than {MAX_LAYERS:,}; correct the file"
+            )
+
+
+def check_layer_count(config: Any, tensors: int, place: Path) -> None:
+    """Raise CheckpointError if a config has more layers than its checkpoint at `place` has tensors, since each layer is built
+    before its tensors are looked for."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > tensors:
+        raise CheckpointError(
+            f"{place}: its config says {layers} layers (num_hidden_layers), and it has {tensors} tensors; fetch it again"
+        )
 
 
 def _without_kernels(values: Any) -> Any:
@@ -324,11 +349,13 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 def _check_entry(file: Path, name: str, value: Any, data_begin: int, size: int) -> TensorEntry:
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
+        if len(shape) > MAX_DIMENSIONS or not all(type(size) is int and size >= 0 for size in (*shape, begin, end)):
+            raise ValueError
         entry = TensorEntry(file, dtype, shape, data_begin + begin, data_begin + end)
         wanted_bytes = (entry.elements * DTYPE_BITS[dtype] + 7) // 8
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(f"{file}: the header's entry for {name} is damaged; fetch it again") from None
-    if begin < 0 or entry.nbytes != wanted_bytes:
+    if entry.nbytes != wanted_bytes:
         raise CheckpointError(
             f"{file}: the header's entry for {name} contradicts itself: {entry.nbytes} bytes, {shape}; fetch it again"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -25,10 +26,15 @@ CACHE_ARGUMENT = "cache" if "cache" in _NAMES else "past_key_values"
 with lean():
     from transformers.cache_utils import Cache
     from transformers.initialization import no_init_weights
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+TRACED = "swarmnode_traced"  # the attention of a trace, by the name in transformers' table
 
 # Errors that a family's own code may raise for a config or a use that it was not made for.
 FOREIGN_ERRORS = (
-    *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError),
+    *(RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, ImportError, ArithmeticError),
     StrictDataclassError,
 )
 
@@ -92,6 +98,8 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
     if not has_padding_token:
         config.pad_token_id = None
     model = build_on_meta(model_class, config)
+    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+        model.config._attn_implementation = TRACED
     stack_name = _find_stack(model, config.num_hidden_layers)
     layers = list(model.get_submodule(stack_name))
     recorder = _Recorder(has_mask)
@@ -170,6 +178,38 @@ def _narrows(model: Any, stack: Stack, recorder: _Recorder) -> bool:
     except FOREIGN_ERRORS:
         return False
     return True
+
+
+def check_attention(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:
+    """Raise ValueError if attention is not defined for queries (B, H, T, D), keys (B, G, C, D) and values (B, G, C, W).
+
+    ggml asserts all of this, or divides by it, and ends the process.
+    """
+    heads, groups = query[1], key[1]
+    if min(*query, *key, *value) < 1:
+        raise ValueError(f"attention of queries {(*query,)} to keys {(*key,)} and values {(*value,)} has an empty side")
+    if heads % groups:
+        raise ValueError(
+            f"{heads} attention heads (num_attention_heads) cannot share {groups} heads of keys and values "
+            "(num_key_value_heads): the first must be a multiple of the second"
+        )
+    if (query[0], query[3]) != (key[0], key[3]) or (*key[:3],) != (*value[:3],):
+        raise ValueError(
+            f"attention of queries {(*query,)} to keys {(*key,)} and values {(*value,)} does not fit together"
+        )
+
+
+def _traced_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return torch's attention. Raises CheckpointError if the config's heads do not fit together."""
+    try:
+        check_attention(query.shape, key.shape, value.shape)
+    except ValueError as error:
+        raise CheckpointError(f"{type(module).__name__}: {error}; correct config.json") from None
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+
+
+ALL_ATTENTION_FUNCTIONS.register(TRACED, _traced_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(TRACED, sdpa_mask)
 
 
 def _pass(model: Any, stack: Stack, recorder: _Recorder, keep_last: int = -1) -> None:

@@ -102,15 +102,17 @@ class BackupFolder:
         name = peer_digest(writer).hex()
         with self._lock:
             store = self._stores.get(name)
-            own_bytes = 0 if store is None or store.run != run else used_bytes(store.folder)
-            self._make_room(name, size_bytes)
+            held_bytes = 0 if store is None else used_bytes(store.folder)
+            is_old = store is not None and store.run != run  # its states make room for those of the new run
+            own_bytes = 0 if is_old else held_bytes
+            self._make_room(name, size_bytes - (held_bytes if is_old else 0))
             share_bytes = int(WRITER_SHARE * self._limit_bytes())
             if own_bytes + size_bytes > share_bytes:
                 raise Busy(
                     f"{size_bytes / 1e6:.1f} MB more would be more than one peer may keep here: {share_bytes / 1e6:.1f} MB",
                     retry_s=RETRY_S,
                 )
-            if store is None or store.run != run:
+            if store is None or is_old:
                 if store is not None:
                     store.close()
                     shutil.rmtree(store.folder, ignore_errors=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,21 +16,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from swarmnode.compute.model.assemble import quiet_loader
-from swarmnode.compute.model.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpoint, load_config
+from swarmnode.compute.model.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpoint, check_layer_count, load_config
 from swarmnode.compute.model.dequantize.checkpoint import write_plain
 from swarmnode.compute.model.dequantize.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
 from swarmnode.compute.model.dequantize.gguf_tokenizer import TOKENS, GgufTokenizer
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.packing.ggml import F32, FORMATS, Format, check_finite
-from swarmnode.compute.model.packing.tensor_entry import PART, TensorEntry, turned
+from swarmnode.compute.model.packing.tensor_entry import MAX_TOLD_CHARS, PART, TensorEntry, turned
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import (
@@ -46,7 +47,14 @@ DTYPE = torch.bfloat16
 LINK_NAME = f"weights{SUFFIX}"  # in the folder beside the .swarm file
 _EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<kind>gate|down|up)_exps)\.weight")
 _EXPERT_ROWS = ("gate", "up")  # the parts of a joined matrix, from above
+MAX_HEADER_VALUES = (
+    1 << 21
+)  # keys, tensors and elements of arrays: a vocabulary of 262,144 tokens with its merges has 1.3 million
+MAX_DIMENSIONS, MAX_TENSOR_NAME = 4, 1 << 10
+STRING, ARRAY = 8, 9
+SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _FAULTS = {
+    r"^its header (.*)": r"its header \1",
     r"magic invalid": "not a GGUF file",
     r"(\d+)\)? is not a valid GGMLQuantizationType": r"has a tensor in number format \1, which is unknown here: upgrade gguf, or "
     "choose a file in another format",
@@ -109,9 +117,9 @@ class GgufCheckpoint:
                 with _replaced(gguf, "GGUFReader", lambda *_: first):  # it takes seconds to read again
                     self._parsed: dict[str, Any] = read(str(file))
                 self._header = GgufHeader(*self._readers)
+                told = self._header.general("split.tensors.count")
         except (*FOREIGN_ERRORS, OSError) as error:
             raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
-        told = self._header.general("split.tensors.count")
         if told is not None and told != len(self._stored):
             raise CheckpointError(f"{file}: its parts have {len(self._stored)} tensors, and should have {told}")
 
@@ -136,7 +144,10 @@ class GgufCheckpoint:
         CheckpointError."""
         family = self._write_config(folder)
         model = build_on_meta(family.model_class, family.config)
-        index, plain = self._index(self._names(model), _shapes(family, model))
+        try:
+            index, plain = self._index(self._names(model), _shapes(family, model))
+        except FOREIGN_ERRORS as error:
+            raise CheckpointError(f"{self.file}: its tensors do not make its model: {error}") from error
         return _Outline(self.file, index, plain, folder)
 
     @lean()
@@ -268,13 +279,15 @@ class GgufCheckpoint:
     def _write_config(self, out: Path) -> Family:
         try:
             completed = complete_config(self._header, self._parsed["config"])
+            values = json.dumps({**completed, "dtype": "bfloat16"}, indent=2, default=float)
         except (*FOREIGN_ERRORS, CheckpointError) as error:
             raise CheckpointError(
                 f"{self.file}: its config cannot be read: {error}; use the model's safetensors checkpoint"
             ) from error
-        values = {**completed, "dtype": "bfloat16"}
-        (out / CONFIG_FILE).write_text(json.dumps(values, indent=2, default=float) + "\n")
-        return family_of(load_config(out / CONFIG_FILE))
+        (out / CONFIG_FILE).write_text(f"{values}\n")
+        config = load_config(out / CONFIG_FILE)
+        check_layer_count(config, len(self._stored), self.file)
+        return family_of(config)
 
     def _write_tokenizer(self, out: Path) -> None:
         """Write the tokenizer files beside the GGUF file, else the tokenizer within it, and the generation config.
@@ -356,11 +369,13 @@ def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
 
 
 def read_gguf(file: Path) -> Any:
-    """Return gguf's reader of a file, which raises errors of any kind if the file is damaged.
+    """Return gguf's reader of a file, which raises errors of any kind if the file is damaged, after `check_header`.
 
     Its views are plain arrays: with memory-mapped ones a vocabulary takes ten seconds.
     """
     import gguf
+
+    check_header(file)
 
     class Reader(gguf.GGUFReader):
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
@@ -368,6 +383,82 @@ def read_gguf(file: Path) -> Any:
             return np.frombuffer(self.data, np.dtype(dtype).newbyteorder(order), int(count), int(offset))
 
     return Reader(file)
+
+
+def check_header(file: Path) -> None:
+    """Raise ValueError if the header of a GGUF file has lengths, counts or sizes beyond the file, or too many values.
+
+    gguf's reader would allocate, loop and recurse by them. A file of another kind is left to the reader. Raises OSError.
+    """
+    import gguf
+
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        magic, version = stream.read(4), stream.read(4)
+        order: Literal["little", "big"] = "big" if version[:2] == b"\0\0" else "little"
+        values = 0
+
+        def fail(what: str) -> NoReturn:
+            raise ValueError(f"its header {what}: it is damaged, or cut short: fetch the file again")
+
+        def number(count: int) -> int:
+            raw = stream.read(count)
+            if len(raw) < count:
+                fail("ends early")
+            return int.from_bytes(raw, order)
+
+        def skip(count: int, what: str) -> None:
+            if count > size - stream.tell():
+                fail(f"has {what} of {count} bytes, more than the file")
+            stream.seek(count, 1)
+
+        def add(count: int, what: str) -> None:
+            nonlocal values
+            values += count
+            if count > size or values > MAX_HEADER_VALUES:
+                fail(f"says {count} {what}, more than are read ({MAX_HEADER_VALUES:,} in all)")
+
+        def value(kind: int) -> None:
+            if kind == ARRAY:
+                kind, count = number(4), number(8)
+                add(count, "elements of an array")
+                if kind in SCALAR_BYTES:
+                    skip(count * SCALAR_BYTES[kind], "an array")
+                elif kind != STRING:
+                    fail(f"has an array of values of type {kind}")
+                else:
+                    for _ in range(count):
+                        skip(number(8), "a text")
+            elif kind == STRING:
+                skip(number(8), "a text")
+            elif kind in SCALAR_BYTES:
+                skip(SCALAR_BYTES[kind], "a number")
+            else:
+                fail(f"has a value of type {kind}")
+
+        if magic != b"GGUF":
+            return
+        tensors, keys = number(8), number(8)
+        add(tensors, "tensors")
+        add(keys, "keys")
+        for _ in range(keys):
+            skip(number(8), "a key")
+            value(number(4))
+        for _ in range(tensors):
+            length = number(8)
+            if length > MAX_TENSOR_NAME:
+                fail(f"has a tensor with a name of {length} bytes")
+            name = stream.read(length).decode(errors="replace")
+            if (dimensions := number(4)) > MAX_DIMENSIONS:
+                fail(f"says {dimensions} dimensions of {name[:MAX_TOLD_CHARS]}")
+            shape = [number(8) for _ in range(dimensions)]
+            kind, offset = number(4), number(8)
+            if kind in set(gguf.GGMLQuantizationType):
+                block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+                if 0 in shape or offset + math.prod(shape) // block * block_bytes > size:
+                    fail(
+                        f"says {shape} of {name[:MAX_TOLD_CHARS]} from byte {offset} on, which the file of {size} bytes lacks"
+                    )
 
 
 def fault_of_gguf(error: BaseException) -> str:

@@ -29,6 +29,12 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
     "expert_weights_norm": ("norm_topk_prob",),
 }
+_SIZES = (
+    *("block_count", "embedding_length", "context_length", "rope.dimension_count", "attention.head_count"),
+    *("attention.head_count_kv", "attention.key_length", "attention.value_length"),
+)
+"""Sizes that the config divides by, or builds modules by; lists have one for each layer"""
+MAX_SIZE = 1 << 31
 _POSITION_KEYS = frozenset(
     {"rope.freq_base", "rope.dimension_count"}
     | {f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length", "attn_factor", "finetuned")}
@@ -123,6 +129,11 @@ def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, An
 
     Raises CheckpointError if a key has an effect that is not supported here.
     """
+    for key in _SIZES:
+        if (size := header.said(key)) is not None and not (isinstance(size, list) or 0 < size <= MAX_SIZE):
+            raise CheckpointError(
+                f"its {header.architecture}.{key} is {size}, not a whole number from 1 to {MAX_SIZE:,}"
+            )
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

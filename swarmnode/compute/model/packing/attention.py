@@ -34,6 +34,7 @@ from swarmnode.compute.model.packing.ggml import (
     numbers_at,
     threads,
 )
+from swarmnode.compute.model.trace import check_attention
 
 with lean():
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -107,7 +108,7 @@ def attention_by_position(
 
     This is what transformers expects. `attention_mask` is float16 (B, 1, T, C): 0 for columns that count, else minus infinity. None
     if all before the position count. Attention with a dropout or a position bias is torch's. So is attention that takes gradients,
-    or a mask of another dtype as in training.
+    or a mask of another dtype as in training. Raises ValueError if ggml cannot take these shapes.
     """
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     has_other_mask = attention_mask is not None and attention_mask.dtype != torch.float16
@@ -121,6 +122,7 @@ def attention_by_position(
         mask = None if attention_mask is None else attention_mask.to(query.dtype)
         y, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
         return y, None
+    check_attention(query.shape, key.shape, value.shape)
     if key.dtype not in NUMBERS or not key.stride(-1) == value.stride(-1) == 1:
         key, value = key.float().contiguous(), value.float().contiguous()
     rows, heads, count, width = query.shape

@@ -15,7 +15,7 @@ import importlib.util
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from swarmnode.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 PACKAGE = "xllamacpp"
+MOST_ELEMENTS = 2**31 - 1  # of a dimension: ggml's kernels count in 32 bits
 F32 = "F32"
 
 
@@ -52,6 +53,13 @@ class Format:
         if elements % self.block:
             raise ValueError(f"a row of {elements} elements has no whole blocks of {self.block}, as {self.name} has")
         return elements // self.block * self.block_bytes
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Raise ValueError if ggml would end the process at a matrix of this shape (..., outputs, inputs): it asserts whole blocks,
+        and divides by its sizes."""
+        if not all(0 < size <= MOST_ELEMENTS for size in shape):
+            raise ValueError(f"its shape is {tuple(shape)}: each size must be from 1 to {MOST_ELEMENTS:,}")
+        self.row_bytes(shape[-1])
 
 
 def _by_name(*formats: Format) -> Mapping[str, Format]:
@@ -407,11 +415,18 @@ class GgmlMatrix:
 
     Its products are those of the dequantised matrix if it is `exact`; else it rounds activations to 8 bits, and its rows are
     interleaved if that is faster on this CPU, unless it is `looked_up` by rows.
+
+    Raises ValueError if ggml cannot take a matrix of this shape, or it has other bytes.
     """
 
     def __init__(
         self, packed_OB: Tensor, form: Format, inputs: int, *, exact: bool = False, looked_up: bool = False
     ) -> None:
+        form.check_shape((len(packed_OB), inputs))
+        if packed_OB.nbytes != len(packed_OB) * form.row_bytes(inputs):  # ggml would read beyond them
+            raise ValueError(
+                f"{packed_OB.nbytes} bytes are no {len(packed_OB)} rows of {inputs} elements in {form.name}"
+            )
         self.form, self.outputs, self.inputs, self._exact = form, len(packed_OB), inputs, exact
         self.name, self.nbytes = form.name, packed_OB.nbytes
         self.order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)

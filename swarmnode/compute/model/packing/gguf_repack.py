@@ -49,13 +49,14 @@ class GgufRepack:
             self._readers = [read_gguf(part) for part in parts]
             self._tensors: list[Any] = [tensor for reader in self._readers for tensor in reader.tensors]
             swapped = any(reader.byte_order != "I" for reader in self._readers)
+            told = self._value("split.tensors.count")
+            self.choice  # noqa: B018  # raises if keys or tensors are not as they must be
         except (*FOREIGN_ERRORS, OSError) as error:
             raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
         if swapped:
             raise CheckpointError(
                 f"{file}: in the byte order of other machines; convert it with gguf-py's gguf-convert-endian"
             )
-        told = self._value("split.tensors.count")
         if told is not None and told != len(self._tensors):
             raise CheckpointError(f"{file}: its parts have {len(self._tensors)} tensors, and should have {told}")
         if not again:

@@ -91,12 +91,14 @@ def _packed_entry(index: Path, name: str, value: Any) -> TensorEntry:
         file, form, shape = index.parent / value["file"], FORMATS[value["format"]], tuple(value["shape"])
         entry = TensorEntry(file, form.name, shape, value["begin"], value["end"], value.get("heads", 0))
         numbers = [*shape, entry.begin, entry.end, entry.heads]
-        if not all(isinstance(number, int) and number >= 0 for number in numbers) or len(shape) not in (2, 3):
-            raise ValueError
+        if not all(type(number) is int and number >= 0 for number in numbers) or len(shape) not in (2, 3):
+            raise ValueError("it has numbers that are no sizes")
+        form.check_shape(shape)
         wanted_bytes = math.prod(shape[:-1]) * form.row_bytes(shape[-1])
         turns = entry.heads == 0 or (len(shape) == 2 and shape[0] % (2 * entry.heads) == 0)
-    except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{index}: the entry for {name[:MAX_TOLD_CHARS]} is damaged") from None
+    except (KeyError, TypeError, ValueError) as error:
+        told = f": {error}" if type(error) is ValueError else ""
+        raise CheckpointError(f"{index}: the entry for {name[:MAX_TOLD_CHARS]} is damaged{told}") from None
     if (
         entry.nbytes != wanted_bytes
         or not turns

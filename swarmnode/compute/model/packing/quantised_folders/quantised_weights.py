@@ -103,6 +103,7 @@ def _read_plain(stored: Any, dtype: torch.dtype, *, exact: bool, looked_up: bool
     name, shape = stored.get_dtype(), stored.get_shape()
     if name not in PLAIN_MATRICES or len(shape) != 2:
         return None
+    FORMATS[name].check_shape(shape)
     rows_OB = stored[...].view(torch.uint8)
     matrix = GgmlMatrix(rows_OB, FORMATS[name], shape[1], exact=exact, looked_up=looked_up)
     return PackedWeight([matrix], dtype)
