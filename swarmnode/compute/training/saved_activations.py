@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +13,11 @@ from swarmnode.compute.training.segment import Shares, Values
 from swarmnode.errors import NotFinite, ProtocolError
 
 Gradients = tuple[Tensor | None, ...]
+
+LARGEST_VALUE = 2.0**32
+"""Largest magnitude of a value that a neighbour sends. Products of two such values have squares that float32 can hold."""
+LARGEST_SUM = 2.0**56
+"""Largest magnitude in a sum of gradients that a replica sends, for the same reason."""
 
 
 @dataclass
@@ -83,13 +87,18 @@ def check_finite(gradients: Sequence[Tensor | None], boundary: int) -> None:
 
 
 def is_finite(values: Sequence[Tensor | None]) -> bool:
-    """Return whether no float among the values, all on one device, is NaN or infinite.
+    """Return whether no float among the values, all on one device, is NaN or infinite."""
+    return is_within(values, torch.finfo(torch.float32).max)
 
-    It adds them up: one pass over memory, no copies, one wait for the device.
+
+def is_within(values: Sequence[Tensor | None], largest: float) -> bool:
+    """Return whether no float among the values, all on one device, is NaN or has a magnitude above `largest`.
+
+    One pass over memory, no copies, one wait for the device. A sum would not do: finite values may overflow in it.
     """
-    floats = [value.detach() for value in values if value is not None and value.is_floating_point()]
-    sums = [value.sum(dtype=torch.float32) for value in floats]
-    return not sums or math.isfinite(torch.stack(sums).sum().item())
+    floats = [value.detach() for value in values if value is not None and value.is_floating_point() and value.numel()]
+    ends = [end.float() for value in floats for end in torch.aminmax(value)]
+    return not ends or bool((torch.stack(ends).abs() <= largest).all())
 
 
 def has_nan(values: Values) -> bool:
