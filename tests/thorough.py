@@ -115,6 +115,7 @@ EVERY = {  # of the cases of a test, each n-th one always runs; NEVER: only with
     "training/test_hangs.py::test_a_step_that_fails_at_every_holder_ends_the_run_with_the_cause": 9,
     "training/test_liars.py::test_a_stage_that_one_trainer_slanders_works_for_another": 3,
     "training/test_liars.py::test_the_losses_are_those_of_one_process": 3,
+    "training/test_not_finite.py::test_one_number_or_another_size_does_not_stop_the_others": 5,
     "training/test_not_finite.py::test_the_others_train_on": 2,
     "training/test_optimizers.py::test_a_swarm_computes_what_one_process_does": 2,
     "training/test_organisation.py::test_all_leave_for_another_layout_only_where_that_is_worth_it": 2,

@@ -36,7 +36,7 @@ from swarmnode.codec.tuning_messages import (
     Updated,
 )
 from swarmnode.compress.codecs import Encoded, decode_values, describe_values, encode_values
-from swarmnode.compute.training.saved_activations import Gradients, is_bounded
+from swarmnode.compute.training.saved_activations import LARGEST_VALUE, Gradients, is_within
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import (
     ErrorCode,
@@ -540,7 +540,7 @@ class HeldAdapter:
     def _decoded(self, infos: Sequence[TensorInfo], payload: Buffer, sender: str) -> Values:
         """Return the values that a peer sent. Raises PeerRefused if they are NaN or too large, ProtocolError if they do not fit."""
         values = decode_values(infos, payload, self._parts.device)
-        if not is_bounded(values):
+        if not is_within(values, LARGEST_VALUE):
             text = f"peer {sender} sent NaN, infinity or numbers that become infinite"
             raise PeerRefused(text, code=ErrorCode.NOT_FINITE, peer=sender)
         return values

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -40,13 +42,54 @@ class Sender(Saboteur):
         self._factor = factor
         self.lies = 0
 
+    def _lie(self, sent: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(sent, self._number) if self._factor is None else sent * self._factor
+
     def instead_of(self, frame: Frame) -> Frame | None:
         if not self.tripped or frame.kind != self._kind or not frame.payload:
             return frame
         self.lies += 1
         sent = torch.frombuffer(bytearray(frame.payload), dtype=torch.float32)
-        lied = torch.full_like(sent, self._number) if self._factor is None else sent * self._factor
-        return msgspec.structs.replace(frame, payload=lied.numpy().tobytes())
+        return msgspec.structs.replace(frame, payload=self._lie(sent).numpy().tobytes())
+
+
+class OneNumber(Sender):
+    """Sends one number among its own values."""
+
+    def _lie(self, sent: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.tensor([self._number]), sent[1:]])
+
+
+class OtherSize(Sender):
+    """Sends payloads of `factor` times the size under the descriptors of the whole."""
+
+    def _lie(self, sent: torch.Tensor) -> torch.Tensor:
+        assert self._factor is not None
+        return sent.repeat(2)[: int(len(sent) * self._factor)]
+
+
+FORWARD, BACKWARD = FrameKind.FORWARD, FrameKind.BACKWARD
+PLACES = [(1, FORWARD), (LIAR, FORWARD), (LIAR, BACKWARD), (5, BACKWARD)]  # volunteer of the first to the last unit
+LIES = [
+    *(partial(OneNumber, number=number) for number in (3e38, -1e30, 1e25)),
+    *(partial(OtherSize, factor=factor) for factor in (0.5, 2, 0.9)),
+]
+
+
+@pytest.mark.parametrize("lie", LIES, ids=["3e38", "-1e30", "1e25", "half", "twice", "shorter"])
+@pytest.mark.parametrize(("number", "kind"), PLACES)
+def test_one_number_or_another_size_does_not_stop_the_others(
+    tmp_path: Path, number: int, kind: FrameKind, lie: Callable[..., Sender]
+) -> None:
+    sender = lie(kind)
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(*PAIRS)
+        await scene.train()
+        assert len(scene.losses) == STEPS
+
+    in_scenario(tmp_path, test, **{f"peer_{number}": sender})
+    assert sender.lies
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])

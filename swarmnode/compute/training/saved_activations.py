@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,9 +14,10 @@ from swarmnode.errors import NotFinite, ProtocolError
 
 Gradients = tuple[Tensor | None, ...]
 
-MOST_MAGNITUDE = math.sqrt(
-    torch.finfo(torch.float32).max
-)  # 1.8e19: its square, as norms and AdamW take it, is still finite
+LARGEST_VALUE = 2.0**32
+"""Largest magnitude of a value that a neighbour sends. Products of two such values have squares that float32 can hold."""
+LARGEST_SUM = 2.0**56
+"""Largest magnitude in a sum of gradients that a replica sends, for the same reason."""
 
 
 @dataclass
@@ -87,23 +87,18 @@ def check_finite(gradients: Sequence[Tensor | None], boundary: int) -> None:
 
 
 def is_finite(values: Sequence[Tensor | None]) -> bool:
-    """Return whether no float among the values, all on one device, is NaN or infinite.
-
-    It adds them up: one pass over memory, no copies, one wait for the device.
-    """
-    floats = [value.detach() for value in values if value is not None and value.is_floating_point()]
-    sums = [value.sum(dtype=torch.float32) for value in floats]
-    return not sums or math.isfinite(torch.stack(sums).sum().item())
+    """Return whether no float among the values, all on one device, is NaN or infinite."""
+    return is_within(values, torch.finfo(torch.float32).max)
 
 
-def is_bounded(values: Sequence[Tensor | None]) -> bool:
-    """Return whether no float among the values of another peer, all on one device, is NaN or larger than `MOST_MAGNITUDE`.
+def is_within(values: Sequence[Tensor | None], largest: float) -> bool:
+    """Return whether no float among the values, all on one device, is NaN or has a magnitude above `largest`.
 
-    Larger ones are finite here, but become infinite in the layers behind. One pass over memory, one wait for the device.
+    One pass over memory, no copies, one wait for the device. A sum would not do: finite values may overflow in it.
     """
     floats = [value.detach() for value in values if value is not None and value.is_floating_point() and value.numel()]
     ends = [end.float() for value in floats for end in torch.aminmax(value)]
-    return not ends or torch.stack(ends).abs().max().item() <= MOST_MAGNITUDE  # false of NaN
+    return not ends or bool((torch.stack(ends).abs() <= largest).all())
 
 
 def has_nan(values: Values) -> bool:

@@ -14,17 +14,19 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from swarmnode.codec.body import MAX_ROUTE_HOPS, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
+from swarmnode.codec.tensors import FLOAT_DTYPES, TensorInfo
 from swarmnode.codec.training_messages import Backward, Forward
-from swarmnode.compress.codecs import Encoded, decode_values
+from swarmnode.compress.codecs import Buffer, Encoded, decode_values
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK
 from swarmnode.compute.training.label_queue import LabelQueue, ReceivedLabels
-from swarmnode.compute.training.saved_activations import Gradients, has_nan, is_finite
+from swarmnode.compute.training.saved_activations import LARGEST_VALUE, Gradients, has_nan, is_finite, is_within
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import (
     ErrorCode,
@@ -60,10 +62,18 @@ WORK = {FORWARD: FORWARD_WORK, BACKWARD: BACKWARD_WORK}
 
 
 class NotFiniteInput(PeerRefused):
-    """NaN or infinity in the data of a peer, which an honest peer does not send."""
+    """Values of a peer that an honest peer does not send: NaN, infinity, out of all reason, or malformed."""
 
-    def __init__(self, peer: PeerId) -> None:
-        super().__init__(f"peer {peer} sent NaN or infinity", code=ErrorCode.NOT_FINITE, peer=peer)
+    def __init__(self, peer: PeerId, what: str = "NaN, infinity or values that would overflow") -> None:
+        super().__init__(f"peer {peer} sent {what}", code=ErrorCode.NOT_FINITE, peer=peer)
+
+
+def decode_from(peer: PeerId, infos: Sequence[TensorInfo], payload: Buffer, device: torch.device) -> Values:
+    """Return the values that `peer` sent. Raises NotFiniteInput, which names the peer, if the payload is malformed."""
+    try:
+        return decode_values(infos, payload, device)
+    except ProtocolError as error:
+        raise NotFiniteInput(peer, f"malformed values ({error})") from error
 
 
 class TrainingMeter(StageMeter):
@@ -126,6 +136,7 @@ class MicrobatchInFlight:
         self._expert_load = 0.0
         self._returned: Encoded = ((), [])  # the gradients for the sender, only those that are `_present`
         self._present: tuple[bool, ...] = ()
+        self._sent: tuple[TensorInfo, ...] = ()  # descriptors of the values for the next hop
         self._turned = False  # the backward pass has begun
         self.kept: KeptMicrobatch | None = None  # for replicas that check this node
         self._next: Channel | None = None
@@ -242,6 +253,7 @@ class MicrobatchInFlight:
         peer = self.body.route[self.body.hop + 1].peer
         bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
         encoded = self._encode(outputs, peer, FORWARD, bandwidth_bps)
+        self._sent = encoded[0]
         if self.kept is not None:
             self.kept.sent = encoded
         return encoded
@@ -257,26 +269,35 @@ class MicrobatchInFlight:
         return float(loss), gradients
 
     def _turn(self, part: TrainingPart, units: Span, answer: Backward, payload: bytes | bytearray) -> Gradients:
-        """Compute the backward pass from the gradients that the next hop returned. Raises NotFiniteInput if they are not finite."""
+        """Compute the backward pass from the gradients that the next hop returned. Raises NotFiniteInput if they are malformed
+        or out of reason."""
         peer, next_hop = self.body.route[self.body.hop + 1].peer, self._next
         if next_hop is not None:
             self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
-        came = decode_values(answer.values, payload, part.segment.device)
-        if not is_finite(came):
+        due = [info for info, there in zip(self._sent, answer.present, strict=False) if there]
+        fits = len(answer.present) == len(self._sent) and [one.shape for one in answer.values] == [
+            one.shape for one in due
+        ]
+        if not fits or any(
+            info.dtype not in FLOAT_DTYPES for info in (*due, *answer.values)
+        ):  # float16 passes return float32
+            raise NotFiniteInput(peer, "gradients of other shapes than the values, or of integers")
+        came = decode_from(peer, answer.values, payload, part.segment.device)
+        if not is_within(came, LARGEST_VALUE) or not abs(answer.loss) <= LARGEST_VALUE:
             raise NotFiniteInput(peer)
         flowing = iter(came)
         return self._backward(part, units, tuple(next(flowing) if present else None for present in answer.present))
 
     def _outputs(self, part: TrainingPart, units: Span, values: Values | None) -> Values:
         """Compute a part's outputs from `values`, or, for the first part, from the payload, which is then freed. Raises
-        NotFiniteInput if a peer or the trainer sent NaN, NotFinite if a layer produced it."""
+        NotFiniteInput if a peer or the trainer sent NaN or malformed values, NotFinite if a layer produced NaN."""
         body, device = self.body, part.segment.device
         if values is None:
             if body.hop:  # the trainer's link is not measured
                 compressor, sender = self._stage.compressor, self._channel
                 compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
-            values = decode_values(body.values, self._payload, device)
-            if body.hop and not is_finite(values):
+            values = decode_from(body.sender, body.values, self._payload, device)
+            if body.hop and not is_within(values, LARGEST_VALUE):
                 raise NotFiniteInput(body.sender)
             checks, learner = self._stage.spot_checks, self._stage.state.learner
             self.kept = checks.remember(learner, body, self._payload, self._labels)
@@ -295,7 +316,7 @@ class MicrobatchInFlight:
         if self._labels is None or part is not self._passed[-1][0]:
             return ()
         came, self._labels = self._labels, None
-        return decode_values(came.body.values, came.payload, part.segment.device)
+        return decode_from(self.body.feeder, came.body.values, came.payload, part.segment.device)
 
     def _backward(self, part: TrainingPart, units: Span, gradients: Gradients) -> Gradients:
         """Compute the gradients of a part's inputs; those of the first part's inputs are encoded for the sender."""

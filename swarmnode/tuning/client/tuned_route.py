@@ -35,7 +35,7 @@ from swarmnode.codec.tuning_messages import (
     Updated,
 )
 from swarmnode.compress.codecs import decode_values, encode_values
-from swarmnode.compute.training.saved_activations import is_bounded
+from swarmnode.compute.training.saved_activations import LARGEST_VALUE, is_within
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
@@ -314,7 +314,7 @@ class TunedRoute:
         if [info.shape for info in infos] != [tuple(value.shape) for value in like]:
             raise ProtocolError("values of other shapes than those of the microbatch", peer=peer)
         values = decode_values(infos, payload, "cpu")
-        if not values[0].is_floating_point() or not is_bounded(values):
+        if not values[0].is_floating_point() or not is_within(values, LARGEST_VALUE):
             raise ProtocolError("values that are NaN, infinite or become so", code=ErrorCode.NOT_FINITE, peer=peer)
         return values[0].to(torch.float32)
 

@@ -28,7 +28,7 @@ from swarmnode.compute.training.averaging.parts import (
     share_of_nonzeros,
 )
 from swarmnode.compute.training.averaging.robust_aggregation import CentredClipping
-from swarmnode.compute.training.saved_activations import is_finite
+from swarmnode.compute.training.saved_activations import LARGEST_SUM, is_finite, is_within
 from swarmnode.errors import NotFinite, ProtocolError
 
 UNKNOWN_UNIT = -1
@@ -127,8 +127,8 @@ class Round:
 
     def _decode(self, part: slice, info: TensorInfo, payload: Buffer) -> Tensor:
         values_M = self._read(part.stop - part.start, info, payload)
-        if not is_finite([values_M]):
-            raise ProtocolError("a part holds NaN or infinity")
+        if not is_within([values_M], LARGEST_SUM):
+            raise ProtocolError("a part holds NaN, infinity or values that would overflow")
         return values_M
 
     def _read(self, length: int, info: TensorInfo, payload: Buffer) -> Tensor:
