@@ -115,7 +115,7 @@ def test_a_gguf_file_fits_before_a_swarm_is_founded_on_it(tmp_path: Path) -> Non
     rows = json.loads(invoke(*asked, "--json").stdout)
     expected = {"bfloat16", "int8", "nf4"} | ({"packed"} if library() else set())
     assert {row["precision"] for row in rows} == expected and {row["units"] for row in rows} == {4}
-    assert all(row["fitting"] == 4 and row["max_model_len"] == 512 for row in rows)
+    assert all(row["fitting"] == 4 and row["max_model_len"] == 2048 for row in rows)
     assert "tiny.gguf" in invoke(*asked).stdout and [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
     assert_clear(invoke("fit", "none.gguf"), 2, "no such GGUF file")
 

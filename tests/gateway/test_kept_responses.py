@@ -121,7 +121,9 @@ async def test_a_tools_result_refers_to_an_earlier_response(
         call = called.output[-1]
         result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "4 hens"}
         answered = await create(model=MODEL, input=[result], previous_response_id=called.id)
-        assert tokenizer.decode(prompts[-1]).endswith("4 hens") and "Let me see." in tokenizer.decode(prompts[-1])
+        assert tokenizer.decode(prompts[-1]).endswith("4 hens\n</tool_response>") and "Let me see." in tokenizer.decode(
+            prompts[-1]
+        )
         items = await served.openai.responses.input_items.list(answered.id, order="asc")
         assert [item.type for item in items.data] == ["message", "message", "function_call", "function_call_output"]
         assert items.data[2].arguments == call.arguments and items.data[3].output == "4 hens"

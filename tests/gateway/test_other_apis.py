@@ -97,8 +97,9 @@ async def test_tools_in_responses(founded: Founded, tmp_path: Path, monkeypatch:
         await served.openai.responses.create(**{**asked, "input": heard, "tool_choice": "none"})
         with pytest.raises(openai.BadRequestError, match="the id 'x' of a tool's result belongs to no earlier call"):
             await served.openai.responses.create(**{**asked, "input": [*SAID, {**result, "call_id": "x"}]})
-    assert "count" in tokenizer.decode(prompts[0]) and "count" not in tokenizer.decode(prompts[-1])
-    assert tokenizer.decode(prompts[-1]).endswith("4 hens")
+    heard = tokenizer.decode(prompts[-1])
+    assert "parameters" in tokenizer.decode(prompts[0]) and "parameters" not in heard, "no tool is offered any more"
+    assert heard.endswith("4 hens\n</tool_response>") and HENS in heard, "the template has no place for calls"
 
 
 @in_virtual_time
@@ -135,7 +136,7 @@ async def test_tools_in_messages(founded: Founded, tmp_path: Path, monkeypatch: 
         with pytest.raises(anthropic.BadRequestError, match="of a tool's result belongs to no earlier call"):
             await client.messages.create(**{**asked, "messages": [*SAID, turns[-1]]})
     heard = tokenizer.decode(prompts[-1])
-    assert heard.endswith("5 hens") and "4 hens" in heard and "count" not in heard
+    assert heard.endswith("5 hens\n</tool_response>") and "4 hens" in heard and "parameters" not in heard
 
 
 @in_virtual_time

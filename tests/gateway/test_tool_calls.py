@@ -123,8 +123,8 @@ async def test_a_model_calls_tools_and_hears_of_them(
         answer = {"role": "tool", "content": "4", "tool_call_id": whole.message.tool_calls[0].id}
         heard = [*ASKED["messages"], whole.message.model_dump(exclude_none=True), answer]
         await served.openai.chat.completions.create(**{**ASKED, "messages": heard, "tool_choice": "none"})
-    assert "count" in tokenizer.decode(prompts[0]) and "count" not in tokenizer.decode(prompts[2])
-    assert tokenizer.decode(prompts[2]).endswith("4")
+    assert "parameters" in tokenizer.decode(prompts[0]) and "parameters" not in tokenizer.decode(prompts[2])
+    assert tokenizer.decode(prompts[2]).endswith("4\n</tool_response>")
 
 
 @in_virtual_time

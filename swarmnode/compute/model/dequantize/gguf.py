@@ -456,8 +456,9 @@ def check_header(file: Path) -> None:
             if kind in set(gguf.GGMLQuantizationType):
                 block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
                 if 0 in shape or offset + math.prod(shape) // block * block_bytes > size:
-                    fail(
-                        f"says {shape} of {name[:MAX_TOLD_CHARS]} from byte {offset} on, which the file of {size} bytes lacks"
+                    raise ValueError(
+                        f"cut short: fetch the file again; its header says {shape} of {name[:MAX_TOLD_CHARS]} from byte {offset} "
+                        f"on, and the file has {size} bytes"
                     )
 
 
