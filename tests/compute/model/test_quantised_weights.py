@@ -21,6 +21,7 @@ from swarmnode.compute.model.packing.quantised_folders.blocks import WHOLE_NUMBE
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.model.tensor_check import check_tensors
 from swarmnode.compute.serving.loading import load_span
+from swarmnode.errors import CheckpointError
 from tests.compute.model.test_dequantize import METHODS, quantise, save
 from tests.llama import save_llama
 
@@ -96,6 +97,24 @@ def test_a_packed_model_is_the_plain_one(llama: Path, tmp_path: Path, method: st
     counted = sum(unit_sizes(checkpoint, dtype=torch.float32, keeps_packed=True).weight_bytes)
     orders = 4 * sum(part.inputs for part in found)
     assert 0.95 * counted - orders < span.weight_bytes < counted + orders + 1024
+
+
+SCALES = (".scales", ".weight_scale", ".weight_scale_inv", ".SCB", ".weight.absmax")
+
+
+@needs_ggml
+@pytest.mark.parametrize("method", ["gptq-4", "gptq-ordered", "awq", "w4a16", "w8a8", "int8", "fp8", "fp8-rows", "nf4"])
+@pytest.mark.parametrize("products", ["exact", None])
+def test_a_node_refuses_scales_that_are_not_finite(
+    llama: Path, tmp_path: Path, method: str, products: str | None
+) -> None:
+    quantise(llama, tmp_path, method)
+    tensors = load_file(tmp_path / "model.safetensors")
+    suffix = next(each for each in SCALES if f"model.layers.0.mlp.up_proj{each}" in tensors)
+    tensors[f"model.layers.0.mlp.up_proj{suffix}"].view(-1)[-1] = torch.nan if products else torch.inf
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj.*no finite numbers"):
+        load_span(Checkpoint(tmp_path), 1, 2, dtype=torch.float32, products=products, check=False)
 
 
 @needs_ggml

@@ -72,7 +72,6 @@ class QuantisedCheckpoint:
             if name in quantised.packed:
                 tensors = self._checkpoint.open_slices([name, *quantised.companions(name).values()])
                 matrix = quantised.matrix(name, tensors)
-                quantised.method.check_finite(matrix)
                 yield quantised.parameter(name), dequantised(quantised.method, matrix).to(self._dtype)
             elif name not in quantised.beside:
                 yield name, self._checkpoint.read([name])[name]

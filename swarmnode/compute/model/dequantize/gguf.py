@@ -465,6 +465,8 @@ def check_header(file: Path) -> None:
 def fault_of_gguf(error: BaseException) -> str:
     """Return what is wrong with a GGUF file, in words, by the error of gguf's or transformers' reader."""
     text = " ".join(str(error).split())
+    if text.startswith(("cut short", "its header")):  # of `check_header`
+        return text
     for pattern, told in _FAULTS.items():
         if found := re.search(pattern, text):
             return found.expand(told)

@@ -138,7 +138,8 @@ class QuantisedSlice:
 
 
 def dequantised(method: Method, matrix: PackedMatrix) -> Tensor:
-    """Return the plain weight as float32. Raises CheckpointError if the matrix is damaged."""
+    """Return the plain weight as float32. Raises CheckpointError if the matrix is damaged, or a scale is no finite number."""
+    method.check_finite(matrix)
     try:
         return method.dequantize(matrix)
     except (ValueError, TypeError, RuntimeError, LookupError) as error:

@@ -82,6 +82,8 @@ def _read(
     """Return the weight at a place; None if it cannot stay packed. `packed` has the packed tensors by their parameters."""
     method = quantised.method
     parts = [[quantised.matrix(packed[name], slices) for name in matrix] for matrix in place.parts]
+    for part in (part for matrix in parts for part in matrix):
+        method.check_finite(part)  # again, since a hostile founder leaves it out
     try:
         if isinstance(method, Mxfp4):
             experts = packed_experts(method, parts[0][0], exact=exact)
