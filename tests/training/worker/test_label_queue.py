@@ -115,7 +115,7 @@ async def test_labels_that_do_not_fit_are_the_senders_fault(scene: Scene, wrong:
     payload = [bytes(other[0])[:-1]] if wrong == "length" else other
     (await scene.talk(1)).send(msgspec.structs.replace(body, values=infos), payload)
     answer = await (await scene.talk(1)).ask(*scene.forward(0))
-    assert isinstance(answer, Fault) and answer.code in (ErrorCode.MALFORMED, ErrorCode.INTERNAL)
+    assert isinstance(answer, Fault) and answer.code in (ErrorCode.NOT_FINITE, ErrorCode.INTERNAL)
     assert isinstance(await scene.feed(0, lease=2), Backward)
 
 
