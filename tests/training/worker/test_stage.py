@@ -104,7 +104,13 @@ async def test_values_that_do_not_fit_are_the_senders_fault(scene: Scene) -> Non
     body, payload = scene.forward(0)
     (await scene.talk(1)).send(*scene.labels(0))
     answer = await (await scene.talk(1)).ask(body, [bytes(payload[0])[:-4]])
-    assert answer == Fault(0, 0, ErrorCode.NOT_FINITE)  # the code that names the sender, to coordinators of each version
+    assert answer == Fault(
+        0, 0, ErrorCode.NOT_FINITE
+    )  # the code that names the sender, to coordinators of each version
+    told = await line.ask(Release((), RUN.id))
+    assert isinstance(told, Failed) and told.code == ErrorCode.NOT_FINITE and told.peer, (
+        "the coordinator hears the name"
+    )
     assert masks(await line.ask(Release((), RUN.id))) == ()
 
 
