@@ -51,7 +51,7 @@ async def with_asyncio(url: str, model: str) -> None:
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         asked = [client.chat.completions.create(model=model, messages=SAID, max_tokens=8, seed=n) for n in range(4)]
         assert all(answer.usage.completion_tokens == 8 for answer in await asyncio.gather(*asked))
-        stream = await client.chat.completions.create(model=model, messages=SAID, max_tokens=8, stream=True)
+        stream = await client.chat.completions.create(model=model, messages=SAID, max_tokens=8, seed=0, stream=True)
         assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "length"
 
 
