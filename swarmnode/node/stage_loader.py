@@ -159,8 +159,8 @@ class CrashLog:
         if len(crashed) >= MOST_CRASHES:
             raise UsageError(
                 f"this model has ended the process {len(crashed)} times before a pass was done: {_crash(crashed[-1])}. "
-                "It is not loaded again. Update the library or swarmnode, choose another --products, --device or --dtype, or "
-                f"remove {path} to try again"
+                "It is not loaded again. Update swarmnode, choose another --device (`run` also takes --products and --dtype), or "
+                f"remove {path} to try again, as after an update of the library"
             )
         try:
             return None if faulthandler.is_enabled() else cls(path, model, crashed)
