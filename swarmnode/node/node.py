@@ -48,7 +48,7 @@ from swarmnode.node.description import (
     reason_of,
 )
 from swarmnode.node.node_config import RATES, NodeConfig
-from swarmnode.node.stage_loader import StageLoader
+from swarmnode.node.stage_loader import CrashLog, StageLoader
 from swarmnode.peer.explanation import explain
 from swarmnode.peer.host import Host
 from swarmnode.peer.placement import Placement, PlannedPlace
@@ -60,6 +60,7 @@ from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.manifest import GENERATE, TRAIN
 from swarmnode.swarm.records.sections import Place
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
+from swarmnode.version import __version__
 from swarmnode.weights.seeder import Seeder
 
 if TYPE_CHECKING:
@@ -72,8 +73,10 @@ log = logging.getLogger(__name__)
 
 MANIFEST_PATIENCE_S = 3600.0  # a volunteer has time
 REPORT_S = 60.0
+CRASHES = "crashes"  # in the node's home: one file for each peer and swarm
 DRAFT_FOLDER = "draft-model"  # in the node's home: the index of a GGUF file
 
+COMPUTED = (table.UNIT_TOKENS, table.ANSWERS)  # not zero after a completed pass
 NO_LONGER_FINISHING = (LendingState.RUNNING, LendingState.DRAINING)
 
 
@@ -133,6 +136,7 @@ class Node:
         self._rates: dict[str, float] = {}  # limits that `follow` has changed
         self._guard: CardGuard | None = None  # None until the devices are known, as the hardware
         self._hardware: Hardware | None = None
+        self._crashes: CrashLog | None = None  # None until the model is known, and if nothing is logged
 
     def __repr__(self) -> str:
         return f"<Node {self._host!r} {self._stage!r}>"
@@ -308,6 +312,13 @@ class Node:
         await host.manifest(patience_s=MANIFEST_PATIENCE_S)
         assert host.swarm.manifest is not None
         self._tell("model", introduce(host.swarm.manifest), **msgspec.to_builtins(host.swarm.manifest.model))
+        path, model = (
+            self.config.host.home / CRASHES / f"{host.peer_id}-{host.swarm.id.hex()[:16]}.txt",
+            self._model(host),
+        )
+        self._crashes = await asyncio.to_thread(CrashLog.start, path, model)
+        if self._crashes is not None:
+            services.callback(self._crashes.close)
         seeder = await Seeder.start(host, host.swarm)
         prober = Prober(host, busy=lambda: self._busy(host))
         await heavy
@@ -353,6 +364,20 @@ class Node:
         workplace = Workplace(host, hardware, self._executors, adapters)
         loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place
+
+    def _model(self, host: Host) -> str:
+        """Return one line that differs if the model, a version or an option differs that decides which code computes."""
+        stage = self.config.stage
+        options = (
+            stage.device,
+            stage.dtype,
+            stage.quantize,
+            stage.products,
+            stage.kv,
+            stage.capture,
+            stage.draft_model,
+        )
+        return f"{host.swarm.id.hex()} {__version__} {options!r}"
 
     def _open_draft(self, served: Checkpoint, trains: bool) -> Checkpoint | None:
         """Open the draft model; None if that is a layer of the `served` model.
@@ -405,6 +430,8 @@ class Node:
                 told = newer
             peers = {peer: one for peer, one in host.directory.peers().items() if peer != host.peer_id}
             report = reporter.report(host.paths.reachability, peers, since)
+            if self._crashes is not None and any(one.value for one in self.readings() if one.metric in COMPUTED):
+                self._crashes.forget()
             if report is not None:
                 self._tell("report", str(report), **asdict(report))
             self._donation = await asyncio.to_thread(record.keep, record.given())
@@ -455,6 +482,8 @@ class Node:
             Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
         )
         self._tell("loading", f"Loading {layers(*span)}, {hardware.describe(span)}", span=list(span))
+        if self._crashes is not None:
+            self._crashes.note(f"it held {layers(*span)}")
         if self._kept is not None and self._kept.units == span:
             kept, self._kept = self._kept, None
             self._stage = await loader.take_up(kept)
@@ -516,6 +545,8 @@ class Node:
         if self._stage is not None:
             self._tell("draining", "Leaving: sessions move to other peers. Ctrl-C again leaves now.")
             await self._leave_stage(host)
+        if self._crashes is not None:
+            self._crashes.forget()
         donation = await asyncio.to_thread(record.keep, record.given())
         self._tell("left", farewell(donation), given=donation.to_json())
 

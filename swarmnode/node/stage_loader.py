@@ -1,13 +1,20 @@
-"""Stage loader: loads the weights of a span into a stage that serves or trains it."""
+"""Stage loader: loads the weights of a span into a stage that serves or trains it. Crash log: remembers models that ended the
+process."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import faulthandler
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.errors import LocalError, UsageError
+from swarmnode.files import read_bounded, write_private
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.node.description import Tell, progress_of
 from swarmnode.plan.view import Span
@@ -25,6 +32,11 @@ if TYPE_CHECKING:
 
 
 HEAD_PATIENCE_S = 60.0  # for a peer that has the tensors of the layer that guesses beside the head
+MOST_CRASHES = 2  # of one model, without a completed pass between them
+MAX_LOG_BYTES = 1 << 20
+RUN = "== run: "  # begins the log of a process; no line of `faulthandler` begins so
+CRASH = re.compile(r"^Fatal Python error: (.+)", re.M)
+FRAME = re.compile(r'^  File "(?:.*/)?(.+)", line (\d+) in (.+)', re.M)
 
 log = logging.getLogger(__name__)
 
@@ -114,3 +126,72 @@ class StageLoader:
         worker = await TrainingWorker.load(self.place, checkpoint, span, self.states, self.awaits_others)
         worker.listen(self.tell)
         return worker
+
+
+class CrashLog:
+    """Log of the fatal signals (SIGABRT, SIGSEGV, SIGFPE, SIGILL, SIGBUS) that ended a node's process before it completed a pass.
+
+    `faulthandler` writes it, and prints nothing then. It does not see Ctrl-C, nor SIGKILL for want of memory. If the process uses
+    `faulthandler` already (PYTHONFAULTHANDLER, another node), nothing is written.
+    """
+
+    def __init__(self, path: Path, model: str, crashed: list[str]) -> None:
+        self._path, self._model, self._crashed = path, model, crashed
+        write_private(path, "".join(f"{RUN}{run}" for run in (*crashed, f"{model}\n")).encode(), make_folder=True)
+        self._file = path.open("ab", buffering=0)
+        faulthandler.enable(self._file, all_threads=False)
+
+    def __repr__(self) -> str:
+        return f"<CrashLog {self._path}: {len(self._crashed)} crashes>"
+
+    @classmethod
+    def start(cls, path: Path, model: str) -> CrashLog | None:
+        """Watch this process from now on, and keep what `path` says of earlier ones with the same `model`: one line that names the
+        model, its number format and the version. Others are forgotten.
+
+        Returns None if nothing is written. Raises UsageError if `MOST_CRASHES` processes have crashed.
+        """
+        try:
+            runs = (read_bounded(path, MAX_LOG_BYTES) or b"").decode(errors="replace").split(RUN)
+        except OSError:
+            runs = []
+        crashed = [run for run in runs if run.startswith(f"{model}\n") and CRASH.search(run)]
+        if len(crashed) >= MOST_CRASHES:
+            raise UsageError(
+                f"this model has ended the process {len(crashed)} times before a pass was done: {_crash(crashed[-1])}. "
+                "It is not loaded again. Update swarmnode, choose another --device (`run` also takes --products and --dtype), or "
+                f"remove {path} to try again, as after an update of the library"
+            )
+        try:
+            return None if faulthandler.is_enabled() else cls(path, model, crashed)
+        except (OSError, LocalError) as error:
+            log.warning("a crash of this process would not be remembered: %s", error)
+            return None
+
+    def note(self, doing: str) -> None:
+        """Write down what the process does from now on, in one line. On a full disk nothing is written."""
+        with contextlib.suppress(OSError):
+            self._file.write(f"{doing}\n".encode())
+
+    def forget(self) -> None:
+        """Forget the earlier crashes: this process has computed, or ends as it should."""
+        if self._crashed:
+            self._crashed = []
+            self._file.truncate(0)
+            self.note(f"{RUN}{self._model}")
+
+    def close(self) -> None:
+        """Watch no longer. Without earlier crashes the file goes."""
+        faulthandler.disable()
+        self._file.close()
+        if not self._crashed:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+
+
+def _crash(run: str) -> str:
+    """Return the signal that ended a logged `run`, the last thing it did before, and the Python function if one is known."""
+    (before, signal, after), frame = CRASH.split(run, maxsplit=1), FRAME.search(run)
+    doing = before.splitlines()[1:]
+    where = f" in {frame[3]} ({frame[1]}, line {frame[2]})" if frame and after else ""
+    return f"{signal}{where}, while {doing[-1] if doing else 'it measured this machine'}"
