@@ -95,7 +95,7 @@ class Dispatcher:
     def keep_apart(self, accuser: PeerId, accused: PeerId) -> None:
         """Route no microbatch from one of these stages to the other, unless there is no other route."""
         if accused in self.members and self._transfers.keep_apart(accuser, accused):
-            log.warning("stage %s finds that %s sends other data than it signs: they are kept apart", accuser, accused)
+            log.warning("stage %s finds that %s sends false data: they are kept apart", accuser, accused)
 
     def passing_s(self, step: int, microbatches: int) -> float:
         """Estimate the seconds that `microbatches` take if nothing else runs. Returns 0 if no stage has been measured or a layer

@@ -264,8 +264,9 @@ class StepLoop:
     def _hear_claim(self, member: WorkerHandle, claim: Failed) -> None:
         """Handle a stage's claim of NaN in a microbatch, made by one of its layers or sent by a neighbour.
 
-        Peers that are suspects in all claims of the step are struck. The run stops if no peer is a suspect in all of them,
-        or, from the second claim on, if none of those peers can be spared.
+        Peers that are suspects in all claims of the step are struck, and a claimant is kept apart from the neighbour that it
+        accuses: together they would rest and come back as the same pair, so that no later claim told which of them lies. The run
+        stops if no peer is a suspect in all claims, or, from the second claim on, if none of those peers can be spared.
         """
         if claim.unit >= 0 and not member.span.start <= claim.unit < member.span.end:
             return  # it knows nothing about units that it does not hold
@@ -281,7 +282,9 @@ class StepLoop:
             unit = claim.unit if claim.unit >= 0 or not claim.peer else member.span.start
             self._stopped = Stopped(self.step, self.run.id, ErrorCode.NOT_FINITE, unit)
             return
-        for peer in common:
+        if claim.peer:
+            self.dispatcher.keep_apart(member.peer, claim.peer)
+        for peer in sorted(common):
             self.dispatcher.strike(peer, is_trainer=record is not None and peer == record.trainer)
         spared = [peer for peer in common if self.worker_group.can_spare(peer)]
         if len(self._claims) >= OUT and len(spared) == 1:
