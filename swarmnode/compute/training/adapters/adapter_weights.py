@@ -17,6 +17,7 @@ VECTORS = ("weight", "exp_avg", "exp_avg_sq")
 """Vectors of an adapter's state. The state's tensors are their parts, named "weight/NAME" and so on."""
 STEP = "step"
 """Name of the number of updates (int64) in a state"""
+MOST_STEPS = 1 << 53
 MOMENTS = 2
 """Numbers that an adapter's updates keep for each weight"""
 
@@ -120,8 +121,8 @@ class AdapterWeights:
         """
         own = self.state()
         self._check(own, state)
-        if int(state[STEP]) < 0:
-            raise CheckpointError("the adapter's state has a negative step: it is of another adapter")
+        if not 0 <= int(state[STEP]) <= MOST_STEPS:
+            raise CheckpointError("the adapter's state has a negative or huge step: it is of another adapter")
         for name, tensor in own.items():
             tensor.copy_(state[name])
         self.step = int(state[STEP])

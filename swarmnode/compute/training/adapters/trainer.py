@@ -22,7 +22,7 @@ from swarmnode.compute.training.adapters.activation_size import ActivationSize, 
 from swarmnode.compute.training.adapters.adapter_weights import VECTORS, AdapterWeights
 from swarmnode.compute.training.adapters.labelled_positions import LabelledPositions
 from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, AdapterLayers, file_name
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.recipe import MOST_FLOAT, AdapterRecipe
 from swarmnode.compute.training.adapters.starts import PROMPT
 from swarmnode.compute.training.adapters.trained_changes import TrainedDora
 from swarmnode.compute.training.lm import NothingKept, check_labels, check_values, documents
@@ -308,12 +308,14 @@ class AdapterTrainer:
             scale: Factor of the gradient, which clips it: the same on all spans.
 
         Raises:
-            ProtocolError: `number` is not the present step's, or a rate or factor is not a number from 0 on.
+            ProtocolError: `number` is not the present step's, or a rate or factor is no float32 from 0 on.
         """
         if number != self._weights.step:
             raise ProtocolError(f"an update after {number} steps, but the adapter has had {self._weights.step}")
-        if not all(0 <= value < math.inf for value in (learning_rate, scale)):
-            raise ProtocolError(f"a learning rate of {learning_rate} and a scale of {scale}: both must be from 0 on")
+        if not all(0 <= value <= MOST_FLOAT for value in (learning_rate, scale)):
+            raise ProtocolError(
+                f"a learning rate of {learning_rate} and a scale of {scale}: both must be from 0 on, in float32"
+            )
         self._forget_all()
         drain(self.prepare_by_piece())
         self._weights.update(self.recipe, learning_rate, self._corrections, scale)
