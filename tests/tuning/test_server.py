@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from swarmnode.codec.body import Body, HopSpec
+from swarmnode.codec.body import MAX_ROWS, Body, HopSpec
 from swarmnode.codec.messages import Error, Fault
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.tuning_messages import (
@@ -32,20 +33,23 @@ from swarmnode.codec.tuning_messages import (
     Updated,
 )
 from swarmnode.compress.codecs import encode_values
+from swarmnode.compute.executor import Urgency, WorkItem
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.recipe import METHODS, AdapterRecipe
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.ledger import MemoryLedger
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld
+from swarmnode.tuning import server
 from swarmnode.tuning.adapter_bytes import encode_recipe
 from swarmnode.tuning.adapter_parts import TuningDevice
 from swarmnode.tuning.pace import TuningPace
-from swarmnode.tuning.server import ADAPTERS_OF_PEER, TuningServer
+from swarmnode.tuning.server import ADAPTERS, ADAPTERS_OF_PEER, TuningServer
 from tests.compute.inline_executor import InlineExecutor
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_peer import HELLO, ToyPeer
@@ -69,16 +73,23 @@ def span(tmp_path_factory: pytest.TempPathFactory) -> ModelSpan:
 class Scene:
     """A server, and two peers."""
 
-    def __init__(self, span: ModelSpan, cost_s: float) -> None:
+    def __init__(self, span: ModelSpan, cost_s: float, share: float) -> None:
         world = FakeWorld(seed=1)
         self.networks = [world.join() for _ in range(3)]
         self.peer, *self.others = (network.peer_id for network in self.networks)
         span.adapters.ledger = self.ledger = MemoryLedger(ROOM)
-        self.executor = InlineExecutor(lambda _item: cost_s)
-        device = TuningDevice(span, self.executor, TuningPace(self.executor, 1.0, lambda: False))
+        self.busy_s = 0.0  # of items that compute
+        self.cost_s = cost_s
+        self.executor = InlineExecutor(self._cost_s)
+        device = TuningDevice(span, self.executor, TuningPace(self.executor, share, lambda: share < 1))
         config = ServerConfig(forgotten_s=60.0)
         self.server = TuningServer(ToyPeer(self.networks[0], LinkConfig(), HELLO), [device], config, frozenset({0, 1}))
         self.boards = [Switchboard(network, TUNE_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[1:]]
+
+    def _cost_s(self, item: WorkItem) -> float:
+        if item.urgency is not Urgency.CONTROL:
+            self.busy_s += self.cost_s
+        return self.cost_s
 
     def opening(self, **changes: Any) -> OpenAdapter:
         route = (HopSpec(self.peer, 0, UNITS),)
@@ -94,8 +105,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(span: ModelSpan, cost_s: float = 0.0) -> AsyncIterator[Scene]:
-    scene = Scene(span, cost_s)
+async def scene_of(span: ModelSpan, cost_s: float = 0.0, share: float = 1.0) -> AsyncIterator[Scene]:
+    """`share` below 1: sessions run on the device all the time."""
+    scene = Scene(span, cost_s, share)
     await scene.server.start()
     for network in scene.networks[1:]:
         await network.connect(await scene.networks[0].addresses(), timeout_s=1)
@@ -155,13 +167,21 @@ async def test_two_peers_with_the_same_id_have_an_adapter_each(span: ModelSpan) 
         assert refused == Error(ErrorCode.NO_SESSION), "only the hop before it may feed an adapter"
 
 
+def recipe_of(**changes: Any) -> bytes:
+    return encode_recipe(replace(RECIPE, **changes))
+
+
+FROZEN_RANK = msgspec.msgpack.encode({"method": "lora-fa", "rank": 513})
 BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
     "a recipe of no method": ({"recipe": b"\x81\xa6method\xa3sft"}, ErrorCode.MALFORMED),
     "a rank beyond all bounds": ({"recipe": b"\x81\xa4rank\xce\xff\xff\xff\xff"}, ErrorCode.MALFORMED),
     "layers that are not here": ({"units": (0, UNITS + 1)}, ErrorCode.WRONG_SPAN),
     "a route to another peer": ({"peer": "elsewhere"}, ErrorCode.MALFORMED),
     "a codec that the swarm forbids": ({"codec": 3}, ErrorCode.INVALID_REQUEST),
-    "more memory than there is": ({"recipe": encode_recipe(AdapterRecipe(rank=4096))}, ErrorCode.BUSY),
+    "more memory than there is": ({"recipe": encode_recipe(AdapterRecipe(rank=4096))}, ErrorCode.TOO_LARGE),
+    "a microbatch beyond the memory": ({"rows": MAX_ROWS, "positions": 64, "window": 1}, ErrorCode.TOO_LARGE),
+    "layers of another model": ({"recipe": recipe_of(targets=("sft_proj",))}, ErrorCode.INVALID_REQUEST),
+    "a rank that its method cannot have": ({"recipe": FROZEN_RANK}, ErrorCode.MALFORMED),
 }
 
 
@@ -173,8 +193,59 @@ async def test_an_adapter_that_cannot_be_had_is_refused(span: ModelSpan, name: s
         start, end = changes.get("units", (0, UNITS))
         peer = str(changes.get("peer", scene.peer))
         given = {key: value for key, value in changes.items() if key not in ("peer", "units")}
+        held = [object() for _ in range(ADAPTERS)]
+        for number, place in enumerate(held):
+            scene.server._places.take(place, Claimant(f"group {number}", f"owner {number}"))
         _, answer = await scene.open(route=(HopSpec(peer, start, end),), **given)
         assert isinstance(answer, Error) and answer.code == code
+        assert all(place in scene.server._places for place in held), "no other owner gave up a place for it"
+        _, good = await scene.open()
+        assert isinstance(good, AdapterOpened) and sum(place in scene.server._places for place in held) == ADAPTERS - 1
+
+
+@in_virtual_time
+async def test_a_peer_pauses_between_its_openings_and_others_do_not_wait(span: ModelSpan) -> None:
+    clock = asyncio.get_running_loop().time
+    async with scene_of(span) as scene:
+        began_s, tries = clock(), 3 * int(server.OPENINGS.at_once)
+        for epoch in range(1, tries + 1):
+            _, answer = await scene.open(epoch=epoch)
+            assert isinstance(answer, AdapterOpened)
+        assert clock() - began_s >= (tries - server.OPENINGS.at_once - 1) / server.OPENINGS.per_s
+        began_s = clock()
+        _, answer = await scene.open(1)
+        assert isinstance(answer, AdapterOpened) and clock() - began_s < 1.0
+        flood = [asyncio.ensure_future(scene.open(adapter=bytes([number] * 16))) for number in range(1, 41)]
+        codes = [answer.code for _, answer in await asyncio.gather(*flood) if isinstance(answer, Error)]
+        assert len(codes) == 40 - ADAPTERS_OF_PEER + 1 and set(codes) == {ErrorCode.BUSY}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("what", ["openings", "updates", "microbatches", "states", "evaluations"])
+@in_virtual_time
+async def test_nothing_that_tuning_computes_takes_more_than_its_share(span: ModelSpan, method: str, what: str) -> None:
+    """Each item of the device's work takes a tenth of a second while sessions run. Those that only free memory do not count."""
+    clock = asyncio.get_running_loop().time
+    async with scene_of(span, cost_s=0.1, share=0.3) as scene:
+        small = encode_recipe(replace(RECIPE, method=method, prompt_tokens=2))
+        talk, answer = await scene.open(recipe=small, positions=10)
+        assert isinstance(answer, AdapterOpened)
+        began_s, busy_s = clock(), scene.busy_s
+        for turn in range(3):
+            if what == "openings":
+                talk, _ = await scene.open(recipe=small, epoch=2 + turn, positions=10)
+            elif what == "updates":
+                assert await talk.ask(Update(turn, 1e-2, 1.0)) == Updated(turn + 1)
+            elif what == "states":
+                assert len(await state_of(talk, 0)) == UNITS
+            else:
+                infos, payload = encode_values((IDS,))
+                talk.send(TuneLabels(0, turn, infos, 1 / 14), payload)
+                talk.send(TuneInput(0, turn, infos, what == "microbatches"), payload)
+                assert isinstance(await talk.next(), TuneLoss)
+                assert what == "evaluations" or isinstance(await talk.next(), TuneCounted)
+        assert scene.busy_s - busy_s >= 0.3
+        assert scene.busy_s - busy_s <= 0.3 * (clock() - began_s) + 0.3, "two items more at the ends"
 
 
 @in_virtual_time
