@@ -129,6 +129,11 @@ class AdapterParts:
         return sum(part.trainer.adapter_bytes for part in self._parts)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the adapter, and of passes in flight."""
+        return self.adapter_bytes + sum(part.trainer.in_flight_bytes for part in self._parts)
+
+    @property
     def most_state_bytes(self) -> int:
         """Upper bound of the bytes of a state of all layers."""
         return self.adapter_bytes + SLACK_BYTES
@@ -247,10 +252,11 @@ class AdapterParts:
         return next(part for part in self._parts if unit in part.units)
 
 
-def check_parts(devices: Sequence[TuningDevice], units: Span, recipe: AdapterRecipe, size: tuple[int, int]) -> None:
-    """Raise ProtocolError if an adapter for layers `units`, and a microbatch of `size`, can never be had on the devices.
+def check_parts(devices: Sequence[TuningDevice], units: Span, recipe: AdapterRecipe, size: tuple[int, int]) -> int:
+    """Return a lower bound of the bytes of an adapter for layers `units` and of a microbatch of `size`.
 
-    Only a lower bound of a microbatch's bytes is known before a pass is measured: the values that enter each layer.
+    Raises ProtocolError if they can never be had on the devices. Of a microbatch only the values that enter each layer are known
+    before a pass is measured.
     """
     least: dict[MemoryLedger, int] = {}
     for device in _used(devices, units):
@@ -261,6 +267,7 @@ def check_parts(devices: Sequence[TuningDevice], units: Span, recipe: AdapterRec
         least[ledger] = least.get(ledger, 0) + adapter_bytes + entering_bytes
     for ledger, size_bytes in least.items():
         _check_room(ledger, size_bytes)
+    return sum(least.values())
 
 
 def _check_room(ledger: MemoryLedger, size_bytes: int) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
@@ -16,6 +17,7 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.targets import check_targets, linear_layers
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, ProtocolError, UsageError
+from swarmnode.ledger import Account, Full
 from swarmnode.measuring.meters import TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -26,6 +28,7 @@ from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.plan.view import Span
+from swarmnode.serving.session.session_memory import BUSY_WEIGHT, Held, Shares
 from swarmnode.tuning.adapter_bytes import decode_recipe
 from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice, check_parts
 from swarmnode.tuning.held_adapter import HeldAdapter, HopCodecs
@@ -33,6 +36,7 @@ from swarmnode.tuning.held_adapter import HeldAdapter, HopCodecs
 ADAPTERS, ADAPTERS_OF_PEER = 16, 4
 OPENINGS = Pace(per_s=0.2, at_once=4.0)  # of a peer; each computes the adapter's start
 OPENINGS_OF_GROUP = Pace(per_s=0.8, at_once=16.0)
+MODEST = 16  # payloads of all adapters may always take this part of the memory beside the weights
 MOST_WAIT_S = 60.0  # of an opening for its turn
 WATCH_S = 5.0
 TUNED = (
@@ -40,6 +44,13 @@ TUNED = (
 )
 
 log = logging.getLogger(__name__)
+
+
+class _Payloads(NamedTuple):
+    """Payloads of one adapter, as `Shares` count them."""
+
+    claimant: Claimant
+    total_bytes: int
 
 
 class TuningServer:
@@ -142,6 +153,45 @@ class TuningServer:
         self.meter.note_hop(phase, seconds)
         self.meter.note_pass(phase, seconds, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
 
+    def make_room(self, adapter: HeldAdapter) -> bool:
+        """End adapters of owners that hold more than this one's owner, for a pass of it. Returns False if there are none."""
+        return self.give_way(adapter.claimant, adapter.pass_bytes)
+
+    def give_way(self, asker: Claimant, asked_bytes: int, beside: Sequence[Held] = ()) -> bool:
+        """End adapters for `asked_bytes` of an asker, in max-min fairness as sessions share memory (`serving/session`).
+
+        `beside` is what else is held for the asker and others. The memory is free once the devices' threads have let go of the
+        adapters. Returns False, and ends none, if no owner holds more than the asker with these bytes.
+        """
+        held, freed_bytes = Shares([*beside, *self._adapters.values()]), 0
+        while freed_bytes < asked_bytes and self._adapters:
+            excess_bytes = {
+                one: held.excess_bytes(one.claimant, asker, BUSY_WEIGHT if one.is_computing else 1, asked_bytes)
+                for one in self._adapters.values()
+            }
+            largest = max(excess_bytes, key=lambda one: (excess_bytes[one], one.total_bytes))
+            if excess_bytes[largest] <= 0:
+                break
+            held.take(largest)
+            freed_bytes += largest.total_bytes
+            largest.end(Error(ErrorCode.BUSY, self._config.retry_s))
+        return freed_bytes > 0
+
+    def note_payloads(self) -> None:
+        """End adapters of the owners with most payloads, as long as payloads of adapters take more memory than they leave free."""
+        ledger = self.switchboard.ledger
+        if ledger.limit_bytes is None:
+            return
+        modest_bytes = (ledger.limit_bytes - ledger.accounts()[Account.WEIGHTS]) / MODEST
+        total_bytes = sum(one.payload_bytes for one in self._adapters.values())
+        free_bytes = ledger.free_bytes
+        while total_bytes > max(free_bytes, modest_bytes):
+            held = Shares([_Payloads(one.claimant, one.payload_bytes) for one in self._adapters.values()])
+            largest = max(self._adapters.values(), key=lambda one: (*held.size_bytes(one.claimant), one.payload_bytes))
+            total_bytes -= largest.payload_bytes
+            free_bytes += largest.payload_bytes
+            largest.end(Error(ErrorCode.BUSY, self._config.retry_s))
+
     def bandwidth_bps(self, peer: PeerId) -> float | None:
         """Return the rate of large frames to a peer, at most that of this node's limit, in bits/s; None if it is unknown."""
         links = self._peer.link_config
@@ -199,10 +249,16 @@ class TuningServer:
         try:
             await asyncio.sleep(wait_s)
             self._check_waited(channel)
-            await asyncio.to_thread(self._check_recipe, body, recipe)
+            least_bytes = await asyncio.to_thread(self._check_recipe, body, recipe)
             if older is not None:
                 older.end(Error(ErrorCode.STALE))
-            place, parts = object(), await self._parts(channel, body, recipe)
+            place = object()
+            try:
+                parts = await self._parts(channel, body, recipe)
+            except Full:
+                if not self.give_way(channel.claimant, least_bytes):
+                    raise
+                parts = await self._parts(channel, body, recipe)
             try:
                 self._check_waited(channel)
                 self._make_place(place, channel.claimant)
@@ -248,8 +304,11 @@ class TuningServer:
             raise ProtocolError("the swarm does not allow the codec", code=ErrorCode.INVALID_REQUEST)
         return decode_recipe(body.recipe)
 
-    def _check_recipe(self, body: OpenAdapter, recipe: AdapterRecipe) -> None:
-        """Raise ProtocolError if an adapter can never be had here: of layers that the model lacks, or larger than the memory."""
+    def _check_recipe(self, body: OpenAdapter, recipe: AdapterRecipe) -> int:
+        """Return a lower bound of an adapter's bytes.
+
+        Raises ProtocolError if it can never be had here: of layers that the model lacks, or larger than the memory.
+        """
         hop, family = body.route[body.index], self._devices[0].span.family
         try:
             if self._model_layers is None:
@@ -257,7 +316,7 @@ class TuningServer:
             check_targets(family, recipe, self._model_layers)
         except UsageError as error:
             raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
-        check_parts(self._devices, Span(hop.start, hop.end), recipe, (body.rows, body.positions))
+        return check_parts(self._devices, Span(hop.start, hop.end), recipe, (body.rows, body.positions))
 
     def _joining(self, channel: Channel, body: Body) -> HeldAdapter:
         """Return the adapter that a previous hop feeds. Raises ProtocolError if no adapter here has the sender as previous hop."""

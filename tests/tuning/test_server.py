@@ -40,11 +40,12 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.training.adapters.recipe import METHODS, AdapterRecipe
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
-from swarmnode.ledger import MemoryLedger
+from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld
+from swarmnode.serving.session.session_memory import Promise
 from swarmnode.tuning import server
 from swarmnode.tuning.adapter_bytes import encode_recipe
 from swarmnode.tuning.adapter_parts import TuningDevice
@@ -78,6 +79,7 @@ class Scene:
         self.networks = [world.join() for _ in range(3)]
         self.peer, *self.others = (network.peer_id for network in self.networks)
         span.adapters.ledger = self.ledger = MemoryLedger(ROOM)
+        self.hidden_size = span.hidden_size
         self.busy_s = 0.0  # of items that compute
         self.cost_s = cost_s
         self.executor = InlineExecutor(self._cost_s)
@@ -493,3 +495,100 @@ async def test_an_owner_whose_gradients_do_not_fit_loses_its_adapter(span: Model
         assert isinstance(answer, Fault) and answer.code == HOSTILE[what] and answer.index == 0
         await asyncio.sleep(1.0)
         assert (scene.server.load, scene.held) == (0, 0)
+
+
+# -- memory of several owners
+
+
+LONG = torch.zeros(64, 512, dtype=torch.int64)
+
+
+def wait_for_next_step(talk: Talk, numbers: range) -> None:
+    infos, payload = encode_values((LONG,))
+    for number in numbers:
+        talk.send(TuneInput(1, number, infos), payload)
+
+
+@in_virtual_time
+async def test_the_owner_whose_payloads_take_most_gives_way_once_they_leave_too_little(span: ModelSpan) -> None:
+    async with scene_of(span) as scene:
+        scene.ledger.limit_bytes = None
+        modest, _ = await scene.open(0, rows=64, positions=512, window=16)
+        greedy, _ = await scene.open(1, rows=64, positions=512, window=16)
+        wait_for_next_step(modest, range(4))
+        wait_for_next_step(greedy, range(8))
+        await asyncio.sleep(1.0)
+        total = sum(one.payload_bytes for one in scene.server._adapters.values())
+        assert total == 12 * LONG.nbytes
+        host = scene.server.switchboard.ledger
+        host.limit_bytes = host.used_bytes + total + (1 << 12)  # what waits leaves a little more free than it takes
+        wait_for_next_step(modest, range(4, 5))
+        await asyncio.sleep(1.0)
+        assert scene.server.load == 1 and isinstance(await greedy.next(), Error)
+        assert await modest.ask(Update(0, 1e-2, 1.0)) == Updated(1), "the other one goes on"
+        host.limit_bytes = None
+
+
+@pytest.mark.parametrize("what", ["inputs", "labels"])
+@in_virtual_time
+async def test_what_waits_for_the_owner_waits_for_so_long_and_no_longer(span: ModelSpan, what: str) -> None:
+    async with scene_of(span) as scene:
+        talk, _ = await scene.open()
+        infos, payload = encode_values((IDS,))
+        talk.send(TuneInput(1 if what == "inputs" else 0, 0, infos), payload)
+        for _ in range(2):  # an owner that is heard keeps its adapter, and not a place in it
+            await asyncio.sleep(25.0)
+            assert len(await state_of(talk, 0)) == UNITS
+        await asyncio.sleep(15.0)
+        answer = await talk.next()
+        assert isinstance(answer, Fault) and answer.code == ErrorCode.BUSY and scene.server.load == 0
+
+
+@in_virtual_time
+async def test_adapters_give_way_in_max_min_fairness(span: ModelSpan) -> None:
+    """To sessions, whose peers hold what the promises say, and to other owners."""
+    asker = Claimant("asker's group", "asker")
+    for held, ended in ((0, 1), (1 << 30, 0)):
+        async with scene_of(span) as scene:
+            small, _ = await scene.open(0)
+            large, _ = await scene.open(1, recipe=recipe_of(rank=8))
+            promise = Promise(asker, (held,), MemoryLedger().count(Account.JOURNALS))
+            assert scene.server.give_way(asker, 1000, [promise]) is bool(ended)
+            assert scene.server.load == 2 - ended
+            if ended:
+                assert isinstance(await large.next(), Error), "the owner with most goes first"
+                assert len(await state_of(small, 0)) == UNITS
+
+
+@pytest.mark.parametrize("asks", ["opening", "pass"])
+@in_virtual_time
+async def test_an_owner_with_less_finds_room(span: ModelSpan, asks: str) -> None:
+    """Passes of one owner, whose gradients never come, take all memory of the device."""
+    hidden = torch.zeros(2, 8, span.hidden_size)
+    async with scene_of(span) as scene:
+        other = (await scene.open(1))[0] if asks == "pass" else None
+        greedy = await open_between(scene, window=64)
+        for number in range(40):
+            enter(greedy, hidden, number)
+            assert isinstance(await greedy.next(), TuneInput)
+        scene.ledger.limit_bytes = scene.held + 1000
+        other = other or (await scene.open(1))[0]
+        assert await one_step(other) > 0
+        assert scene.server.load == 1 and isinstance(await greedy.next(), Error)
+
+
+@in_virtual_time
+async def test_an_owner_with_more_finds_none(span: ModelSpan) -> None:
+    async with scene_of(span) as scene:
+        small, _ = await scene.open(0)
+        with scene.ledger.reserve(Account.KV_CACHE, int(scene.ledger.free_bytes) - 1000):
+            _, answer = await scene.open(1, recipe=recipe_of(rank=8))
+            assert isinstance(answer, Error) and answer.code == ErrorCode.BUSY
+            assert await one_step_fails(small)
+
+
+async def one_step_fails(talk: Talk) -> bool:
+    """Whether there is no room for a pass, since nobody holds more: the adapter ends."""
+    feed(talk)
+    answer = await talk.next()
+    return isinstance(answer, Fault) and answer.code == ErrorCode.BUSY

@@ -133,6 +133,11 @@ class AdapterTrainer:
         yield from self._layers.start_by_piece({**self._frozen, **self._weights.tensors})
         yield from self._refresh()
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes that passes in flight keep for their way back."""
+        return sum(one.memory.size_bytes for one in list(self._passes.values()))
+
     @torch.no_grad()
     def prepare_by_piece(self) -> ByPiece[None]:
         """Compute what updates multiply LoRA-FA's gradients with, layer by layer. The first update does it if nobody has."""
