@@ -85,7 +85,7 @@ class AdapterParts:
     ) -> AdapterParts:
         """Make an adapter for layers `units`, for microbatches of `size` (rows, positions).
 
-        Raises Full if there is no room on a device, ProtocolError if there can never be room for a microbatch.
+        Raises Full if there is no room on a device.
         """
         parts: list[_Part] = []
         used = _used(devices, units)
@@ -98,9 +98,7 @@ class AdapterParts:
                 await opened._run(part, Urgency.FORWARD, part.trainer.start_by_piece())
                 await opened._run(part, Urgency.FORWARD, part.trainer.prepare_by_piece())
                 measuring = part.trainer.activation_bytes_by_piece(*_within_model(part.trainer.span, size))
-                pass_bytes = await opened._run(part, Urgency.FORWARD, measuring)
-                _check_room(part.trainer.span.adapters.ledger, part.trainer.adapter_bytes + pass_bytes)
-                opened.pass_bytes += pass_bytes
+                opened.pass_bytes += await opened._run(part, Urgency.FORWARD, measuring)
         except BaseException:
             for device in used:  # each behind a part that its thread still makes for a caller that was cancelled
                 let_go = partial(_close_on, parts, device)
@@ -178,6 +176,14 @@ class AdapterParts:
         gradients = await self._run(last, Urgency.BACKWARD, _backward(last, number, came))
         return await self._leave(number, before, gradients, leave)
 
+    def check_pass(self, rows: int, tokens: int) -> None:
+        """Raise ProtocolError if a microbatch of some rows of tokens can never have room, even alone."""
+        for part in self._parts:
+            trainer = part.trainer
+            positions = tokens + (trainer.recipe.prompt_positions if trainer.span.has_embedding else 0)
+            kept_bytes = trainer.activation_bytes(rows, positions)  # measured when the adapter was opened
+            _check_room(trainer.span.adapters.ledger, trainer.adapter_bytes + kept_bytes)
+
     def forget(self, number: int) -> None:
         """Forget a microbatch that has no pass here any more; does nothing if there is none."""
         for part in self._parts:
@@ -252,32 +258,24 @@ class AdapterParts:
         return next(part for part in self._parts if unit in part.units)
 
 
-def check_parts(devices: Sequence[TuningDevice], units: Span, recipe: AdapterRecipe, size: tuple[int, int]) -> int:
-    """Return a lower bound of the bytes of an adapter for layers `units` and of a microbatch of `size`.
-
-    Raises ProtocolError if they can never be had on the devices. Of a microbatch only the values that enter each layer are known
-    before a pass is measured.
-    """
-    least: dict[MemoryLedger, int] = {}
+def check_parts(devices: Sequence[TuningDevice], units: Span, recipe: AdapterRecipe) -> int:
+    """Return the bytes of an adapter for layers `units`. Raises ProtocolError if the devices can never have room for it."""
+    needed: dict[MemoryLedger, int] = {}
     for device in _used(devices, units):
         span = narrowed(device.span, units)
-        rows, positions = _within_model(span, size)
-        entering_bytes = (span.end - span.start - 1) * rows * positions * span.hidden_size * span.dtype.itemsize
         ledger, adapter_bytes = span.adapters.ledger, sum(AdapterLayers(span, recipe).memory_bytes().values())
-        least[ledger] = least.get(ledger, 0) + adapter_bytes + entering_bytes
-    for ledger, size_bytes in least.items():
+        needed[ledger] = needed.get(ledger, 0) + adapter_bytes
+    for ledger, size_bytes in needed.items():
         _check_room(ledger, size_bytes)
-    return sum(least.values())
+    return sum(needed.values())
 
 
 def _check_room(ledger: MemoryLedger, size_bytes: int) -> None:
     """Raise ProtocolError if `size_bytes` exceed what a ledger has beside the model's weights."""
     limit_bytes = ledger.limit_bytes
     if limit_bytes is not None and size_bytes > limit_bytes - ledger.accounts()[Account.WEIGHTS]:
-        raise ProtocolError(
-            f"an adapter and a microbatch of {size_bytes / 1e6:.0f} MB, more than this node can ever have",
-            code=ErrorCode.TOO_LARGE,
-        )
+        text = f"tuning with {size_bytes / 1e6:.0f} MB at once, more than this machine can ever have"
+        raise ProtocolError(text, code=ErrorCode.TOO_LARGE)
 
 
 def _within_model(span: ModelSpan, size: tuple[int, int]) -> tuple[int, int]:

@@ -21,6 +21,7 @@ from swarmnode.codec.messages import End, Error, Fault
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.codec.training_fields import packed_mask
 from swarmnode.codec.tuning_messages import (
+    MAX_ADAPTER_BYTES,
     AdapterOpened,
     AdapterPiece,
     Gather,
@@ -240,7 +241,11 @@ class HeldAdapter:
     def start(self) -> None:
         """Tell the owner that the adapter is open, with the bytes that it takes."""
         parts = self._parts
-        self._channel.send(AdapterOpened(parts.adapter_bytes, self.opened.window * parts.pass_bytes))
+        sizes = (
+            parts.adapter_bytes,
+            self.opened.window * parts.pass_bytes,
+        )  # an estimate for microbatches of the largest size
+        self._channel.send(AdapterOpened(*(min(size, MAX_ADAPTER_BYTES) for size in sizes)))
 
     def join(self, channel: Channel) -> None:
         """Take microbatches from the previous hop on `channel`. A second channel replaces the first."""
@@ -459,11 +464,15 @@ class HeldAdapter:
             self._answer(body, gradients)
 
     async def _with_room(self, number: int, work: Pass, body: TuneInput, came: Callable[[], Values]) -> Sent:
-        """Do the work of a microbatch. If activations find no room, owners that hold more give way. Raises Full."""
+        """Do the work of a microbatch. If activations find no room, owners that hold more give way.
+
+        Raises Full, ProtocolError if there can never be room.
+        """
         while True:
             try:
                 return await work(body, came)
             except Full:
+                self._parts.check_pass(*body.values[0].shape[:2])
                 if not self._host.make_room(self):
                     raise
                 self._parts.forget(number)

@@ -249,14 +249,14 @@ class TuningServer:
         try:
             await asyncio.sleep(wait_s)
             self._check_waited(channel)
-            least_bytes = await asyncio.to_thread(self._check_recipe, body, recipe)
+            adapter_bytes = await asyncio.to_thread(self._check_recipe, body, recipe)
             if older is not None:
                 older.end(Error(ErrorCode.STALE))
             place = object()
             try:
                 parts = await self._parts(channel, body, recipe)
             except Full:
-                if not self.give_way(channel.claimant, least_bytes):
+                if not self.give_way(channel.claimant, adapter_bytes):
                     raise
                 parts = await self._parts(channel, body, recipe)
             try:
@@ -286,7 +286,7 @@ class TuningServer:
             adapter.end(Error(ErrorCode.BUSY, self._config.retry_s))
 
     async def _parts(self, channel: Channel, body: OpenAdapter, recipe: AdapterRecipe) -> AdapterParts:
-        """Make the adapter on this node's devices. Raises ProtocolError if a microbatch can never be had here, Full."""
+        """Make the adapter on this node's devices. Raises Full."""
         hop, size = body.route[body.index], (body.rows, body.positions)
         name = f"{TUNED}{channel.peer[-8:]} {body.adapter.hex()} {body.epoch}"
         return await AdapterParts.open(self._devices, Span(hop.start, hop.end), recipe, name, size)
@@ -305,7 +305,7 @@ class TuningServer:
         return decode_recipe(body.recipe)
 
     def _check_recipe(self, body: OpenAdapter, recipe: AdapterRecipe) -> int:
-        """Return a lower bound of an adapter's bytes.
+        """Return an adapter's bytes.
 
         Raises ProtocolError if it can never be had here: of layers that the model lacks, or larger than the memory.
         """
@@ -316,7 +316,7 @@ class TuningServer:
             check_targets(family, recipe, self._model_layers)
         except UsageError as error:
             raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
-        return check_parts(self._devices, Span(hop.start, hop.end), recipe, (body.rows, body.positions))
+        return check_parts(self._devices, Span(hop.start, hop.end), recipe)
 
     def _joining(self, channel: Channel, body: Body) -> HeldAdapter:
         """Return the adapter that a previous hop feeds. Raises ProtocolError if no adapter here has the sender as previous hop."""

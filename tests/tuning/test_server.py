@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from swarmnode.codec.body import MAX_ROWS, Body, HopSpec
-from swarmnode.codec.messages import Error, Fault
+from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.messages import Error, Fault, decode_body, encode_body
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.tuning_messages import (
+    MAX_ADAPTER_BYTES,
     TUNE_PROTOCOL,
     AdapterOpened,
     AdapterPiece,
@@ -37,6 +39,7 @@ from swarmnode.compute.executor import Urgency, WorkItem
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.training.adapters.activation_size import ActivationSize
 from swarmnode.compute.training.adapters.recipe import METHODS, AdapterRecipe
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
@@ -181,7 +184,6 @@ BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
     "a route to another peer": ({"peer": "elsewhere"}, ErrorCode.MALFORMED),
     "a codec that the swarm forbids": ({"codec": 3}, ErrorCode.INVALID_REQUEST),
     "more memory than there is": ({"recipe": encode_recipe(AdapterRecipe(rank=4096))}, ErrorCode.TOO_LARGE),
-    "a microbatch beyond the memory": ({"rows": MAX_ROWS, "positions": 64, "window": 1}, ErrorCode.TOO_LARGE),
     "layers of another model": ({"recipe": recipe_of(targets=("sft_proj",))}, ErrorCode.INVALID_REQUEST),
     "a rank that its method cannot have": ({"recipe": FROZEN_RANK}, ErrorCode.MALFORMED),
 }
@@ -203,6 +205,33 @@ async def test_an_adapter_that_cannot_be_had_is_refused(span: ModelSpan, name: s
         assert all(place in scene.server._places for place in held), "no other owner gave up a place for it"
         _, good = await scene.open()
         assert isinstance(good, AdapterOpened) and sum(place in scene.server._places for place in held) == ADAPTERS - 1
+
+
+@in_virtual_time
+async def test_an_opening_for_huge_microbatches_is_an_estimate_and_a_huge_microbatch_is_refused(
+    span: ModelSpan,
+) -> None:
+    async with scene_of(span) as scene:
+        talk, answer = await scene.open(rows=MAX_ROWS, positions=256, window=64)
+        assert isinstance(answer, AdapterOpened)
+        assert decode_body(FrameKind.ADAPTER_OPENED, encode_body(answer)) == answer, "within the bounds of the wire"
+        assert await one_step(talk) > 0, "small ones have room"
+        feed(talk, step=1, ids=IDS.repeat(512, 1))
+        answer = await talk.next()
+        assert isinstance(answer, Fault) and answer.code == ErrorCode.TOO_LARGE, "another machine may have the memory"
+
+
+@pytest.mark.parametrize("size_bytes", [1, 1 << 30, (1 << 36) - 1, 1 << 36, 1 << 37, 1 << 50])
+@pytest.mark.parametrize("window", [1, 64])
+@in_virtual_time
+async def test_estimates_stay_within_the_bounds_of_the_wire(
+    span: ModelSpan, monkeypatch: pytest.MonkeyPatch, size_bytes: int, window: int
+) -> None:
+    monkeypatch.setattr(ActivationSize, "of", lambda _self, _rows, _positions: size_bytes)
+    async with scene_of(span) as scene:
+        _, answer = await scene.open(window=window)
+        assert isinstance(answer, AdapterOpened) and answer.pass_bytes == min(window * size_bytes, MAX_ADAPTER_BYTES)
+        assert decode_body(FrameKind.ADAPTER_OPENED, encode_body(answer)) == answer
 
 
 @in_virtual_time

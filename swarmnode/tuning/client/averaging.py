@@ -20,7 +20,7 @@ from torch import Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
 from swarmnode.codec.training_fields import MAX_NORM
-from swarmnode.codec.tuning_messages import PIECE_BYTES, SharePiece
+from swarmnode.codec.tuning_messages import MAX_SHARE_LABELS, PIECE_BYTES, SharePiece
 from swarmnode.compress.codecs import decode_values, encode_values, payload_of
 from swarmnode.compute.training.averaging.gradient_compressor import ACCOUNTED
 from swarmnode.errors import ErrorCode, ProtocolError
@@ -123,8 +123,9 @@ def mean_of(parts: Sequence[TrainerPart], norm_before: float = 0.0) -> TrainerPa
 
 def share_pieces(step: int, part: TrainerPart, raw: bytes) -> Iterator[tuple[SharePiece, bytes]]:
     """Yield the messages for a part whose vector is encoded as `raw`, each with its payload."""
+    labels = min(part.labels, MAX_SHARE_LABELS)  # of a mean, only told
     for offset in range(0, len(raw), PIECE_BYTES):
-        yield SharePiece(step, offset, len(raw), part.labels, part.loss), raw[offset : offset + PIECE_BYTES]
+        yield SharePiece(step, offset, len(raw), labels, part.loss), raw[offset : offset + PIECE_BYTES]
 
 
 @dataclass(frozen=True)

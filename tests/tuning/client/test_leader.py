@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnode.codec.messages import Error
+from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.messages import Error, decode_body, encode_body
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_fields import MAX_NORM
 from swarmnode.codec.tuning_messages import (
     COTUNE_PROTOCOL,
+    MAX_SHARE_LABELS,
     AdapterPiece,
     GetAdapter,
     JoinTuning,
@@ -25,7 +27,7 @@ from swarmnode.codec.tuning_messages import (
 from swarmnode.errors import ErrorCode, LeaderLost, ProtocolError, UsageError
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.tuning.client.averaging import BOUND, TrainerPart, mean_of
+from swarmnode.tuning.client.averaging import BOUND, TrainerPart, mean_of, share_pieces
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import MAX_FOLLOWERS
 from tests.net.virtual import in_virtual_time
@@ -68,6 +70,11 @@ def test_a_loss_that_sums_overflow_with_is_no_loss(loss: float) -> None:
     with pytest.raises(ProtocolError):
         TrainerPart(ONES, 1, loss)
     assert math.isfinite(mean_of([TrainerPart(ONES, 1 << 40, MAX_NORM)] * 16).loss)
+
+
+def test_labels_of_a_mean_stay_within_the_bounds_of_the_wire() -> None:
+    (piece, _), *_ = share_pieces(0, TrainerPart(ONES, 16 * MAX_SHARE_LABELS, 1.0), bytes(16))
+    assert decode_body(FrameKind.SHARE_PIECE, encode_body(piece)) == piece
 
 
 @asynccontextmanager

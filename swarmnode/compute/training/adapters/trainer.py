@@ -173,7 +173,7 @@ class AdapterTrainer:
         Raises:
             ProtocolError: The inputs are not those of the boundary, or `number` is in flight.
             NotFinite: The result is NaN or infinite.
-            Full: There is no room for the activations.
+            Full: There is no room for the activations at the moment.
         """
         tokens = self._check_inputs(number, inputs, positions_BS)
         rows, length = inputs.shape[0], tokens[1] + self.recipe.prompt_positions
