@@ -241,10 +241,8 @@ class HeldAdapter:
     def start(self) -> None:
         """Tell the owner that the adapter is open, with the bytes that it takes."""
         parts = self._parts
-        sizes = (
-            parts.adapter_bytes,
-            self.opened.window * parts.pass_bytes,
-        )  # an estimate for microbatches of the largest size
+        pass_bytes = self.opened.window * parts.pass_bytes  # an estimate, for microbatches of the largest size
+        sizes = (parts.adapter_bytes, pass_bytes)
         self._channel.send(AdapterOpened(*(min(size, MAX_ADAPTER_BYTES) for size in sizes)))
 
     def join(self, channel: Channel) -> None:
@@ -449,6 +447,8 @@ class HeldAdapter:
         try:
             await self._in_time(self._until(lambda: self._step == body.step))
             ends_here = self._is_last and not self._ends_at_owner
+            if ends_here:
+                await self._in_time(self._labels_of(key))
             gradients = await self._with_room(number, self._finish if ends_here else self._there_and_back, body, came)
             if body.learns and gradients is not DROPPED:
                 self._counted |= 1 << number
@@ -501,7 +501,7 @@ class HeldAdapter:
     async def _finish(self, body: TuneInput, came: Callable[[], Values]) -> Sent:
         """Compute the loss from the labels, and go back from it if the microbatch learns. The owner gets the loss."""
         began_s = self._clock()
-        labels, payload = await self._in_time(self._labels_of((body.step, body.number)))
+        labels, payload = await self._labels_of((body.step, body.number))
         given = partial(decode_values, labels.values, payload, "cpu")
         end = await self._parts.finish(
             body.number, came, given, self._encoded_gradients, labels.share, learns=body.learns
