@@ -23,7 +23,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from enum import IntEnum
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -32,6 +32,9 @@ from swarmnode.errors import ExecutorDied, SwarmnodeError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+ByPiece = Generator[None, None, T]
+"""Long work that yields after each piece, so that the device may do other work in between, and returns its result at the end"""
 
 CLOSE_TIMEOUT_S = 30.0  # for the item that is running; a device that hangs is left behind
 
@@ -43,6 +46,22 @@ class Urgency(IntEnum):
     BACKWARD = 1
     FORWARD = 2
     IDLE = 3
+
+
+def drain(work: ByPiece[T]) -> T:
+    """Do all pieces of a work one after another, and return its result."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as ended:
+            result: T = ended.value
+            return result
+
+
+def as_piece(function: Callable[[], T]) -> ByPiece[T]:
+    """Return the work that calls `function` in one piece."""
+    yield from ()
+    return function()
 
 
 class WorkItem(ABC):

@@ -32,7 +32,7 @@ from swarmnode.plan.view import Span
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample
 from swarmnode.serving.session.opening import journal_bytes, units_of
-from swarmnode.serving.session.session_memory import SessionMemory
+from swarmnode.serving.session.session_memory import Promise, SessionMemory
 from swarmnode.serving.worker import ComputeWatch
 
 if TYPE_CHECKING:
@@ -212,6 +212,17 @@ def _finish(done: OnDone, began_s: float, job: Job, result: JobResult, run: Pass
     done(job, replace(result, bad_input=False), run._replace(began_s=began_s))
 
 
+GiveWay = Callable[[Claimant, int, Sequence[Promise]], object]
+"""Ends work beside sessions whose peers hold more memory than a claimant that asks for some bytes, and has a share in the promises.
+
+The memory is free a little later, when the claimant tries again.
+"""
+
+
+def no_way(_claimant: Claimant, _asked_bytes: int, _promises: Sequence[Promise]) -> None:
+    """End nothing: there is no work beside sessions."""
+
+
 @dataclass(eq=False)
 class Replicas:
     """The pipelines of one stage.
@@ -225,6 +236,7 @@ class Replicas:
     adapters: StageAdapters
 
     def __post_init__(self) -> None:
+        self.give_way_beside: GiveWay = no_way
         self.adapters.free_cache = self._free_kept
         runner = self.pipelines[0].workers[0].runner
         self.span: Span = self.pipelines[0].span
@@ -290,6 +302,10 @@ class Replicas:
         while fitting and (self.adapters.make_room() or self._make_room(fitting[0], key, claimant, body)):
             if _take(fitting[0], key, claimant, body):
                 return fitting[0]
+        if fitting:
+            promises = [promise for pipeline in self.pipelines for promise in pipeline.memory.promises]
+            cache_bytes, journal = _sizes(fitting[0], body)
+            self.give_way_beside(claimant, sum(cache_bytes) + journal, promises)
         raise Busy("there is no memory left for it", retry_s=self.config.retry_s)
 
     def _free_kept(self) -> bool:

@@ -31,7 +31,7 @@ from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.link_codecs import CodecRules
-from swarmnode.serving.pipeline import Pipeline, Replicas
+from swarmnode.serving.pipeline import GiveWay, Pipeline, Replicas
 from swarmnode.serving.session.opening import EarlyAttaches, check_sampling, draws_by_grammar, is_for, shape_of, text_of
 from swarmnode.serving.session.session import StageSession
 
@@ -84,6 +84,10 @@ class StageServer:
     def __repr__(self) -> str:
         state = "draining" if self.draining else "serving"
         return f"<StageServer {state} {self.load} sessions with {self._replicas!r}>"
+
+    def share_memory(self, give_way: GiveWay) -> None:
+        """Have `give_way` make room for sessions that find no memory."""
+        self._replicas.give_way_beside = give_way
 
     @property
     def load(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,20 +10,22 @@ from functools import partial
 from typing import Generic, TypeVar
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
-from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.executor import ByPiece, Executor, Urgency, as_piece
 from swarmnode.compute.model.adapters.adapter_file import units_of_layer
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.adapter_weights import STEP
-from swarmnode.compute.training.adapters.layers import layer_of
+from swarmnode.compute.training.adapters.adapter_weights import STEP, copied
+from swarmnode.compute.training.adapters.layers import AdapterLayers, layer_of
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.starts import PROMPT
-from swarmnode.compute.training.adapters.trainer import AdapterTrainer, ByPiece
+from swarmnode.compute.training.adapters.trainer import AdapterTrainer
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
+from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.plan.view import Span
 from swarmnode.tuning.adapter_bytes import SLACK_BYTES, decode_state
 from swarmnode.tuning.pace import TuningPace
@@ -69,6 +72,7 @@ class AdapterParts:
     def __init__(self, parts: Sequence[_Part], owner: str) -> None:
         self._parts = parts
         self._owner = owner
+        self._loading = asyncio.Lock()  # held in the order in which files come
         self.device = parts[0].trainer.span.device  # of the values that come in
         self.pass_bytes = 0  # of one microbatch, until its gradient comes
 
@@ -81,18 +85,20 @@ class AdapterParts:
     ) -> AdapterParts:
         """Make an adapter for layers `units`, for microbatches of `size` (rows, positions).
 
-        Raises Full if there is no room on a device, UsageError if the layers cannot have such an adapter.
+        Raises Full if there is no room on a device.
         """
         parts: list[_Part] = []
-        used = [one for one in devices if one.span.start < units.end and units.start < one.span.end]
+        used = _used(devices, units)
         try:
             for device in used:
-                make = partial(_make, parts, device, narrowed(device.span, units), recipe, owner)
-                await device.executor.call(Urgency.FORWARD, make, kind="open an adapter", owner=owner)
+                make = as_piece(partial(_make, parts, device, narrowed(device.span, units), recipe, owner))
+                await device.pace.run(Urgency.FORWARD, make, kind="open an adapter", owner=owner, size=0)
             opened = cls(parts, owner)
             for part in parts:
+                await opened._run(part, Urgency.FORWARD, part.trainer.start_by_piece())
                 await opened._run(part, Urgency.FORWARD, part.trainer.prepare_by_piece())
-            opened.pass_bytes = sum([await opened._on(part, part.trainer.activation_bytes, *size) for part in parts])
+                measuring = part.trainer.activation_bytes_by_piece(*_within_model(part.trainer.span, size))
+                opened.pass_bytes += await opened._run(part, Urgency.FORWARD, measuring)
         except BaseException:
             for device in used:  # each behind a part that its thread still makes for a caller that was cancelled
                 let_go = partial(_close_on, parts, device)
@@ -119,6 +125,11 @@ class AdapterParts:
     def adapter_bytes(self) -> int:
         """Bytes of weights, gradients and optimiser state."""
         return sum(part.trainer.adapter_bytes for part in self._parts)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the adapter, and of passes in flight."""
+        return self.adapter_bytes + sum(part.trainer.in_flight_bytes for part in self._parts)
 
     @property
     def most_state_bytes(self) -> int:
@@ -165,6 +176,14 @@ class AdapterParts:
         gradients = await self._run(last, Urgency.BACKWARD, _backward(last, number, came))
         return await self._leave(number, before, gradients, leave)
 
+    def check_pass(self, rows: int, tokens: int) -> None:
+        """Raise ProtocolError if a microbatch of some rows of tokens can never have room, even alone."""
+        for part in self._parts:
+            trainer = part.trainer
+            positions = tokens + (trainer.recipe.prompt_positions if trainer.span.has_embedding else 0)
+            kept_bytes = trainer.activation_bytes(rows, positions)  # measured when the adapter was opened
+            _check_room(trainer.span.adapters.ledger, trainer.adapter_bytes + kept_bytes)
+
     def forget(self, number: int) -> None:
         """Forget a microbatch that has no pass here any more; does nothing if there is none."""
         for part in self._parts:
@@ -186,36 +205,38 @@ class AdapterParts:
         """Take gradients back through the parts `before` the last one, and return what `leave` makes of those of the inputs."""
         for part in reversed(before):
             gradients = await self._run(part, Urgency.BACKWARD, _backward(part, number, partial(unchanged, gradients)))
-        return await self._on(self._parts[0], leave, gradients)
+        return await self._run(self._parts[0], Urgency.BACKWARD, as_piece(partial(leave, gradients)))
 
     async def _run(self, part: _Part, urgency: Urgency, work: ByPiece[T]) -> T:
         return await part.device.pace.run(urgency, work, kind=KIND, owner=self._owner, size=0)
-
-    async def _on(self, part: _Part, function: Callable[..., T], *args: object) -> T:
-        """Run a short function on the part's device."""
-        call = partial(function, *args)
-        return await part.device.executor.call(Urgency.BACKWARD, call, kind=KIND, owner=self._owner)
 
     # -- steps and states
 
     async def square(self) -> float:
         """Return the sum of squares of the gradient. Raises NotFinite."""
-        return sum([await self._on(part, part.trainer.gradient_square) for part in self._parts])
+        squares = [
+            await self._run(part, Urgency.BACKWARD, part.trainer.gradient_square_by_piece()) for part in self._parts
+        ]
+        return sum(squares)
 
     async def step(self, number: int, learning_rate: float, scale: float) -> None:
         """Update the weights, and begin the next step. Raises ProtocolError for another step than the present one."""
         for part in self._parts:
-            await self._on(part, part.trainer.step, number, learning_rate, scale)
+            await self._run(part, Urgency.BACKWARD, part.trainer.step_by_piece(number, learning_rate, scale))
 
     async def state(self, unit: int) -> bytes:
         """Return the weights and moments of one layer, and the number of updates, as a safetensors file."""
-        part = self._part_of(unit)
-        return await self._on(part, _saved, part, unit, part.trainer.state)
+        return await self._saved(unit, lambda part: part.trainer.state())
 
     async def gradients(self, unit: int) -> bytes:
         """Return the sums of gradients of one layer, under the names of its weights, as a safetensors file."""
+        return await self._saved(unit, lambda part: part.trainer.gradients())
+
+    async def _saved(self, unit: int, tensors: Callable[[_Part], Mapping[str, Tensor]]) -> bytes:
         part = self._part_of(unit)
-        return await self._on(part, _saved, part, unit, part.trainer.gradients)
+        copies = await self._run(part, Urgency.BACKWARD, _copies(part, unit, tensors))
+        raw: bytes = await asyncio.to_thread(safetensors.torch.save, copies)  # the device does not wait for it
+        return raw
 
     async def load(self, unit: int, raw: bytes, *, gradients: bool = False) -> None:
         """Take in the state of one layer, or its sums of gradients; all are loaded with the last one.
@@ -223,10 +244,49 @@ class AdapterParts:
         Raises ProtocolError if the tensors do not fit.
         """
         part = self._part_of(unit)
-        await self._on(part, _load, part, unit, raw, part.trainer.load_gradients if gradients else part.trainer.load)
+        try:
+            async with self._loading:
+                part.loading |= await asyncio.to_thread(decode_state, raw)
+                if unit == part.units[-1]:
+                    state, part.loading = part.loading, {}
+                    load = part.trainer.load_gradients if gradients else part.trainer.load_by_piece
+                    await self._run(part, Urgency.BACKWARD, load(state))
+        except CheckpointError as error:
+            raise ProtocolError(f"a state that does not fit: {error}", code=ErrorCode.INVALID_REQUEST) from error
 
     def _part_of(self, unit: int) -> _Part:
         return next(part for part in self._parts if unit in part.units)
+
+
+def check_parts(devices: Sequence[TuningDevice], units: Span, recipe: AdapterRecipe) -> int:
+    """Return the bytes of an adapter for layers `units`. Raises ProtocolError if the devices can never have room for it."""
+    needed: dict[MemoryLedger, int] = {}
+    for device in _used(devices, units):
+        span = narrowed(device.span, units)
+        ledger, adapter_bytes = span.adapters.ledger, sum(AdapterLayers(span, recipe).memory_bytes().values())
+        needed[ledger] = needed.get(ledger, 0) + adapter_bytes
+    for ledger, size_bytes in needed.items():
+        _check_room(ledger, size_bytes)
+    return sum(needed.values())
+
+
+def _check_room(ledger: MemoryLedger, size_bytes: int) -> None:
+    """Raise ProtocolError if `size_bytes` exceed what a ledger has beside the model's weights."""
+    limit_bytes = ledger.limit_bytes
+    if limit_bytes is not None and size_bytes > limit_bytes - ledger.accounts()[Account.WEIGHTS]:
+        text = f"tuning with {size_bytes / 1e6:.0f} MB at once, more than this machine can ever have"
+        raise ProtocolError(text, code=ErrorCode.TOO_LARGE)
+
+
+def _within_model(span: ModelSpan, size: tuple[int, int]) -> tuple[int, int]:
+    """Return the rows and positions of the largest microbatch of `size` that the model can compute."""
+    limit = span.position_limit
+    return size if limit is None else (size[0], min(size[1], limit))
+
+
+def _used(devices: Sequence[TuningDevice], units: Span) -> list[TuningDevice]:
+    """Return the devices that have some of the layers `units`."""
+    return [one for one in devices if one.span.start < units.end and units.start < one.span.end]
 
 
 def narrowed(span: ModelSpan, units: Span) -> ModelSpan:
@@ -251,7 +311,7 @@ def unit_of(family: Family, name: str) -> int:
 
 
 def _make(parts: list[_Part], device: TuningDevice, span: ModelSpan, recipe: AdapterRecipe, owner: str) -> None:
-    parts.append(_Part(device, AdapterTrainer(span, recipe, name=owner)))
+    parts.append(_Part(device, AdapterTrainer(span, recipe, name=owner, starts=False)))
 
 
 def _close_on(parts: Sequence[_Part], device: TuningDevice) -> None:
@@ -289,18 +349,10 @@ def _backward(part: _Part, number: int, came: Callable[[], Gradients]) -> ByPiec
     return back, *rest
 
 
-def _saved(part: _Part, unit: int, tensors: Callable[[], Mapping[str, Tensor]]) -> bytes:
+def _copies(part: _Part, unit: int, tensors: Callable[[_Part], Mapping[str, Tensor]]) -> ByPiece[dict[str, Tensor]]:
+    """Return copies on the CPU of the tensors of a unit, and of the number of updates."""
     family = part.trainer.span.family
-    found = {name: tensor for name, tensor in tensors().items() if name == STEP or unit_of(family, name) == unit}
-    raw: bytes = safetensors.torch.save({name: tensor.detach().cpu().contiguous() for name, tensor in found.items()})
-    return raw
-
-
-def _load(part: _Part, unit: int, raw: bytes, load: Callable[[Mapping[str, Tensor]], None]) -> None:
-    try:
-        part.loading |= decode_state(raw)
-        if unit == part.units[-1]:
-            state, part.loading = part.loading, {}
-            load(state)
-    except CheckpointError as error:
-        raise ProtocolError(f"a state that does not fit: {error}", code=ErrorCode.INVALID_REQUEST) from error
+    found = {name: one.detach() for name, one in tensors(part).items() if name == STEP or unit_of(family, name) == unit}
+    copies = {name: torch.empty(one.shape, dtype=one.dtype) for name, one in found.items()}
+    yield from copied((copies[name], one) for name, one in found.items())
+    return copies

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
@@ -20,6 +21,7 @@ from swarmnode.codec.messages import End, Error, Fault
 from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo
 from swarmnode.codec.training_fields import packed_mask
 from swarmnode.codec.tuning_messages import (
+    MAX_ADAPTER_BYTES,
     AdapterOpened,
     AdapterPiece,
     Gather,
@@ -48,9 +50,10 @@ from swarmnode.errors import (
     SwarmnodeError,
     refusal,
 )
-from swarmnode.ledger import Account
+from swarmnode.ledger import Account, Full
 from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
 from swarmnode.net.interfaces import Buffer, PeerId
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.compression import Controller, Look
@@ -67,6 +70,9 @@ Sent = tuple[tuple[bool, ...], Encoded]
 
 DROPPED: Sent = ((), ((), []))
 """Answer for a microbatch that its owner has dropped"""
+
+T = TypeVar("T")
+Pass = Callable[[TuneInput, Callable[[], Values]], Coroutine[Any, Any, Sent]]
 
 MOST_VALUES = 2  # of a microbatch: hidden states or token ids, and positions
 
@@ -97,6 +103,12 @@ class AdapterHost(Protocol):
 
     def bandwidth_bps(self, peer: PeerId) -> float | None:
         """Return the rate of large frames to a peer in bits/s; None if unknown."""
+
+    def make_room(self, adapter: HeldAdapter) -> bool:
+        """End adapters of owners that hold more than this one's owner, for a pass of it. Returns False if there are none."""
+
+    def note_payloads(self) -> None:
+        """End adapters whose payloads take too much of the host's memory."""
 
 
 class HopCodecs:
@@ -170,6 +182,7 @@ class HeldAdapter:
         self._counted = 0  # microbatches of the step, as bits
         self._present: set[Key] = set()  # microbatches in flight, and those that wait for their step
         self._change = asyncio.Event()  # set, and replaced, when a microbatch is over and when a step begins
+        self._payloads: Counter[Key] = Counter()  # bytes that came for microbatches which are not over
         self._labels: dict[Key, asyncio.Future[tuple[TuneLabels, Buffer]]] = {}
         self._leaving: dict[Key, _Leaving] = {}
         self._next: asyncio.Task[Channel] | None = None
@@ -192,6 +205,26 @@ class HeldAdapter:
         return self.opened.route[self.opened.index]
 
     @property
+    def pass_bytes(self) -> int:
+        """Bytes of one microbatch, until its gradient comes."""
+        return self._parts.pass_bytes
+
+    @property
+    def claimant(self) -> Claimant:
+        """Owner, as limits count it."""
+        return self._channel.claimant
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes in the host's memory that the owner and other hops have sent, and that are still needed."""
+        return self._payloads.total() + self._memory.size_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the adapter, its passes in flight and its payloads."""
+        return self._parts.held_bytes + self.payload_bytes
+
+    @property
     def positions(self) -> int:
         """Most positions of one microbatch."""
         return self.opened.rows * self.opened.positions
@@ -208,7 +241,9 @@ class HeldAdapter:
     def start(self) -> None:
         """Tell the owner that the adapter is open, with the bytes that it takes."""
         parts = self._parts
-        self._channel.send(AdapterOpened(parts.adapter_bytes, self.opened.window * parts.pass_bytes))
+        pass_bytes = self.opened.window * parts.pass_bytes  # an estimate, for microbatches of the largest size
+        sizes = (parts.adapter_bytes, pass_bytes)
+        self._channel.send(AdapterOpened(*(min(size, MAX_ADAPTER_BYTES) for size in sizes)))
 
     def expects(self, previous: PeerId, epoch: int) -> bool:
         """Return whether the owner's route of `epoch` names the peer `previous` as the hop before this one."""
@@ -361,7 +396,13 @@ class HeldAdapter:
         else:
             self.moved_s = self._clock()  # the owner feeds it, if through other hops
             self._present.add(key)
+            self._hold(key, payload)
             self._spawn(self._pass(body, payload))
+
+    def _hold(self, key: Key, payload: Buffer) -> None:
+        """Count a payload of a microbatch until the microbatch is over. May end the adapter."""
+        self._payloads[key] += len(payload)
+        self._host.note_payloads()
 
     def _is_near(self, step: int) -> bool:
         """Return whether microbatches of `step` may come now: of the present step, or of the next one."""
@@ -386,6 +427,7 @@ class HeldAdapter:
             error = f"other gradients than those of the values of microbatch {body.number}"
         else:
             leaving.gradients.set_result((body, payload))
+            self._hold((body.step, body.number), payload)
             return
         self._fail(ProtocolError(error, peer=self._next_peer))
 
@@ -409,6 +451,7 @@ class HeldAdapter:
             self._fail(ProtocolError("labels larger than the adapter's microbatches", code=ErrorCode.TOO_LARGE))
         else:
             future.set_result((body, payload))
+            self._hold((body.step, body.number), payload)
 
     def _labels_of(self, key: Key) -> asyncio.Future[tuple[TuneLabels, Buffer]]:
         if key not in self._labels:
@@ -421,20 +464,37 @@ class HeldAdapter:
         came = partial(self._decoded, body.values, payload, self._sender)
         self._hear_links()
         try:
-            await self._until(lambda: self._step == body.step)
+            await self._in_time(self._until(lambda: self._step == body.step))
             ends_here = self._is_last and not self._ends_at_owner
-            gradients = await (self._finish if ends_here else self._there_and_back)(body, came)
+            if ends_here:
+                await self._in_time(self._labels_of(key))
+            gradients = await self._with_room(number, self._finish if ends_here else self._there_and_back, body, came)
             if body.learns and gradients is not DROPPED:
                 self._counted |= 1 << number
                 self._codecs.count(self._clock())
         finally:
             self._present.discard(key)
             self._labels.pop(key, None)
+            self._payloads.pop(key, None)
             self._leaving.pop(key, None)
             self._parts.forget(number)
             self._note_change()
         if body.learns and not self.ended:
             self._answer(body, gradients)
+
+    async def _with_room(self, number: int, work: Pass, body: TuneInput, came: Callable[[], Values]) -> Sent:
+        """Do the work of a microbatch. If activations find no room, owners that hold more give way.
+
+        Raises Full, ProtocolError if there can never be room.
+        """
+        while True:
+            try:
+                return await work(body, came)
+            except Full:
+                self._parts.check_pass(*body.values[0].shape[:2])
+                if not self._host.make_room(self):
+                    raise
+                self._parts.forget(number)
 
     def _hear_links(self) -> None:
         """Note the bandwidths of the links to the hops beside this one."""
@@ -492,10 +552,14 @@ class HeldAdapter:
         """Wait for the gradients of values that left. Raises ProtocolError if the owner keeps the place for too long."""
         if not self._is_last:
             return await leaving.gradients
+        return await self._in_time(leaving.gradients)
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        """Wait for what the owner has to send. Raises ProtocolError if it keeps a microbatch's place for too long."""
         try:
-            return await asyncio.wait_for(leaving.gradients, self._host.forgotten_s)
+            return await asyncio.wait_for(work, self._host.forgotten_s)
         except asyncio.TimeoutError:
-            raise ProtocolError("the owner sent no gradient in time", code=ErrorCode.BUSY) from None
+            raise ProtocolError("the owner keeps a microbatch waiting for too long", code=ErrorCode.BUSY) from None
 
     async def _send_on(self, body: TuneInput, encoded: Encoded) -> _Leaving:
         """Send the outputs to the next hop, from the last hop to the owner."""
@@ -569,7 +633,7 @@ class HeldAdapter:
         self._note_change()
 
     @property
-    def _is_computing(self) -> bool:
+    def is_computing(self) -> bool:
         """Whether a microbatch of the present step is in flight."""
         return any(step == self._step for step, _ in self._present)
 
@@ -580,14 +644,14 @@ class HeldAdapter:
     async def _gather(self, body: Gather) -> None:
         """Answer with the square of the step's gradient, once all its microbatches are counted."""
         self._check_step(body.step)
-        await self._until(lambda: self._counted.bit_count() >= body.microbatches and not self._is_computing)
+        await self._until(lambda: self._counted.bit_count() >= body.microbatches and not self.is_computing)
         square = await self._parts.square()
         mask = packed_mask(self._counted)
         self._channel.send(Gathered(body.step, square, mask), at_once=True)
 
     async def _update(self, body: Update) -> None:
         self._check_step(body.step)
-        if self._is_computing:
+        if self.is_computing:
             raise ProtocolError(f"step {body.step} is not complete here")
         await self._parts.step(body.step, body.learning_rate, body.scale)
         self._codecs.end_step()
@@ -602,6 +666,7 @@ class HeldAdapter:
         for unit in units:
             raw = await (self._parts.gradients if body.gradients else self._parts.state)(unit)
             self._memory.count(len(raw))
+            self._host.note_payloads()
             for message, piece in pieces_of(body.step, unit, raw, ends=unit == units[-1]):
                 await self._channel.drain()
                 self._channel.send(message, payload=[piece])
@@ -624,6 +689,7 @@ class HeldAdapter:
 
     def _take(self, body: AdapterPiece, payload: Buffer) -> None:
         self._memory.count(self._loaded_bytes + body.size)
+        self._host.note_payloads()
         self._loading += payload
         if len(self._loading) == body.size:
             raw, self._loading = bytes(self._loading), bytearray()

@@ -8,18 +8,17 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TypeVar
 
-from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.training.adapters.trainer import ByPiece
+from swarmnode.compute.executor import ByPiece, Executor, Urgency
 
 T = TypeVar("T")
 
 
 class TuningPace:
-    """Pace of tuning passes on one device.
+    """Pace of all that tuning computes on one device: passes, starts, updates and states.
 
-    While `serves` returns true, the device computes one piece of a pass (a layer) at a time, and rests from tuning after each, so
-    that tuning takes `share` of the time. Otherwise a pass goes on until a session comes. So a session's step waits for one piece
-    at most.
+    While `serves` returns true, the device computes one piece of a work (a layer for some rows, some elements of a vector) at a
+    time, and rests from tuning after each, so that tuning takes `share` of the time. Otherwise a work goes on until a session
+    comes. So a session's step waits for one piece at most.
     """
 
     def __init__(self, executor: Executor, share: float, serves: Callable[[], bool]) -> None:
@@ -28,7 +27,7 @@ class TuningPace:
         self._serves = serves
         self._turn = asyncio.Lock()
         self._free_at_s = 0.0  # on the executor's clock
-        self.busy_s = 0.0  # seconds of all passes
+        self.busy_s = 0.0  # seconds of all works
 
     def __repr__(self) -> str:
         return f"<TuningPace {self._share:.0%} of {self._executor!r}>"
@@ -52,9 +51,12 @@ class TuningPace:
     def _timed(self, work: ByPiece[T]) -> list[T]:
         """Do a piece on the device's thread, and all others unless sessions run. Note how long the device then rests from tuning.
 
-        Returns a list with the result; empty if the work goes on.
+        Returns a list with the result; empty if the work goes on. A work that has waited for the thread while a session came does
+        nothing before the rest is over.
         """
         began_s = self._executor.began_s
+        if self._serves() and began_s < self._free_at_s:
+            return []
         try:
             next(work)
             while not self._serves():

@@ -5,36 +5,52 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import SPARSE_CODECS
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL, JoinAdapter, OpenAdapter
+from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.targets import check_targets, linear_layers
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, ProtocolError, UsageError
+from swarmnode.ledger import Account, Full
 from swarmnode.measuring.meters import TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.limits.fair_share import FairShare
+from swarmnode.net.limits.fair_share import FairPace, FairShare, Pace
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.local_peer import LocalPeer, board_of
 from swarmnode.plan.view import Span
+from swarmnode.serving.session.session_memory import BUSY_WEIGHT, Held, Shares
 from swarmnode.tuning.adapter_bytes import decode_recipe
-from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice
+from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice, check_parts
 from swarmnode.tuning.held_adapter import HeldAdapter, HopCodecs
 
 ADAPTERS, ADAPTERS_OF_PEER = 16, 4
+OPENINGS = Pace(per_s=0.2, at_once=4.0)  # of a peer; each computes the adapter's start
+OPENINGS_OF_GROUP = Pace(per_s=0.8, at_once=16.0)
+MODEST = 16  # payloads of all adapters may always take this part of the memory beside the weights
+MOST_WAIT_S = 60.0  # of an opening for its turn
 WATCH_S = 5.0
 TUNED = (
     "tuned "  # begins the name of an adapter in training among those of a span; no name of a swarm's adapter has spaces
 )
 
 log = logging.getLogger(__name__)
+
+
+class _Payloads(NamedTuple):
+    """Payloads of one adapter, as `Shares` count them."""
+
+    claimant: Claimant
+    total_bytes: int
 
 
 class TuningServer:
@@ -57,6 +73,8 @@ class TuningServer:
         self._places: FairShare[object] = FairShare(ADAPTERS, of_peer=ADAPTERS_OF_PEER)
         self._adapters: dict[tuple[PeerId, bytes], HeldAdapter] = {}
         self._opening: set[tuple[PeerId, bytes]] = set()
+        self._model_layers: Mapping[str, bool] | None = None  # `linear_layers` of the model, once they are asked for
+        self._openings = FairPace(OPENINGS, OPENINGS_OF_GROUP, clock=asyncio.get_running_loop().time)
         self._tasks = Tasks("tuning server", on_crash=peer.link_config.supervisor.ends_conversation)
         self._endings = Tasks("adapters that end", on_crash=peer.link_config.supervisor.ends_conversation)
         self._idle = asyncio.Event()
@@ -135,6 +153,45 @@ class TuningServer:
         self.meter.note_hop(phase, seconds)
         self.meter.note_pass(phase, seconds, microbatches=1, tokens=tokens, unit_tokens=units * tokens)
 
+    def make_room(self, adapter: HeldAdapter) -> bool:
+        """End adapters of owners that hold more than this one's owner, for a pass of it. Returns False if there are none."""
+        return self.give_way(adapter.claimant, adapter.pass_bytes)
+
+    def give_way(self, asker: Claimant, asked_bytes: int, beside: Sequence[Held] = ()) -> bool:
+        """End adapters for `asked_bytes` of an asker, in max-min fairness as sessions share memory (`serving/session`).
+
+        `beside` is what else is held for the asker and others. The memory is free once the devices' threads have let go of the
+        adapters. Returns False, and ends none, if no owner holds more than the asker with these bytes.
+        """
+        held, freed_bytes = Shares([*beside, *self._adapters.values()]), 0
+        while freed_bytes < asked_bytes and self._adapters:
+            excess_bytes = {
+                one: held.excess_bytes(one.claimant, asker, BUSY_WEIGHT if one.is_computing else 1, asked_bytes)
+                for one in self._adapters.values()
+            }
+            largest = max(excess_bytes, key=lambda one: (excess_bytes[one], one.total_bytes))
+            if excess_bytes[largest] <= 0:
+                break
+            held.take(largest)
+            freed_bytes += largest.total_bytes
+            largest.end(Error(ErrorCode.BUSY, self._config.retry_s))
+        return freed_bytes > 0
+
+    def note_payloads(self) -> None:
+        """End adapters of the owners with most payloads, as long as payloads of adapters take more memory than they leave free."""
+        ledger = self.switchboard.ledger
+        if ledger.limit_bytes is None:
+            return
+        modest_bytes = (ledger.limit_bytes - ledger.accounts()[Account.WEIGHTS]) / MODEST
+        total_bytes = sum(one.payload_bytes for one in self._adapters.values())
+        free_bytes = ledger.free_bytes
+        while total_bytes > max(free_bytes, modest_bytes):
+            held = Shares([_Payloads(one.claimant, one.payload_bytes) for one in self._adapters.values()])
+            largest = max(self._adapters.values(), key=lambda one: (*held.size_bytes(one.claimant), one.payload_bytes))
+            total_bytes -= largest.payload_bytes
+            free_bytes += largest.payload_bytes
+            largest.end(Error(ErrorCode.BUSY, self._config.retry_s))
+
     def bandwidth_bps(self, peer: PeerId) -> float | None:
         """Return the rate of large frames to a peer, at most that of this node's limit, in bits/s; None if it is unknown."""
         links = self._peer.link_config
@@ -172,30 +229,42 @@ class TuningServer:
     async def _open(self, channel: Channel, body: OpenAdapter) -> None:
         """Keep an adapter for the sender. A newer epoch of the same adapter replaces the older one.
 
-        Raises ProtocolError if the adapter can never be had here, Busy if there is no room now.
+        Another owner's adapter gives up its place only for one that is ready. Raises ProtocolError if the adapter can never be had
+        here, Busy if there is no room now.
         """
-        self._check(body)
+        recipe = self._check(body)
         key = (channel.peer, body.adapter)
         older = self._adapters.get(key)
         if older is not None and body.epoch <= older.opened.epoch:
             raise ProtocolError("a newer epoch of this adapter is open", code=ErrorCode.STALE)
         if key in self._opening:
             raise Busy("this adapter is being opened", retry_s=self._config.retry_s)
-        if older is not None:
-            older.end(Error(ErrorCode.STALE))
-        place = object()
-        self._make_place(place, channel.claimant)
+        of_peer = sum(peer == channel.peer for peer, _ in self._opening)
+        if of_peer + self._places.held(channel.claimant) - (older is not None) >= ADAPTERS_OF_PEER:
+            raise Busy("this owner has enough adapters here", retry_s=self._config.retry_s)
+        wait_s = self._openings.wait_s(channel.claimant, within_s=MOST_WAIT_S)
+        if wait_s > MOST_WAIT_S:
+            raise Busy("this owner opens adapters too often", retry_s=wait_s)
         self._opening.add(key)
         try:
-            parts = await self._parts(body, f"{TUNED}{channel.peer[-8:]} {body.adapter.hex()} {body.epoch}")
+            await asyncio.sleep(wait_s)
+            self._check_waited(channel)
+            adapter_bytes = await asyncio.to_thread(self._check_recipe, body, recipe)
+            if older is not None:
+                older.end(Error(ErrorCode.STALE))
+            place = object()
             try:
-                self._check_waited(channel, place)
+                parts = await self._parts(channel, body, recipe)
+            except Full:
+                if not self.give_way(channel.claimant, adapter_bytes):
+                    raise
+                parts = await self._parts(channel, body, recipe)
+            try:
+                self._check_waited(channel)
+                self._make_place(place, channel.claimant)
             except (ProtocolError, Busy):
                 parts.close()
                 raise
-        except BaseException:
-            self._places.leave(place)
-            raise
         finally:
             self._opening.discard(key)
         adapter = self._adapters[key] = HeldAdapter(self, channel, body, parts, place, HopCodecs(body, self._codecs))
@@ -203,12 +272,10 @@ class TuningServer:
         self._watch()
         adapter.start()
 
-    def _check_waited(self, channel: Channel, place: object) -> None:
-        """Raise ProtocolError or Busy if the adapter has no owner or no place any more once its parts are made."""
+    def _check_waited(self, channel: Channel) -> None:
+        """Raise ProtocolError if the owner has gone or this node leaves, after a wait."""
         if not channel.open or self.draining:
             raise ProtocolError("the owner has gone, or this node leaves", code=ErrorCode.DRAINING)
-        if place not in self._places:
-            raise Busy("the place went to an owner with fewer adapters", retry_s=self._config.retry_s)
 
     def _make_place(self, place: object, claimant: Claimant) -> None:
         """Take a place for a new adapter; the owner with most gives one up if all are taken. Raises Busy if there is none."""
@@ -218,18 +285,14 @@ class TuningServer:
         for adapter in [adapter for adapter in self._adapters.values() if adapter.place is yielding]:
             adapter.end(Error(ErrorCode.BUSY, self._config.retry_s))
 
-    async def _parts(self, body: OpenAdapter, owner: str) -> AdapterParts:
-        """Make the adapter on this node's devices. Raises ProtocolError for a recipe that does not fit the model, Full."""
-        hop = body.route[body.index]
-        try:
-            recipe = decode_recipe(body.recipe)
-            size = (body.rows, body.positions)
-            return await AdapterParts.open(self._devices, Span(hop.start, hop.end), recipe, owner, size)
-        except UsageError as error:
-            raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
+    async def _parts(self, channel: Channel, body: OpenAdapter, recipe: AdapterRecipe) -> AdapterParts:
+        """Make the adapter on this node's devices. Raises Full."""
+        hop, size = body.route[body.index], (body.rows, body.positions)
+        name = f"{TUNED}{channel.peer[-8:]} {body.adapter.hex()} {body.epoch}"
+        return await AdapterParts.open(self._devices, Span(hop.start, hop.end), recipe, name, size)
 
-    def _check(self, body: OpenAdapter) -> None:
-        """Raise ProtocolError if the adapter is not for this node, or this node leaves."""
+    def _check(self, body: OpenAdapter) -> AdapterRecipe:
+        """Return the recipe of an adapter. Raises ProtocolError if the adapter is not for this node, or this node leaves."""
         hop = body.route[body.index]
         if hop.peer != self._peer.network.peer_id:
             raise ProtocolError("the route does not lead here")
@@ -239,6 +302,21 @@ class TuningServer:
             raise ProtocolError("its layers are not here", code=ErrorCode.WRONG_SPAN)
         if body.codec not in self._codecs:
             raise ProtocolError("the swarm does not allow the codec", code=ErrorCode.INVALID_REQUEST)
+        return decode_recipe(body.recipe)
+
+    def _check_recipe(self, body: OpenAdapter, recipe: AdapterRecipe) -> int:
+        """Return an adapter's bytes.
+
+        Raises ProtocolError if it can never be had here: of layers that the model lacks, or larger than the memory.
+        """
+        hop, family = body.route[body.index], self._devices[0].span.family
+        try:
+            if self._model_layers is None:
+                self._model_layers = linear_layers(family)
+            check_targets(family, recipe, self._model_layers)
+        except UsageError as error:
+            raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
+        return check_parts(self._devices, Span(hop.start, hop.end), recipe)
 
     def _joining(self, channel: Channel, body: Body) -> HeldAdapter:
         """Return the adapter that a previous hop feeds.

@@ -56,6 +56,7 @@ class TuningStage(Stage):
         ]
         allowed = frozenset(SERVING_CODECS if manifest is None else manifest.codecs)
         server = TuningServer(place.host, devices, place.hardware.config.server, allowed)
+        serving.server.share_memory(server.give_way)
         await server.start()
         return cls(serving, server, share)
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from swarmnode.codec.body import Body, HopSpec
-from swarmnode.codec.messages import Error, Fault
+from swarmnode.codec.body import MAX_ROWS, Body, HopSpec
+from swarmnode.codec.frames import FrameKind
+from swarmnode.codec.messages import Error, Fault, decode_body, encode_body
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.tuning_messages import (
+    MAX_ADAPTER_BYTES,
     TUNE_PROTOCOL,
     AdapterOpened,
     AdapterPiece,
@@ -32,20 +35,25 @@ from swarmnode.codec.tuning_messages import (
     Updated,
 )
 from swarmnode.compress.codecs import encode_values
+from swarmnode.compute.executor import Urgency, WorkItem
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.activation_size import ActivationSize
+from swarmnode.compute.training.adapters.recipe import METHODS, AdapterRecipe
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
-from swarmnode.ledger import MemoryLedger
+from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld
+from swarmnode.serving.session.session_memory import Promise
+from swarmnode.tuning import server
 from swarmnode.tuning.adapter_bytes import encode_recipe
 from swarmnode.tuning.adapter_parts import TuningDevice
 from swarmnode.tuning.pace import TuningPace
-from swarmnode.tuning.server import ADAPTERS_OF_PEER, TuningServer
+from swarmnode.tuning.server import ADAPTERS, ADAPTERS_OF_PEER, TuningServer
 from tests.compute.inline_executor import InlineExecutor
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_peer import HELLO, ToyPeer
@@ -69,16 +77,24 @@ def span(tmp_path_factory: pytest.TempPathFactory) -> ModelSpan:
 class Scene:
     """A server, and two peers."""
 
-    def __init__(self, span: ModelSpan, cost_s: float) -> None:
+    def __init__(self, span: ModelSpan, cost_s: float, share: float) -> None:
         world = FakeWorld(seed=1)
         self.networks = [world.join() for _ in range(3)]
         self.peer, *self.others = (network.peer_id for network in self.networks)
         span.adapters.ledger = self.ledger = MemoryLedger(ROOM)
-        self.executor = InlineExecutor(lambda _item: cost_s)
-        device = TuningDevice(span, self.executor, TuningPace(self.executor, 1.0, lambda: False))
+        self.hidden_size = span.hidden_size
+        self.busy_s = 0.0  # of items that compute
+        self.cost_s = cost_s
+        self.executor = InlineExecutor(self._cost_s)
+        device = TuningDevice(span, self.executor, TuningPace(self.executor, share, lambda: share < 1))
         config = ServerConfig(forgotten_s=60.0)
         self.server = TuningServer(ToyPeer(self.networks[0], LinkConfig(), HELLO), [device], config, frozenset({0, 1}))
         self.boards = [Switchboard(network, TUNE_PROTOCOL, HELLO, LinkConfig()) for network in self.networks[1:]]
+
+    def _cost_s(self, item: WorkItem) -> float:
+        if item.urgency is not Urgency.CONTROL:
+            self.busy_s += self.cost_s
+        return self.cost_s
 
     def opening(self, **changes: Any) -> OpenAdapter:
         route = (HopSpec(self.peer, 0, UNITS),)
@@ -94,8 +110,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene_of(span: ModelSpan, cost_s: float = 0.0) -> AsyncIterator[Scene]:
-    scene = Scene(span, cost_s)
+async def scene_of(span: ModelSpan, cost_s: float = 0.0, share: float = 1.0) -> AsyncIterator[Scene]:
+    """`share` below 1: sessions run on the device all the time."""
+    scene = Scene(span, cost_s, share)
     await scene.server.start()
     for network in scene.networks[1:]:
         await network.connect(await scene.networks[0].addresses(), timeout_s=1)
@@ -155,13 +172,20 @@ async def test_two_peers_with_the_same_id_have_an_adapter_each(span: ModelSpan) 
         assert refused == Error(ErrorCode.NO_SESSION), "only the hop before it may feed an adapter"
 
 
+def recipe_of(**changes: Any) -> bytes:
+    return encode_recipe(replace(RECIPE, **changes))
+
+
+FROZEN_RANK = msgspec.msgpack.encode({"method": "lora-fa", "rank": 513})
 BAD: dict[str, tuple[dict[str, Any], ErrorCode]] = {
     "a recipe of no method": ({"recipe": b"\x81\xa6method\xa3sft"}, ErrorCode.MALFORMED),
     "a rank beyond all bounds": ({"recipe": b"\x81\xa4rank\xce\xff\xff\xff\xff"}, ErrorCode.MALFORMED),
     "layers that are not here": ({"units": (0, UNITS + 1)}, ErrorCode.WRONG_SPAN),
     "a route to another peer": ({"peer": "elsewhere"}, ErrorCode.MALFORMED),
     "a codec that the swarm forbids": ({"codec": 3}, ErrorCode.INVALID_REQUEST),
-    "more memory than there is": ({"recipe": encode_recipe(AdapterRecipe(rank=4096))}, ErrorCode.BUSY),
+    "more memory than there is": ({"recipe": encode_recipe(AdapterRecipe(rank=4096))}, ErrorCode.TOO_LARGE),
+    "layers of another model": ({"recipe": recipe_of(targets=("sft_proj",))}, ErrorCode.INVALID_REQUEST),
+    "a rank that its method cannot have": ({"recipe": FROZEN_RANK}, ErrorCode.MALFORMED),
 }
 
 
@@ -173,8 +197,86 @@ async def test_an_adapter_that_cannot_be_had_is_refused(span: ModelSpan, name: s
         start, end = changes.get("units", (0, UNITS))
         peer = str(changes.get("peer", scene.peer))
         given = {key: value for key, value in changes.items() if key not in ("peer", "units")}
+        held = [object() for _ in range(ADAPTERS)]
+        for number, place in enumerate(held):
+            scene.server._places.take(place, Claimant(f"group {number}", f"owner {number}"))
         _, answer = await scene.open(route=(HopSpec(peer, start, end),), **given)
         assert isinstance(answer, Error) and answer.code == code
+        assert all(place in scene.server._places for place in held), "no other owner gave up a place for it"
+        _, good = await scene.open()
+        assert isinstance(good, AdapterOpened) and sum(place in scene.server._places for place in held) == ADAPTERS - 1
+
+
+@in_virtual_time
+async def test_an_opening_for_huge_microbatches_is_an_estimate_and_a_huge_microbatch_is_refused(
+    span: ModelSpan,
+) -> None:
+    async with scene_of(span) as scene:
+        talk, answer = await scene.open(rows=MAX_ROWS, positions=256, window=64)
+        assert isinstance(answer, AdapterOpened)
+        assert decode_body(FrameKind.ADAPTER_OPENED, encode_body(answer)) == answer, "within the bounds of the wire"
+        assert await one_step(talk) > 0, "small ones have room"
+        feed(talk, step=1, ids=IDS.repeat(512, 1))
+        answer = await talk.next()
+        assert isinstance(answer, Fault) and answer.code == ErrorCode.TOO_LARGE, "another machine may have the memory"
+
+
+@pytest.mark.parametrize("size_bytes", [1, 1 << 30, (1 << 36) - 1, 1 << 36, 1 << 37, 1 << 50])
+@pytest.mark.parametrize("window", [1, 64])
+@in_virtual_time
+async def test_estimates_stay_within_the_bounds_of_the_wire(
+    span: ModelSpan, monkeypatch: pytest.MonkeyPatch, size_bytes: int, window: int
+) -> None:
+    monkeypatch.setattr(ActivationSize, "of", lambda _self, _rows, _positions: size_bytes)
+    async with scene_of(span) as scene:
+        _, answer = await scene.open(window=window)
+        assert isinstance(answer, AdapterOpened) and answer.pass_bytes == min(window * size_bytes, MAX_ADAPTER_BYTES)
+        assert decode_body(FrameKind.ADAPTER_OPENED, encode_body(answer)) == answer
+
+
+@in_virtual_time
+async def test_a_peer_pauses_between_its_openings_and_others_do_not_wait(span: ModelSpan) -> None:
+    clock = asyncio.get_running_loop().time
+    async with scene_of(span) as scene:
+        began_s, tries = clock(), 3 * int(server.OPENINGS.at_once)
+        for epoch in range(1, tries + 1):
+            _, answer = await scene.open(epoch=epoch)
+            assert isinstance(answer, AdapterOpened)
+        assert clock() - began_s >= (tries - server.OPENINGS.at_once - 1) / server.OPENINGS.per_s
+        began_s = clock()
+        _, answer = await scene.open(1)
+        assert isinstance(answer, AdapterOpened) and clock() - began_s < 1.0
+        flood = [asyncio.ensure_future(scene.open(adapter=bytes([number] * 16))) for number in range(1, 41)]
+        codes = [answer.code for _, answer in await asyncio.gather(*flood) if isinstance(answer, Error)]
+        assert len(codes) == 40 - ADAPTERS_OF_PEER + 1 and set(codes) == {ErrorCode.BUSY}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("what", ["openings", "updates", "microbatches", "states", "evaluations"])
+@in_virtual_time
+async def test_nothing_that_tuning_computes_takes_more_than_its_share(span: ModelSpan, method: str, what: str) -> None:
+    """Each item of the device's work takes a tenth of a second while sessions run. Those that only free memory do not count."""
+    clock = asyncio.get_running_loop().time
+    async with scene_of(span, cost_s=0.1, share=0.3) as scene:
+        small = encode_recipe(replace(RECIPE, method=method, prompt_tokens=2))
+        talk, answer = await scene.open(recipe=small, positions=10)
+        assert isinstance(answer, AdapterOpened)
+        began_s, busy_s = clock(), scene.busy_s
+        for turn in range(3):
+            if what == "openings":
+                talk, _ = await scene.open(recipe=small, epoch=2 + turn, positions=10)
+            elif what == "updates":
+                assert await talk.ask(Update(turn, 1e-2, 1.0)) == Updated(turn + 1)
+            elif what == "states":
+                assert len(await state_of(talk, 0)) == UNITS
+            else:
+                infos, payload = encode_values((IDS,))
+                talk.send(TuneLabels(0, turn, infos, 1 / 14), payload)
+                talk.send(TuneInput(0, turn, infos, what == "microbatches"), payload)
+                assert isinstance(await talk.next(), TuneLoss)
+                assert what == "evaluations" or isinstance(await talk.next(), TuneCounted)
+        assert scene.busy_s - busy_s >= 0.3
+        assert scene.busy_s - busy_s <= 0.3 * (clock() - began_s) + 0.3, "two items more at the ends"
 
 
 @in_virtual_time
@@ -422,3 +524,100 @@ async def test_an_owner_whose_gradients_do_not_fit_loses_its_adapter(span: Model
         assert isinstance(answer, Fault) and answer.code == HOSTILE[what] and answer.index == 0
         await asyncio.sleep(1.0)
         assert (scene.server.load, scene.held) == (0, 0)
+
+
+# -- memory of several owners
+
+
+LONG = torch.zeros(64, 512, dtype=torch.int64)
+
+
+def wait_for_next_step(talk: Talk, numbers: range) -> None:
+    infos, payload = encode_values((LONG,))
+    for number in numbers:
+        talk.send(TuneInput(1, number, infos), payload)
+
+
+@in_virtual_time
+async def test_the_owner_whose_payloads_take_most_gives_way_once_they_leave_too_little(span: ModelSpan) -> None:
+    async with scene_of(span) as scene:
+        scene.ledger.limit_bytes = None
+        modest, _ = await scene.open(0, rows=64, positions=512, window=16)
+        greedy, _ = await scene.open(1, rows=64, positions=512, window=16)
+        wait_for_next_step(modest, range(4))
+        wait_for_next_step(greedy, range(8))
+        await asyncio.sleep(1.0)
+        total = sum(one.payload_bytes for one in scene.server._adapters.values())
+        assert total == 12 * LONG.nbytes
+        host = scene.server.switchboard.ledger
+        host.limit_bytes = host.used_bytes + total + (1 << 12)  # what waits leaves a little more free than it takes
+        wait_for_next_step(modest, range(4, 5))
+        await asyncio.sleep(1.0)
+        assert scene.server.load == 1 and isinstance(await greedy.next(), Error)
+        assert await modest.ask(Update(0, 1e-2, 1.0)) == Updated(1), "the other one goes on"
+        host.limit_bytes = None
+
+
+@pytest.mark.parametrize("what", ["inputs", "labels"])
+@in_virtual_time
+async def test_what_waits_for_the_owner_waits_for_so_long_and_no_longer(span: ModelSpan, what: str) -> None:
+    async with scene_of(span) as scene:
+        talk, _ = await scene.open()
+        infos, payload = encode_values((IDS,))
+        talk.send(TuneInput(1 if what == "inputs" else 0, 0, infos), payload)
+        for _ in range(2):  # an owner that is heard keeps its adapter, and not a place in it
+            await asyncio.sleep(25.0)
+            assert len(await state_of(talk, 0)) == UNITS
+        await asyncio.sleep(15.0)
+        answer = await talk.next()
+        assert isinstance(answer, Fault) and answer.code == ErrorCode.BUSY and scene.server.load == 0
+
+
+@in_virtual_time
+async def test_adapters_give_way_in_max_min_fairness(span: ModelSpan) -> None:
+    """To sessions, whose peers hold what the promises say, and to other owners."""
+    asker = Claimant("asker's group", "asker")
+    for held, ended in ((0, 1), (1 << 30, 0)):
+        async with scene_of(span) as scene:
+            small, _ = await scene.open(0)
+            large, _ = await scene.open(1, recipe=recipe_of(rank=8))
+            promise = Promise(asker, (held,), MemoryLedger().count(Account.JOURNALS))
+            assert scene.server.give_way(asker, 1000, [promise]) is bool(ended)
+            assert scene.server.load == 2 - ended
+            if ended:
+                assert isinstance(await large.next(), Error), "the owner with most goes first"
+                assert len(await state_of(small, 0)) == UNITS
+
+
+@pytest.mark.parametrize("asks", ["opening", "pass"])
+@in_virtual_time
+async def test_an_owner_with_less_finds_room(span: ModelSpan, asks: str) -> None:
+    """Passes of one owner, whose gradients never come, take all memory of the device."""
+    hidden = torch.zeros(2, 8, span.hidden_size)
+    async with scene_of(span) as scene:
+        other = (await scene.open(1))[0] if asks == "pass" else None
+        greedy = await open_between(scene, window=64)
+        for number in range(40):
+            enter(greedy, hidden, number)
+            assert isinstance(await greedy.next(), TuneInput)
+        scene.ledger.limit_bytes = scene.held + 1000
+        other = other or (await scene.open(1))[0]
+        assert await one_step(other) > 0
+        assert scene.server.load == 1 and isinstance(await greedy.next(), Error)
+
+
+@in_virtual_time
+async def test_an_owner_with_more_finds_none(span: ModelSpan) -> None:
+    async with scene_of(span) as scene:
+        small, _ = await scene.open(0)
+        with scene.ledger.reserve(Account.KV_CACHE, int(scene.ledger.free_bytes) - 1000):
+            _, answer = await scene.open(1, recipe=recipe_of(rank=8))
+            assert isinstance(answer, Error) and answer.code == ErrorCode.BUSY
+            assert await one_step_fails(small)
+
+
+async def one_step_fails(talk: Talk) -> bool:
+    """Whether there is no room for a pass, since nobody holds more: the adapter ends."""
+    feed(talk)
+    answer = await talk.next()
+    return isinstance(answer, Fault) and answer.code == ErrorCode.BUSY

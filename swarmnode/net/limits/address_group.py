@@ -14,6 +14,7 @@ from swarmnode.net.interfaces import PeerId
 
 IPV4_BITS, IPV6_BITS = 24, 48
 IPV6_HOME_BITS = 64
+RELAYED = " relayed"
 
 
 class Claimant(NamedTuple):
@@ -30,7 +31,12 @@ def address_group(address: str) -> str:
         return host
     if ip.is_global:
         host = str(ipaddress.ip_network((ip, IPV4_BITS if ip.version == 4 else IPV6_BITS), strict=False))
-    return f"{host} relayed" if is_relayed(address) else host
+    return f"{host}{RELAYED}" if is_relayed(address) else host
+
+
+def is_relayed_group(group: str) -> bool:
+    """Return whether a group is that of a relay's address, behind which homes have nothing in common."""
+    return group.endswith(RELAYED)
 
 
 def is_wide(group: str) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from swarmnode.compute.serving.cache import CacheBudget, Claim, OutOfCache
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
@@ -78,6 +79,11 @@ class SessionMemory:
             return False
         return True
 
+    @property
+    def promises(self) -> list[Promise]:
+        """Promises to all sessions."""
+        return list(self._promises.values())
+
     def cache_bytes(self, key: int) -> tuple[int, ...]:
         """Return the bytes of cache promised to a session, by device."""
         return self._promises[key].cache_bytes
@@ -106,7 +112,7 @@ class SessionMemory:
         lacking = [
             asked - free for asked, free in zip(self._taken(cache_bytes, journal_bytes), self._free, strict=True)
         ]
-        held = _Shares(self._promises.values())
+        held = Shares(self._promises.values())
         busy = [key for key in reversed(self._promises) if key not in idle]  # the latest session goes first
         ended: list[int] = []
         for keys, weight in ((list(idle), 1), (busy, BUSY_WEIGHT)):
@@ -141,19 +147,36 @@ class SessionMemory:
         return any(size > 0 and lack > 0 for size, lack in zip(freed, lacking, strict=True))
 
 
-class _Shares:
-    """Bytes of session memory promised to each peer, and to each group of peers."""
+class Held(Protocol):
+    """Memory that a node holds for a peer: a session's, or an adapter's that the peer tunes."""
 
-    def __init__(self, promises: Iterable[Promise]) -> None:
+    @property
+    def claimant(self) -> Claimant:
+        """Peer that the memory is held for, and its group."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all kinds of memory."""
+
+
+class Shares:
+    """Bytes that are held for each peer, and for each group of peers."""
+
+    def __init__(self, holdings: Iterable[Held]) -> None:
         self._by_peer: Counter[PeerId] = Counter()
         self._by_group: Counter[str] = Counter()
-        for promise in promises:
-            self._by_peer[promise.claimant.peer] += promise.total_bytes
-            self._by_group[promise.claimant.group] += promise.total_bytes
+        for one in holdings:
+            self._by_peer[one.claimant.peer] += one.total_bytes
+            self._by_group[one.claimant.group] += one.total_bytes
 
-    def take(self, promise: Promise) -> None:
-        self._by_peer[promise.claimant.peer] -= promise.total_bytes
-        self._by_group[promise.claimant.group] -= promise.total_bytes
+    def take(self, one: Held) -> None:
+        """Count a holding no more."""
+        self._by_peer[one.claimant.peer] -= one.total_bytes
+        self._by_group[one.claimant.group] -= one.total_bytes
+
+    def size_bytes(self, claimant: Claimant) -> tuple[int, int]:
+        """Return the bytes that are held for a peer's group, and for the peer."""
+        return self._by_group[claimant.group], self._by_peer[claimant.peer]
 
     def excess_bytes(self, holder: Claimant, asker: Claimant, weight: int, asked_bytes: int) -> int:
         """Return by how many bytes the share of `holder` exceeds `weight` times that of `asker` with `asked_bytes` more.

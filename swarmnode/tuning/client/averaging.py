@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
-from swarmnode.codec.tuning_messages import PIECE_BYTES, SharePiece
+from swarmnode.codec.training_fields import MAX_NORM
+from swarmnode.codec.tuning_messages import MAX_SHARE_LABELS, PIECE_BYTES, SharePiece
 from swarmnode.compress.codecs import decode_values, encode_values, payload_of
 from swarmnode.compute.training.averaging.gradient_compressor import ACCOUNTED
-from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.link_config import LinkConfig
@@ -33,7 +33,12 @@ from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import AdapterState
 
 BOUND = 4.0
-"""Largest norm of another trainer's vector, relative to the leader's own and to the median of all"""
+"""Largest norm of another trainer's vector, relative to the leader's own or to the median of others"""
+MOST_FLOAT16 = torch.finfo(torch.float16).max
+MOST_NORM = 1e19
+"""Largest norm of a vector: sums over trainers, and squares as AdamW takes them, are still float32"""
+MEASURING_HOMES = 3
+"""Fewest homes of other trainers whose median is a measure: of two, either one would decide it"""
 
 
 def patient(links: LinkConfig) -> LinkConfig:
@@ -70,11 +75,20 @@ class SharedRun:
 
 @dataclass(frozen=True)
 class TrainerPart:
-    """Vector of one trainer, or the mean of several: vector_N (float32), a mean over `labels` labels, and their mean loss."""
+    """Vector of one trainer, or the mean of several: vector_N (float32), a mean over `labels` labels, and their mean loss.
+
+    `home` is the address group of another trainer; trainers of one home count as one measure. Raises ProtocolError if the loss is
+    NaN, or too large for the sums that it is part of.
+    """
 
     vector_N: Tensor
     labels: int
     loss: float
+    home: str = ""
+
+    def __post_init__(self) -> None:
+        if not abs(self.loss) <= MAX_NORM:
+            raise ProtocolError(f"a loss of {self.loss:g} is no loss", code=ErrorCode.NOT_FINITE)
 
     @property
     def norm(self) -> float:
@@ -82,15 +96,22 @@ class TrainerPart:
         return float(torch.linalg.vector_norm(self.vector_N, dtype=torch.float64))
 
 
-def mean_of(parts: Sequence[TrainerPart], clip: float) -> TrainerPart:
+def mean_of(parts: Sequence[TrainerPart], norm_before: float = 0.0) -> TrainerPart:
     """Return the mean of the trainers' parts, each weighed by its labels. The first one is the leader's own.
 
-    Another part is scaled down if its norm is above `clip`, and above `BOUND` times both the leader's norm and the median of all.
-    Parts without labels are no measure for others.
+    Another part is scaled down if its norm is above `BOUND` times the leader's, or `norm_before`, the leader's in its last round
+    with labels, if it has none now. If others of at least `MEASURING_HOMES` homes have labels, their median takes the place of the
+    leader's norm if it is larger; of each home the smallest norm counts.
     """
     norms = [part.norm for part in parts]
-    measures = [norm for part, norm in zip(parts, norms, strict=True) if part.labels] or [0.0]
-    most = max(clip, BOUND * max(norms[0], statistics.median_low(measures)))
+    measure = norms[0] if parts[0].labels else norm_before
+    homes: dict[str, float] = {}
+    for part, norm in zip(parts[1:], norms[1:], strict=True):
+        if part.labels:
+            homes[part.home] = min(norm, homes.get(part.home, norm))
+    if len(homes) >= MEASURING_HOMES:
+        measure = max(measure, statistics.median_low(homes.values()))
+    most = BOUND * measure
     labels = sum(part.labels for part in parts)
     mean_N = torch.zeros_like(parts[0].vector_N)
     for part, norm in zip(parts, norms, strict=True):
@@ -102,8 +123,9 @@ def mean_of(parts: Sequence[TrainerPart], clip: float) -> TrainerPart:
 
 def share_pieces(step: int, part: TrainerPart, raw: bytes) -> Iterator[tuple[SharePiece, bytes]]:
     """Yield the messages for a part whose vector is encoded as `raw`, each with its payload."""
+    labels = min(part.labels, MAX_SHARE_LABELS)  # of a mean, only told
     for offset in range(0, len(raw), PIECE_BYTES):
-        yield SharePiece(step, offset, len(raw), part.labels, part.loss), raw[offset : offset + PIECE_BYTES]
+        yield SharePiece(step, offset, len(raw), labels, part.loss), raw[offset : offset + PIECE_BYTES]
 
 
 @dataclass(frozen=True)
@@ -157,10 +179,10 @@ class VectorLayout:
         return payload_of(encode_values(self._split(vector_N), codec)[1])
 
     def decode(self, raw: Buffer, codec: Codec) -> Tensor:
-        """Return the vector_N in `raw`. Raises ProtocolError if the length is another one, or a value is NaN or infinite."""
+        """Return the vector_N in `raw`. Raises ProtocolError if the length is another one, or the norm NaN or above `MOST_NORM`."""
         vector_N = torch.cat([one.flatten() for one in decode_values(self._infos(codec), raw, "cpu")])
-        if not is_finite([vector_N]):
-            raise ProtocolError("a vector holds NaN or infinity", code=ErrorCode.NOT_FINITE)
+        if not torch.linalg.vector_norm(vector_N, dtype=torch.float64) <= MOST_NORM:
+            raise ProtocolError("a vector holds NaN, infinity or huge numbers", code=ErrorCode.NOT_FINITE)
         return vector_N
 
     def _infos(self, codec: Codec) -> list[TensorInfo]:
@@ -183,6 +205,8 @@ class VectorEncoder:
     def encode(self, vector_N: Tensor) -> tuple[bytes, Tensor]:
         """Return the bytes of a vector, and the vector that a receiver reads from them."""
         wanted_N = vector_N if self._rest_N is None else vector_N + self._rest_N
+        if self._codec == Codec.FP16:
+            wanted_N = wanted_N.clamp(-MOST_FLOAT16, MOST_FLOAT16)  # else a mean of large vectors would be infinite
         raw = self._layout.encode(wanted_N, self._codec)
         read_N = self._layout.decode(bytearray(raw), self._codec)
         if self._codec in ACCOUNTED:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import math
 import secrets
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -31,6 +31,7 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.errors import Busy, ErrorCode, PeerError, ProtocolError
 from swarmnode.ledger import Account, Reservation
 from swarmnode.net.interfaces import Buffer
+from swarmnode.net.limits.address_group import is_relayed_group, is_wide
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.peer.local_peer import LocalPeer
@@ -101,7 +102,7 @@ class TuningLeader:
         self.adapter, self.secret = (secrets.token_bytes(SESSION_ID_BYTES) for _ in range(2))
         run = encode_run(averaging.run)
         self._joined = TuningJoined(encode_recipe(recipe), run, averaging.every, averaging.codec)
-        self._clip = recipe.clip if averaging.every == 1 else 0.0
+        self._norm = 0.0  # of the leader's own part in the last round in which it had labels
         self._wanted = trainers
         self._on_change = on_change
         self._encoder = VectorEncoder(layout, averaging.codec)
@@ -174,7 +175,8 @@ class TuningLeader:
         await self._wait_for_parts()
         taking_part = [one for one in self._followers.values() if one.place is _Place.TRAINS]
         parts = [part, *(one.part for one in taking_part if one.part is not None)]
-        mean = await asyncio.to_thread(mean_of, parts, self._clip)
+        mean = await asyncio.to_thread(mean_of, parts, self._norm)
+        self._norm = part.norm if part.labels else self._norm
         raw, read_N = await asyncio.to_thread(self._encoder.encode, mean.vector_N)
         self._ended_step, self._ended_s = step, self._clock()
         pieces = [*share_pieces(step, mean, raw)]
@@ -226,20 +228,43 @@ class TuningLeader:
             channel.close(Error(error.code))
 
     def _admit(self, channel: Channel, body: Body) -> None:
-        """Take a follower that has the ticket. Raises ProtocolError without one, Busy if there is no room."""
+        """Take a follower that has the ticket: one of a peer, the newest, and one of a home on the open internet.
+
+        Raises ProtocolError without a ticket, Busy if there is no room, or another trainer of the home.
+        """
         if not isinstance(body, JoinTuning):
             raise ProtocolError("a conversation that does not begin with JOIN_TUNING")
         is_known = hmac.compare_digest(body.adapter + body.secret, self.adapter + self.secret)
         if not is_known or self._clock() > self._closes_s:
             raise ProtocolError("a ticket of another tuning, or an expired one", code=ErrorCode.REFUSED)
-        if len(self._followers) >= MAX_FOLLOWERS:
-            raise Busy("there are enough trainers", retry_s=FLOOR_S)
+        for other in [one for one in self._followers.values() if one.channel.peer == channel.peer]:
+            self._drop(other, Error(ErrorCode.STALE))  # its link may have broken without a word
+        group = channel.claimant.group
+        is_home = is_wide(group) and not is_relayed_group(group)  # homes behind one relay have nothing in common
+        if is_home and any(one.channel.claimant.group == group for one in self._followers.values()):
+            raise Busy("another trainer of this home takes part", retry_s=FLOOR_S)
         # its bytes, the vector in them, and both on their way back
         memory = self._board.ledger.reserve(Account.AVERAGING, 2 * (self._size + self.layout.size_bytes(Codec.NONE)))
+        try:
+            self._make_place(group)
+        except Busy:
+            memory.release()
+            raise
         one = self._followers[channel] = _Follower(channel, memory)
         channel.on_frame = lambda frame, body: self._hear(one, frame, body)
         channel.on_lost = lambda _error: self._drop(one)
         channel.send(self._joined, at_once=True)
+
+    def _make_place(self, group: str) -> None:
+        """If all places are taken, end the newest follower of the group with most. Raises Busy if that would only swap places."""
+        if len(self._followers) < MAX_FOLLOWERS:
+            return
+        crowds = Counter(channel.claimant.group for channel in self._followers)
+        crowd, count = crowds.most_common(1)[0]
+        if count <= crowds[group] + 1:
+            raise Busy("there are enough trainers", retry_s=FLOOR_S)
+        newest = next(channel for channel in reversed(self._followers) if channel.claimant.group == crowd)
+        self._drop(self._followers[newest], Error(ErrorCode.BUSY, FLOOR_S))
 
     def _hear(self, one: _Follower, frame: Frame, body: Body) -> None:
         one.moved_s = self._clock()
@@ -276,12 +301,11 @@ class TuningLeader:
     def _collect(self, one: _Follower, body: SharePiece, payload: Buffer) -> None:
         if body.offset != len(one.coming) or body.labels > self.averaging.most_labels:
             raise ProtocolError("a piece of a part that does not fit")
-        if not math.isfinite(body.loss):
-            raise ProtocolError("a loss that is no number", code=ErrorCode.NOT_FINITE)
         one.coming += payload
         if len(one.coming) == self._size:
             vector_N = self.layout.decode(one.coming, self.averaging.codec)
-            one.part, one.coming = TrainerPart(vector_N, body.labels, body.loss), bytearray()
+            home = one.channel.claimant.group
+            one.part, one.coming = TrainerPart(vector_N, body.labels, body.loss, home), bytearray()
             self._change()
 
     def _send(self, one: _Follower, pieces: Sequence[tuple[Body, bytes]]) -> None:

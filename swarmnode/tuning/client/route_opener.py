@@ -152,6 +152,11 @@ class SwarmRoutes:
             return Busy(
                 f"the machines that tune have no room at the moment: {self._last}; try again later", retry_s=retry_s
             )
+        if isinstance(self._last, PeerRefused) and self._last.code == ErrorCode.TOO_LARGE:
+            return NoRoute(
+                f"this tuning needs more memory at once than the machines have ({self._last}): lower the rows or the length of a "
+                "microbatch (--microbatch, --sequence; in Python rows and positions), or --rank"
+            )
         if self._cannot_tune():
             return NoRoute(
                 f"{error}; machines of this swarm tune only if their owners allow it (`run --tune-share 30%`)"

@@ -50,6 +50,9 @@ FIRST_S, FLOOR_S, SLACK = 600.0, 20.0, 8.0
 """Longest silence of all hops (seconds) before the first answer; later `SLACK` times the longest one before, within both bounds"""
 
 
+MOST_LOSS = 1e50  # of a microbatch: past any sum of float32 numbers, and sums of many do not overflow
+
+
 @dataclass(frozen=True)
 class TunedMicrobatch:
     """Microbatch of a step. The sum of its labels' losses counts `share` in the step's loss. Without `learns` it is held out."""
@@ -411,7 +414,7 @@ class TunedRoute:
         wait.missing.remove(type(body))
         self._answered = True
         self._note_progress()
-        if isinstance(body, TuneLoss) and not math.isfinite(body.loss):
+        if isinstance(body, TuneLoss) and not abs(body.loss) <= MOST_LOSS:  # NaN, too
             self._fail(refusal(ErrorCode.NOT_FINITE, peer=self.request.route[-1].peer))
             return
         if isinstance(body, TuneLoss):

@@ -139,15 +139,15 @@ def dora(module: nn.Module, a_RI: Tensor, b_OR: Tensor, magnitude_O: Tensor) -> 
     return factor_O - 1, b_OR * factor_O[:, None]
 
 
-@torch.no_grad()
-def row_norms(module: nn.Module) -> Tensor:
-    """Return the norms_O of the rows of a linear layer's matrix, in float32 on the CPU."""
+def row_blocks(module: nn.Module, elements: int) -> Iterator[Block]:
+    """Yield a linear layer's matrix (O, I) in parts of whole rows of a block, with at most `elements` elements or one row each."""
     sizes = features_of(module)
     assert sizes is not None
-    squares_O = torch.zeros(sizes[1])
-    for outputs, _, block in blocks_of(module):
-        squares_O[outputs] += block.float().square().sum(dim=1).cpu()
-    return squares_O.sqrt()
+    for outputs, inputs, block in blocks_of(module):
+        first, _, _ = outputs.indices(sizes[1])
+        for part in block.split(max(1, elements // block.shape[1])):
+            yield slice(first, first + len(part)), inputs, part
+            first += len(part)
 
 
 def blocks_of(module: nn.Module) -> Iterator[Block]:

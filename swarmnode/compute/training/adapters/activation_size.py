@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swarmnode.compute.executor import ByPiece
+
 SHORT, LONG = 8, 24  # tokens of the measured passes
 
 
@@ -47,13 +49,14 @@ class ActivationSize:
     square: float
 
     @classmethod
-    def measured(cls, kept_bytes: Callable[[int], int], prompt_tokens: int = 0) -> ActivationSize:
+    def measured(cls, kept_bytes: Callable[[int], ByPiece[int]], prompt_tokens: int = 0) -> ByPiece[ActivationSize]:
         """Return the size that fits `kept_bytes`, which runs a row of some positions and returns the bytes that it keeps.
 
         A row begins with the `prompt_tokens` of a soft prompt.
         """
         short, long = SHORT + prompt_tokens, LONG + prompt_tokens
-        short_bytes, long_bytes = kept_bytes(short) / short, kept_bytes(long) / long
+        short_bytes = (yield from kept_bytes(short)) / short
+        long_bytes = (yield from kept_bytes(long)) / long
         square = max(0.0, (long_bytes - short_bytes) / (long - short))
         return cls(max(short_bytes, long_bytes) - square * short, square)
 

@@ -89,6 +89,9 @@ class HeldEnds(nn.Module):
         self._prompt_PH = tensors.get(PROMPT)
         for place, (span, layers) in enumerate(zip((self.front, self.back), self._layers, strict=True)):
             changes = layers.changes(tensors)
+            for change in changes.values():
+                if isinstance(change, TrainedDora):
+                    change.refresh()
             self._changed[place] = bool(changes)
             self._doras += [
                 (change, change.lora.a_RI.detach().clone(), change.lora.b_OR.detach().clone())

@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from swarmnode.compute.executor import ByPiece, drain
 from swarmnode.compute.model.adapters.adapter_file import PREFIX, units_of_layer
-from swarmnode.compute.model.adapters.changes import row_norms
+from swarmnode.compute.model.adapters.changes import row_blocks
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.adapter_weights import MOMENTS
+from swarmnode.compute.training.adapters.adapter_weights import MOMENTS, PIECE_ELEMENTS
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.compute.training.adapters.starts import PROMPT, start_of_a, start_of_prompt
+from swarmnode.compute.training.adapters.starts import PROMPT, draw_a, start_of_prompt
 from swarmnode.compute.training.adapters.targets import Sizes, target_layers
 from swarmnode.compute.training.adapters.trained_changes import TrainedChange, TrainedDora, TrainedLora
 from swarmnode.ledger import Account
@@ -81,20 +82,29 @@ class AdapterLayers:
         return units_of_layer(self.span.family, layer_of(name))[0]
 
     def starts(self) -> dict[str, Tensor]:
-        """Return the values of all tensors before the first step, trained and frozen, in float32.
+        """Return the values of all tensors before the first step, trained and frozen, in float32 on the CPU."""
+        found = {name: torch.zeros(shape) for name, shape in {**self.trained, **self.frozen}.items()}
+        drain(self.start_by_piece(found))
+        return found
+
+    @torch.no_grad()
+    def start_by_piece(self, tensors: Mapping[str, Tensor]) -> ByPiece[None]:
+        """Set tensors, which are zero, to their values before the first step.
 
         A is drawn, B is zero, DoRA's magnitudes are the norms of the layer's rows, and a prompt is drawn from the embeddings.
         """
-        found: dict[str, Tensor] = {}
-        for layer, (inputs, outputs) in self.sizes.items():
-            found[f"{layer}.{A}"] = start_of_a(self.recipe.seed, layer, self.recipe.rank, inputs)
-            found[f"{layer}.{B}"] = torch.zeros(outputs, self.recipe.rank)
+        for layer in self.sizes:
+            yield from draw_a(tensors[f"{layer}.{A}"], self.recipe.seed, layer)
             if self.recipe.method == "dora":
-                found[f"{layer}.{MAGNITUDE}"] = row_norms(self.span.model.get_submodule(layer))
+                magnitude_O = tensors[f"{layer}.{MAGNITUDE}"]
+                for outputs, _, block in row_blocks(self.span.model.get_submodule(layer), PIECE_ELEMENTS):
+                    magnitude_O[outputs] += block.float().square().sum(dim=1).to(magnitude_O.device)
+                    yield
+                magnitude_O.sqrt_()
         if PROMPT in self.trained:
             count = self.recipe.prompt_tokens
-            found[PROMPT] = start_of_prompt(self.recipe.seed, self.span.model, count, self.span.vocab_size)
-        return found
+            tensors[PROMPT].copy_(start_of_prompt(self.recipe.seed, self.span.model, count, self.span.vocab_size))
+            yield
 
     def corrections(self, frozen: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield matrices (R, R) that the gradients of B are multiplied with, and the tensors' names, if A is frozen.
@@ -107,7 +117,7 @@ class AdapterLayers:
             yield f"{layer_of(name)}.{B}", torch.linalg.pinv(square_RR, hermitian=True) / self.recipe.scale**2
 
     def changes(self, tensors: Mapping[str, Tensor]) -> dict[str, TrainedChange]:
-        """Return the changes of the span's layers by these tensors, by layer."""
+        """Return the changes of the span's layers by these tensors, by layer. DoRA's norms are not computed yet."""
         return {layer: self._change(layer, tensors) for layer in self.sizes}
 
     def _change(self, layer: str, tensors: Mapping[str, Tensor]) -> TrainedChange:

@@ -14,6 +14,7 @@ PLACELESS = ("prompt", NO_METHOD)
 """Methods that change no layer"""
 ALL_LINEAR = "all-linear"
 MAX_PROMPT_TOKENS = 4096
+MOST_FLOAT = 3.4e38  # updates compute in float32
 MAX_FROZEN_RANK = (
     512  # of lora-fa, which inverts a matrix of this size for each layer, in one piece of the device's work
 )
@@ -64,8 +65,8 @@ class AdapterRecipe:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UsageError(f"betas of {self.betas}: they must be from 0 to below 1")
         for name, value in (("epsilon", self.epsilon), ("weight decay", self.weight_decay), ("clip", self.clip)):
-            if not 0 <= value < math.inf:
-                raise UsageError(f"a {name} of {value:g}: it must be a number from 0 on")
+            if not 0 <= value <= MOST_FLOAT:
+                raise UsageError(f"a {name} of {value:g}: it must be from 0 to {MOST_FLOAT:g}")
         if isinstance(self.targets, str):
             if self.targets != ALL_LINEAR:
                 raise UsageError(f"targets {self.targets[:64]!r}: give names of layers, or {ALL_LINEAR!r}")

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarmnode.compute.executor import ByPiece, drain
+from swarmnode.compute.training.adapters.adapter_weights import PIECE_ELEMENTS
 from swarmnode.compute.training.randomness import hashed
 
 PROMPT = "prompt_embeddings"
@@ -17,8 +19,17 @@ PROMPT = "prompt_embeddings"
 
 def start_of_a(seed: int, layer: str, rank: int, inputs: int) -> Tensor:
     """Return the start of a layer's matrix A, float32_RI: uniform within 1 / sqrt(I), as peft draws it. B starts at zero."""
-    bound = 1 / math.sqrt(inputs)
-    return torch.empty(rank, inputs).uniform_(-bound, bound, generator=_generator(seed, layer))
+    a_RI = torch.empty(rank, inputs)
+    drain(draw_a(a_RI, seed, layer))
+    return a_RI
+
+
+def draw_a(a_RI: Tensor, seed: int, layer: str) -> ByPiece[None]:
+    """Draw the start of a layer's matrix A, on the CPU, and copy it into `a_RI`."""
+    bound, generator = 1 / math.sqrt(a_RI.shape[1]), _generator(seed, layer)
+    for part_N in a_RI.view(-1).split(PIECE_ELEMENTS):
+        part_N.copy_(torch.empty(len(part_N)).uniform_(-bound, bound, generator=generator))
+        yield
 
 
 @torch.no_grad()

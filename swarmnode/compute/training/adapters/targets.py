@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -33,13 +33,19 @@ def target_layers(model: Any, recipe: AdapterRecipe) -> dict[str, Sizes]:
     return {name: sizes for name, sizes in layers.items() if _is_named(name, recipe.targets)}
 
 
-def check_targets(family: Family, recipe: AdapterRecipe) -> None:
-    """Raise UsageError if the model has no linear layer of some name in the recipe."""
+def linear_layers(family: Family) -> dict[str, bool]:
+    """Return the names of a model's linear layers, and whether each is the head. Weights are not needed."""
     model = outline(family, 0, family.units, dtype=torch.float32)
-    layers = _linear_layers(model)
+    head = model.get_output_embeddings()
+    return {name: model.get_submodule(name) is head for name in _linear_layers(model)}
+
+
+def check_targets(family: Family, recipe: AdapterRecipe, layers: Mapping[str, bool] | None = None) -> None:
+    """Raise UsageError if the model has no linear layer of some name in the recipe. `layers` are its `linear_layers`, if known."""
     if recipe.method in PLACELESS:
         return
-    if not target_layers(model, recipe) and recipe.targets == ALL_LINEAR:
+    layers = linear_layers(family) if layers is None else layers
+    if recipe.targets == ALL_LINEAR and all(layers.values()):
         raise UsageError("the model has no linear layers that an adapter could change; use --method prompt")
     for end in () if recipe.targets == ALL_LINEAR else recipe.targets:
         if not any(_is_named(name, (end,)) for name in layers):

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.model.adapters.changes import blocks_of
+from swarmnode.compute.executor import ByPiece, drain
+from swarmnode.compute.model.adapters.changes import row_blocks
+from swarmnode.compute.training.adapters.adapter_weights import PIECE_PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,14 @@ class TrainedLora:
 class TrainedDora:
     """DoRA's matrices and `magnitude_O` of a linear layer: m * (W + s B A) / |W + s B A|, row by row; its bias stays.
 
-    The norm counts as a constant on the way back (arXiv 2402.09353, section 4.3). It must be refreshed after each update.
+    The norm counts as a constant on the way back (arXiv 2402.09353, section 4.3). It must be refreshed before the first pass, and
+    after each update.
     """
 
     def __init__(self, lora: TrainedLora, magnitude_O: Tensor, layer: nn.Module) -> None:
         self.lora, self.magnitude_O = lora, magnitude_O
         self._layer = layer
-        self._norm_O = torch.empty_like(magnitude_O)
-        self.refresh()
+        self._norm_O = torch.zeros_like(magnitude_O)
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """Return `y` (..., O), the layer's own result for `x` (..., I), as the adapter changes it, in the dtype of `y`."""
@@ -50,12 +52,17 @@ class TrainedDora:
         changed = changed * (self.magnitude_O / self._norm_O).to(y.dtype)
         return changed if bias_O is None else changed + bias_O
 
-    @torch.no_grad()
     def refresh(self) -> None:
-        """Compute the norms of the changed matrix's rows anew. Reads the whole matrix, block by block."""
+        """Compute the norms of the changed matrix's rows anew."""
+        drain(self.refresh_by_piece())
+
+    @torch.no_grad()
+    def refresh_by_piece(self) -> ByPiece[None]:
+        """Do `refresh`. Reads the whole matrix, some rows at a time."""
         a_RI, b_OR, squares_O = self.lora.a_RI, self.lora.b_OR * self.lora.scale, torch.zeros_like(self._norm_O)
-        for outputs, inputs, block in blocks_of(self._layer):
+        for outputs, inputs, block in row_blocks(self._layer, PIECE_PRODUCTS // (1 + len(a_RI))):
             squares_O[outputs] += torch.addmm(block.float(), b_OR[outputs], a_RI[:, inputs]).square().sum(dim=1)
+            yield
         torch.sqrt(squares_O, out=self._norm_O)
 
 

@@ -7,22 +7,22 @@ way back needs is kept under the microbatch's number. The head runs with the los
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from swarmnode.compute.executor import ByPiece, drain
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.training.adapters.activation_size import ActivationSize, KeptStorage
 from swarmnode.compute.training.adapters.adapter_weights import VECTORS, AdapterWeights
 from swarmnode.compute.training.adapters.labelled_positions import LabelledPositions
 from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, AdapterLayers, file_name
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.recipe import MOST_FLOAT, AdapterRecipe
 from swarmnode.compute.training.adapters.starts import PROMPT
 from swarmnode.compute.training.adapters.trained_changes import TrainedDora
 from swarmnode.compute.training.lm import NothingKept, check_labels, check_values, documents
@@ -30,27 +30,15 @@ from swarmnode.compute.training.saved_activations import check_finite, check_sha
 from swarmnode.errors import NotFinite, ProtocolError
 from swarmnode.ledger import Account, Full, Reservation
 
-T = TypeVar("T")
-ByPiece = Generator[None, None, T]
-"""Work of a pass that yields after each piece, and returns its result at the end"""
-
 MOST_LOGITS = 1 << 24  # in memory at once
 LOGIT_COPIES = 4  # of float32, at once: logits, their softmax, and the gradients of both
-
-
-def drain(work: ByPiece[T]) -> T:
-    """Do all pieces of a pass one after another, and return its result."""
-    while True:
-        try:
-            next(work)
-        except StopIteration as ended:
-            result: T = ended.value
-            return result
+PIECE_POSITIONS = {"cpu": 512, "cuda": 8192}
+"""Most positions of a piece of a pass, by the type of the device; a longer row is a piece of its own"""
 
 
 @dataclass
 class _Piece:
-    """Units [start, end) of a pass: `entering` begins its graph and `leaving` ends it."""
+    """Units [start, end) of some rows of a pass: `entering` begins its graph and `leaving` ends it."""
 
     start: int
     end: int
@@ -69,7 +57,7 @@ class _Pass:
     tokens: torch.Size
     evaluates: bool
     memory: Reservation
-    pieces: list[_Piece] = field(default_factory=list)
+    pieces: list[list[_Piece]] = field(default_factory=list)  # of each group of rows
     leaving_BTH: Tensor | None = None
     back_BTH: Tensor | None = None
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -79,19 +67,22 @@ class AdapterTrainer:
     """Trainer of one adapter's tensors on one span, used from the device's thread only.
 
     Several trainers share a span and its frozen base, and sessions go on between their pieces. All passes compute as in serving,
-    without dropout.
+    without dropout. A pass computes some rows at a time through all layers, at most `PIECE_POSITIONS` unless a row is longer.
 
     Args:
         span: Frozen base. The adapter is loaded beside it.
         recipe: Recipe of the training.
         name: Name of the adapter among those of the span.
         piece_units: Number of layers in a piece.
+        starts: Set the tensors to their start at once. Otherwise `start_by_piece` is due before anything else.
 
     Raises:
         Full: The ledger of the span's adapters has no room; nothing is allocated then.
     """
 
-    def __init__(self, span: ModelSpan, recipe: AdapterRecipe, *, name: str, piece_units: int = 1) -> None:
+    def __init__(
+        self, span: ModelSpan, recipe: AdapterRecipe, *, name: str, piece_units: int = 1, starts: bool = True
+    ) -> None:
         self.span, self.recipe, self.name = span, recipe, name
         self._ledger = span.adapters.ledger
         self._layers = AdapterLayers(span, recipe)
@@ -99,10 +90,10 @@ class AdapterTrainer:
             for account, size_bytes in self._layers.memory_bytes().items():
                 reserved.enter_context(self._ledger.reserve(account, size_bytes))
             with torch.inference_mode(False), torch.no_grad():
-                starts = {key: tensor.to(span.device) for key, tensor in self._layers.starts().items()}
-                self._frozen = {key: starts[key] for key in self._layers.frozen}
-                trained = {key: starts[key] for key in self._layers.trained}
-                self._weights = AdapterWeights(trained, span.device, unit=span.start)
+                self._frozen = {
+                    key: torch.zeros(shape, device=span.device) for key, shape in self._layers.frozen.items()
+                }
+                self._weights = AdapterWeights(self._layers.trained, span.device, unit=span.start)
                 self._changes = self._layers.changes({**self._frozen, **self._weights.tensors})
                 self._corrections: dict[str, Tensor] = {}
             self._memory = reserved.pop_all()
@@ -116,6 +107,8 @@ class AdapterTrainer:
         inner = range(max(first, 1) + piece_units, last, piece_units)
         self._cuts = [first, *inner, last] if first < last else []
         self._size: ActivationSize | None = None
+        if starts:
+            drain(self.start_by_piece())
 
     def __repr__(self) -> str:
         return f"<AdapterTrainer {self.name} ({self.recipe.method}) of {self.span!r}, {self._weights!r}>"
@@ -134,6 +127,16 @@ class AdapterTrainer:
     def in_flight(self) -> int:
         """Number of forward passes that wait for their loss or their gradient."""
         return len(self._passes)
+
+    def start_by_piece(self) -> ByPiece[None]:
+        """Set the adapter's tensors to their values before the first step, and compute DoRA's norms."""
+        yield from self._layers.start_by_piece({**self._frozen, **self._weights.tensors})
+        yield from self._refresh()
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes that passes in flight keep for their way back."""
+        return sum(one.memory.size_bytes for one in list(self._passes.values()))
 
     @torch.no_grad()
     def prepare_by_piece(self) -> ByPiece[None]:
@@ -170,28 +173,37 @@ class AdapterTrainer:
         Raises:
             ProtocolError: The inputs are not those of the boundary, or `number` is in flight.
             NotFinite: The result is NaN or infinite.
-            Full: There is no room for the activations.
+            Full: There is no room for the activations at the moment.
         """
         tokens = self._check_inputs(number, inputs, positions_BS)
         rows, length = inputs.shape[0], tokens[1] + self.recipe.prompt_positions
-        saved_bytes = 0 if evaluates else self.activation_bytes(rows, length)
+        saved_bytes = 0 if evaluates else (yield from self.activation_bytes_by_piece(rows, length))
         one = self._passes[number] = _Pass(tokens, evaluates, self._reserve(saved_bytes, rows * length))
         try:
-            x = inputs.to(self.span.device)
-            x = x.to(self.span.dtype) if x.is_floating_point() else x  # the sender may compute in another one
-            for start, end in pairwise(self._cuts):
-                x = self._run(one, start, end, x, positions_BS)
-                yield
-            if not is_finite([x]):
-                raise NotFinite(
-                    "the hidden states hold NaN or infinity; lower --lr or --clip, or check the data",
-                    unit=self.span.start,
-                )
+            leaving = []
+            for group in self._groups(rows, length):
+                x = inputs[group].to(self.span.device)
+                x = x.to(self.span.dtype) if x.is_floating_point() else x  # the sender may compute in another one
+                one.pieces.append([])
+                for start, end in pairwise(self._cuts):
+                    x = self._run(one, start, end, x, None if positions_BS is None else positions_BS[group])
+                    yield
+                if not is_finite([x]):
+                    raise NotFinite(
+                        "the hidden states hold NaN or infinity; lower --lr or --clip, or check the data",
+                        unit=self.span.start,
+                    )
+                leaving.append(x)
+            one.leaving_BTH = torch.cat(leaving) if len(leaving) > 1 else leaving[0]
         except BaseException:
             self.forget(number)
             raise
-        one.leaving_BTH = x
-        return x
+        return one.leaving_BTH
+
+    def _groups(self, rows: int, length: int) -> Iterator[slice]:
+        """Yield the rows that are computed together, of rows with `length` positions."""
+        most = max(1, PIECE_POSITIONS.get(self.span.device.type, PIECE_POSITIONS["cpu"]) // length)
+        return (slice(first, min(first + most, rows)) for first in range(0, rows, most))
 
     def loss(self, number: int, labels_BS: Tensor, share: float) -> tuple[float, int]:
         """Do `loss_by_piece` at once."""
@@ -271,13 +283,18 @@ class AdapterTrainer:
         try:
             check_shapes((back,), (one.leaving_BTH.shape,), self.span.end)
             check_finite((back,), self.span.end)
-            back = back.to(one.leaving_BTH)
-            while one.pieces:
-                back = self._run_back(one, one.pieces.pop(), back)
-                yield
+            came, entered = back.to(one.leaving_BTH), []
+            for group, pieces in zip(self._groups(len(came), came.shape[1]), one.pieces, strict=True):
+                flowing: Tensor | None = came[group]
+                while pieces:
+                    flowing = self._run_back(one, pieces.pop(), flowing)
+                    yield
+                entered.append(flowing)
+            found = [one for one in entered if one is not None]  # all of them, or none
+            back = torch.cat(found) if len(found) > 1 else found[0] if found else None
             if back is not None:
                 check_finite((back,), self.span.start)
-            self._weights.accumulate(one.gradients)
+            yield from self._weights.accumulate(one.gradients)
         finally:
             self.forget(number)
         return None if self.span.has_embedding else back
@@ -297,9 +314,17 @@ class AdapterTrainer:
 
         The sum over all spans is the square of the global norm. LoRA-FA's gradients are not corrected yet, as in peft.
         """
+        return drain(self.gradient_square_by_piece())
+
+    def gradient_square_by_piece(self) -> ByPiece[float]:
+        """Do `gradient_square`."""
         return self._weights.gradient_square()
 
     def step(self, number: int, learning_rate: float, scale: float) -> None:
+        """Do `step_by_piece` at once."""
+        drain(self.step_by_piece(number, learning_rate, scale))
+
+    def step_by_piece(self, number: int, learning_rate: float, scale: float) -> ByPiece[None]:
         """Update the adapter by AdamW, and begin the next step.
 
         Args:
@@ -308,21 +333,23 @@ class AdapterTrainer:
             scale: Factor of the gradient, which clips it: the same on all spans.
 
         Raises:
-            ProtocolError: `number` is not the present step's, or a rate or factor is not a number from 0 on.
+            ProtocolError: `number` is not the present step's, or a rate or factor is no float32 from 0 on.
         """
         if number != self._weights.step:
             raise ProtocolError(f"an update after {number} steps, but the adapter has had {self._weights.step}")
-        if not all(0 <= value < math.inf for value in (learning_rate, scale)):
-            raise ProtocolError(f"a learning rate of {learning_rate} and a scale of {scale}: both must be from 0 on")
+        if not all(0 <= value <= MOST_FLOAT for value in (learning_rate, scale)):
+            raise ProtocolError(
+                f"a learning rate of {learning_rate} and a scale of {scale}: both must be from 0 on, in float32"
+            )
         self._forget_all()
-        drain(self.prepare_by_piece())
-        self._weights.update(self.recipe, learning_rate, self._corrections, scale)
-        self._refresh()
+        yield from self.prepare_by_piece()
+        yield from self._weights.update(self.recipe, learning_rate, self._corrections, scale)
+        yield from self._refresh()
 
     def discard(self) -> None:
         """Forget the step's passes in flight and summed gradients."""
         self._forget_all()
-        self._weights.discard()
+        drain(self._weights.discard())
 
     # -- state
 
@@ -334,22 +361,26 @@ class AdapterTrainer:
         """Return the step's sums of gradients, by the names that `state` has for the weights: references."""
         return {f"{VECTORS[0]}/{name}": gradient for name, gradient in self._weights.gradients.items()}
 
-    def load_gradients(self, state: Mapping[str, Tensor]) -> None:
+    def load_gradients(self, state: Mapping[str, Tensor]) -> ByPiece[None]:
         """Replace the step's sums of gradients by those of `state`, which has the names that `gradients` gives.
 
         Raises CheckpointError, changing nothing, if tensors are missing or do not fit.
         """
         begin = f"{VECTORS[0]}/"
-        self._weights.load_gradients({name.removeprefix(begin): tensor for name, tensor in state.items()})
+        return self._weights.load_gradients({name.removeprefix(begin): tensor for name, tensor in state.items()})
 
     def load(self, state: Mapping[str, Tensor]) -> None:
+        """Do `load_by_piece` at once."""
+        drain(self.load_by_piece(state))
+
+    def load_by_piece(self, state: Mapping[str, Tensor]) -> ByPiece[None]:
         """Load a state bit for bit; tensors of other spans in it are ignored. Passes in flight are forgotten.
 
         Raises CheckpointError, changing nothing, if tensors are missing or do not fit.
         """
-        self._weights.load(state)
+        yield from self._weights.load(state)
         self._forget_all()
-        self._refresh()
+        yield from self._refresh()
 
     def weights(self) -> dict[str, Tensor]:
         """Return the adapter's tensors on this span by the names of a folder that peft saves: references."""
@@ -366,8 +397,12 @@ class AdapterTrainer:
 
     def activation_bytes(self, rows: int, positions: int) -> int:
         """Return the bytes that a pass keeps until its gradient comes, for rows of some positions with the soft prompt."""
+        return drain(self.activation_bytes_by_piece(rows, positions))
+
+    def activation_bytes_by_piece(self, rows: int, positions: int) -> ByPiece[int]:
+        """Do `activation_bytes`."""
         if self._size is None:
-            self._size = ActivationSize.measured(self._kept_bytes, self.recipe.prompt_positions)
+            self._size = yield from ActivationSize.measured(self._kept_bytes, self.recipe.prompt_positions)
         return self._size.of(rows, positions)
 
     def _reserve(self, saved_bytes: int, positions: int) -> Reservation:
@@ -385,17 +420,18 @@ class AdapterTrainer:
             raise
         return memory
 
-    def _kept_bytes(self, positions: int) -> int:
+    def _kept_bytes(self, positions: int) -> ByPiece[int]:
         """Return the bytes that a row of some positions keeps for its way back, by running such a row."""
         known = [*self.span.model.parameters(), *self.span.model.buffers(), *self._frozen.values()]
         kept = KeptStorage([*known, *self._weights.tensors.values()])
-        one = _Pass(torch.Size(()), False, self._ledger.count(Account.ACTIVATIONS))
+        one = _Pass(torch.Size(()), False, self._ledger.count(Account.ACTIVATIONS), [[]])
         x = torch.zeros(1, positions - self.recipe.prompt_positions, dtype=torch.int64, device=self.span.device)
         if not self.span.has_embedding:
             x = torch.zeros(1, positions, self.span.hidden_size, dtype=self.span.dtype, device=self.span.device)
-        with kept.watching():
-            for start, end in pairwise(self._cuts):
+        for start, end in pairwise(self._cuts):
+            with kept.watching():  # not in between, where others compute
                 x = kept.note(self._run(one, start, end, x, None))
+            yield
         return kept.size_bytes
 
     # -- pieces
@@ -424,7 +460,7 @@ class AdapterTrainer:
                 entering.requires_grad_()
             leaving_BTH = self._through(start, end, self._embedded(entering) if start == 0 else entering, positions_BS)
             if not one.evaluates:
-                one.pieces.append(_Piece(start, end, entering, leaving_BTH))
+                one.pieces[-1].append(_Piece(start, end, entering, leaving_BTH))
             return leaving_BTH.detach()
 
     def _embedded(self, ids_BS: Tensor) -> Tensor:
@@ -483,7 +519,7 @@ class AdapterTrainer:
         for number in list(self._passes):
             self.forget(number)
 
-    def _refresh(self) -> None:
+    def _refresh(self) -> ByPiece[None]:
         for change in self._changes.values():
             if isinstance(change, TrainedDora):
-                change.refresh()
+                yield from change.refresh_by_piece()

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from swarmnode.compute.executor import ByPiece
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.activation_size import KeptStorage
+from swarmnode.compute.training.adapters import adapter_weights, layers, starts, trained_changes
+from swarmnode.compute.training.adapters.activation_size import LONG, KeptStorage
 from swarmnode.compute.training.adapters.recipe import METHODS
-from swarmnode.compute.training.adapters.trainer import AdapterTrainer
+from swarmnode.compute.training.adapters.trainer import PIECE_POSITIONS, AdapterTrainer
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError, UsageError
 from swarmnode.ledger import Account, Full
 from tests.compute.training.adapters.trained import SMALL, Route, batch_of, labels_of
 
 RATE = 1e-2
+T = TypeVar("T")
 Get = Callable[[str], Checkpoint]
 
 
@@ -209,3 +214,87 @@ def test_lora_fa_prepares_its_updates_layer_by_layer(llama: Checkpoint) -> None:
     assert prepared.train(range(2)) == other.train(range(2))
     with pytest.raises(UsageError, match="at most 512"):
         replace(recipe, rank=513)
+
+
+class Watched:
+    """Positions that go through a layer in each piece of a work."""
+
+    def __init__(self, span: ModelSpan, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.positions: list[int] = [0]
+        forward = ModelSpan.forward
+
+        def watch(span: ModelSpan, x: Tensor, **options: Any) -> Tensor:
+            start, end = max(1, options["start"]), min(options["end"], span.family.units - 1)  # the layers
+            self.positions[-1] += x.shape[0] * x.shape[1] * max(0, end - start)
+            return forward(span, x, **options)
+
+        monkeypatch.setattr(ModelSpan, "forward", watch)
+
+    def drain(self, work: ByPiece[T]) -> T:
+        while True:
+            self.positions.append(0)
+            try:
+                next(work)
+            except StopIteration as ended:
+                result: T = ended.value
+                return result
+
+
+@pytest.mark.parametrize(("rows", "length"), [(64, 8), (7, 5), (16, 2), (2, 45), (1, 45)])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pass_goes_by_pieces_of_few_positions_and_gives_what_a_whole_one_gives(
+    llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, method: str, rows: int, length: int
+) -> None:
+    recipe, most = replace(SMALL, method=method), 40
+    ids_BS = torch.arange(rows * length).view(rows, length) % 90
+    found = []
+    for bound in (1 << 20, most):
+        monkeypatch.setitem(PIECE_POSITIONS, "cpu", bound)
+        first, last = Route.through(llama, [0, 2, llama.units], recipe).trainers
+        with monkeypatch.context() as patch:
+            watched = Watched(first.span, patch)
+            hidden_BTH = watched.drain(first.forward_by_piece(0, ids_BS))
+            watched.drain(last.forward_by_piece(0, hidden_BTH))
+            loss, _ = watched.drain(last.loss_by_piece(0, ids_BS, 1 / rows / length))
+            watched.drain(first.backward_by_piece(0, watched.drain(last.backward_by_piece(0))))
+        squares = [one.gradient_square() for one in (first, last)]
+        for one in (first, last):
+            one.step(0, RATE, 1.0)
+        found.append((loss, squares, torch.cat([one.flatten() for one in (*first.weights().values(),)])))
+        prompt = recipe.prompt_tokens if method == "prompt" else 0
+        assert max(watched.positions) <= max(bound, length + prompt, LONG + prompt)
+    (whole, squares, weights_N), (cut, squares_cut, cut_N) = found
+    assert cut == pytest.approx(whole, rel=1e-6) and squares_cut == pytest.approx(squares, rel=1e-4)
+    assert torch.allclose(cut_N, weights_N, atol=RATE / 5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_starts_and_updates_go_by_pieces_of_few_elements_bit_for_bit(
+    llama: Checkpoint, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Also those of single matrices."""
+    recipe, counts, states = replace(SMALL, method=method), [], []
+    for elements in (1 << 22, 100):
+        monkeypatch.setattr(adapter_weights, "PIECE_ELEMENTS", elements)
+        monkeypatch.setattr(layers, "PIECE_ELEMENTS", elements)
+        monkeypatch.setattr(starts, "PIECE_ELEMENTS", elements)
+        monkeypatch.setattr(trained_changes, "PIECE_PRODUCTS", elements)
+        span = load_span(llama, 0, llama.units, check=False)
+        trainer = AdapterTrainer(span, recipe, name="by piece", starts=False)
+        trained = sum(tensor.numel() for tensor in trainer._weights.tensors.values())
+        count = [len([*trainer.start_by_piece()])]
+        ids_BS, labels_BS = batch_of(0)[0]
+        trainer.forward(0, ids_BS)
+        trainer.loss(0, labels_BS, 0.1)
+        trainer.backward(0)
+        count += [len([*work]) for work in (trainer.gradient_square_by_piece(), trainer.step_by_piece(0, RATE, 1.0))]
+        state = copied(trainer.state())
+        count.append(len([*trainer.load_by_piece(state)]))
+        assert same(copied(trainer.state()), state)
+        counts.append(count)
+        states.append(state)
+    assert all(many >= trained // 100 for many in counts[1][1:]) and max(counts[0][1:]) <= 9 + 2 * len(trainer._changes)
+    assert counts[1][0] >= 2 * counts[0][0] or method == "prompt"
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        assert torch.equal(states[1][name], tensor), name
