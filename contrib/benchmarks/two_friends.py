@@ -42,7 +42,7 @@ LAST = "document.querySelector('.message.assistant:last-child .text')?.textConte
 DONE = "document.querySelector('.message.assistant:last-child footer')?.textContent"
 TOOL = """
 import json, sys, urllib.request
-body = {"model": sys.argv[2], "messages": [{"role": "user", "content": sys.argv[3]}], "stream": True, "max_tokens": 16}
+body = {"model": sys.argv[2], "messages": [{"role": "user", "content": sys.argv[3]}], "stream": True, "max_tokens": 16, "seed": 0}
 request = urllib.request.Request(sys.argv[1] + "/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"})
 for line in urllib.request.urlopen(request):
     if line.startswith(b"data: {") and (text := json.loads(line[6:])["choices"][0]["delta"].get("content")):
