@@ -1,4 +1,4 @@
-"""A peer asks a tuning node for adapters that it can never have, so that honest owners lose their places to nobody."""
+"""A peer asks a tuning node for adapters that it can never have, so that honest owners lose their places for no adapter at all."""
 
 from __future__ import annotations
 

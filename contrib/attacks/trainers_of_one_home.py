@@ -33,7 +33,7 @@ TRIES = {
     "losses that overflow from one home": (HOME, Codec.NONE, 0.0, 1.7e308, 1),
     "losses below zero from all places": (PLACES, Codec.NONE, 0.0, -1.7e308, 1),
 }
-"""What a crowd at these hosts (None: all of one peer) sends: codec, size of the numbers, mean loss, labels"""
+"""Parts that a crowd at these hosts (None: all of one peer) sends: codec, size of the numbers, mean loss, labels"""
 
 
 async def lie(scene: Scene, talk: Talk, size: float, loss: float, labels: int) -> None:

@@ -6,7 +6,7 @@ so the exact length of the payload follow from these.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -70,6 +70,16 @@ class TensorInfo(msgspec.Struct, array_like=True, frozen=True):
     dtype: int
     shape: tuple[int, ...]
     param: int = 0
+
+
+def gradients_fit(gradients: Sequence[TensorInfo], present: Sequence[bool], sent: Sequence[TensorInfo]) -> bool:
+    """Return whether `gradients` are those of the `present` ones of the values that were `sent`: floats of their shapes.
+
+    The dtypes may differ, because passes in float16 return float32.
+    """
+    due = [info for info, there in zip(sent, present, strict=False) if there]
+    floats = all(info.dtype in FLOAT_DTYPES for info in (*due, *gradients))
+    return len(present) == len(sent) and [one.shape for one in gradients] == [one.shape for one in due] and floats
 
 
 def element_count(shape: tuple[int, ...], max_elements: int = MAX_ELEMENTS) -> int:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from swarmnode.errors import CheckpointError, UsageError
+from swarmnode.files import parse_json
 
 Message = dict[str, Any]  # in the format of chat templates
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -75,8 +76,8 @@ def call_arguments(name: str, arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
+        return parse_json(arguments or "{}")
+    except ValueError:
         raise UsageError(f"the arguments of a call of {name} are not JSON: send them as the model wrote them") from None
 
 

@@ -5,7 +5,6 @@ docs/training.md lists their fields. A field that changes what is learnt is hono
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
@@ -21,6 +20,7 @@ from swarmnode.data.conversation import (
     chat_tool,
 )
 from swarmnode.errors import UsageError
+from swarmnode.files import parse_json
 
 MAX_MESSAGES = 4096  # of one conversation
 Kind = frozenset[str]  # names of the fields that make a record a sample
@@ -172,8 +172,8 @@ def _unfolded(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
+        return parse_json(value)
+    except ValueError:
         raise UsageError(f'its "{name}" is a text, but not JSON; write a list or JSON of it there') from None
 
 
@@ -190,8 +190,8 @@ def _listed(value: Any, role: str = "") -> list[Any]:
     if role and isinstance(value, str) and not value.lstrip().startswith("["):
         value = [{"role": role, "content": value}]
     try:
-        listed = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
+        listed = parse_json(value) if isinstance(value, str) else value
+    except ValueError:
         raise UsageError(NO_MESSAGES) from None
     if isinstance(listed, dict):
         listed = listed.get("messages")

@@ -103,7 +103,7 @@ def _form(path: Path) -> RecordForm | None:
 def _is_object(line: bytes) -> bool:
     try:
         return isinstance(parse_json(line), dict)
-    except (ValueError, RecursionError):
+    except ValueError:
         return False
 
 
@@ -132,7 +132,7 @@ def _line_records(path: Path) -> Iterator[DataRecord]:
 def _object(line: bytes, place: str) -> dict[str, Any]:
     try:
         fields = parse_json(line)
-    except (ValueError, RecursionError):
+    except ValueError:
         raise UsageError(f"{place}: not a JSON object in UTF-8; correct the line") from None
     if not isinstance(fields, dict):
         raise UsageError(f"{place}: not a JSON object; correct the line")

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
-from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo
+from swarmnode.codec.tensors import Codec, TensorInfo, gradients_fit
 from swarmnode.codec.training_fields import packed_mask
 from swarmnode.codec.tuning_messages import (
     MAX_ADAPTER_BYTES,
@@ -435,13 +435,8 @@ class HeldAdapter:
         """Return whether each gradient is of a float, has its shape, and may be decoded. None at all drop the microbatch."""
         if not any(body.present):
             return self._ends_at_owner
-        if len(body.present) != len(infos):
-            return False
-        sent = [info for info, present in zip(infos, body.present, strict=True) if present]
-        return [info.shape for info in sent] == [info.shape for info in body.values] and all(
-            info.dtype in FLOAT_DTYPES and value.dtype in FLOAT_DTYPES and self._codecs.may_come(info.codec)
-            for info, value in zip(body.values, sent, strict=True)
-        )
+        may_come = all(self._codecs.may_come(info.codec) for info in body.values)
+        return may_come and gradients_fit(body.values, body.present, infos)
 
     def _take_labels(self, body: TuneLabels, payload: Buffer) -> None:
         future = self._labels_of((body.step, body.number))

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from swarmnode.client.text_stream import StopStrings
 from swarmnode.data.conversation import CALL_BEGIN, CALL_END
+from swarmnode.files import parse_json
 from swarmnode.gateway.generation.tool_use import ToolUse
 
 TEXT = "content"
@@ -100,8 +101,8 @@ def call_of(value: Any, names: Collection[str], number: int) -> CallPart | None:
         return None
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
+            arguments = parse_json(arguments)
+        except ValueError:
             return None
     return CallPart(number, name, json.dumps({} if arguments is None else arguments))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from swarmnode.codec.body import MAX_ROUTE_HOPS, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
-from swarmnode.codec.tensors import FLOAT_DTYPES, TensorInfo
+from swarmnode.codec.tensors import TensorInfo, gradients_fit
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.codecs import Buffer, Encoded, decode_values
 from swarmnode.compute.executor import Urgency
@@ -274,13 +274,7 @@ class MicrobatchInFlight:
         peer, next_hop = self.body.route[self.body.hop + 1].peer, self._next
         if next_hop is not None:
             self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
-        due = [info for info, there in zip(self._sent, answer.present, strict=False) if there]
-        fits = len(answer.present) == len(self._sent) and [one.shape for one in answer.values] == [
-            one.shape for one in due
-        ]
-        if not fits or any(
-            info.dtype not in FLOAT_DTYPES for info in (*due, *answer.values)
-        ):  # float16 passes return float32
+        if not gradients_fit(answer.values, answer.present, self._sent):
             raise NotFiniteInput(peer, "gradients of other shapes than the values, or of integers")
         came = decode_from(peer, answer.values, payload, part.segment.device)
         if not is_within(came, LARGEST_VALUE) or not abs(answer.loss) <= LARGEST_VALUE:

@@ -47,14 +47,13 @@ DTYPE = torch.bfloat16
 LINK_NAME = f"weights{SUFFIX}"  # in the folder beside the .swarm file
 _EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<kind>gate|down|up)_exps)\.weight")
 _EXPERT_ROWS = ("gate", "up")  # the parts of a joined matrix, from above
-MAX_HEADER_VALUES = (
-    1 << 21
-)  # keys, tensors and elements of arrays: a vocabulary of 262,144 tokens with its merges has 1.3 million
+MAX_HEADER_VALUES = 1 << 21
+"""Keys, tensors and elements of arrays; a vocabulary of 262,144 tokens with its merges has 1.3 million"""
 MAX_DIMENSIONS, MAX_TENSOR_NAME = 4, 1 << 10
 STRING, ARRAY = 8, 9
 SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _FAULTS = {
-    r"^its header (.*)": r"its header \1",
+    r"^((?:its header|cut short).*)": r"\1",  # of `check_header`
     r"magic invalid": "not a GGUF file",
     r"(\d+)\)? is not a valid GGMLQuantizationType": r"has a tensor in number format \1, which is unknown here: upgrade gguf, or "
     "choose a file in another format",
@@ -465,8 +464,6 @@ def check_header(file: Path) -> None:
 def fault_of_gguf(error: BaseException) -> str:
     """Return what is wrong with a GGUF file, in words, by the error of gguf's or transformers' reader."""
     text = " ".join(str(error).split())
-    if text.startswith(("cut short", "its header")):  # of `check_header`
-        return text
     for pattern, told in _FAULTS.items():
         if found := re.search(pattern, text):
             return found.expand(told)

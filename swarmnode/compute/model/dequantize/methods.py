@@ -177,79 +177,41 @@ def _of_mxfp4(_settings: Mapping[str, Any]) -> Method:
     return Mxfp4(("U8",), "_blocks", "", ("_scales",), 2, form.block_bytes / form.block)
 
 
-EVERYWHERE = frozenset(
-    {
-        "quant_method",
-        "modules_to_not_convert",
-        "ignored_layers",
-        "ignore",
-        "lm_head",
-        "meta",
-        "version",
-        "quantization_status",
-    }
-)
+def _keys(names: str) -> frozenset[str]:
+    return frozenset(names.split())
+
+
+EVERYWHERE = _keys("quant_method modules_to_not_convert ignored_layers ignore lm_head meta version quantization_status")
 """Keys that are read, or that only say which layers are left plain: the tensors show that themselves."""
-CALIBRATION = frozenset(
-    {
-        "damp_percent",
-        "damp_auto_increment",
-        "static_groups",
-        "true_sequential",
-        "mse",
-        "dataset",
-        "tokenizer",
-        "batch_size",
-    }
-    | {"block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id"}
-    | {
-        "model_seqlen",
-        "max_input_length",
-        "cache_block_outputs",
-        "model_name_or_path",
-        "model_file_base_name",
-        "desc_act",
-    }
-    | {"use_exllama", "disable_exllama", "exllama_config", "use_cuda_fp16", "backend", "pack_dtype", "act_group_aware"}
-    | {"autoround_version", "seqlen", "nsamples", "iters", "lr", "minmax_lr", "amp", "enable_minmax_tuning", "seed"}
-    | {
-        "enable_quanted_input",
-        "low_gpu_mem_usage",
-        "to_quant_block_names",
-        "scale_dtype",
-        "data_type",
-        "gradient_accumulate_steps",
-    }
-    | {"enable_norm_bias_tuning", "not_use_best_mse", "dynamic_max_gap", "offload_to_disk", "vram_strategy", "gc_mode"}
+CALIBRATION = _keys(
+    "damp_percent damp_auto_increment static_groups true_sequential mse dataset tokenizer batch_size desc_act model_seqlen "
+    "block_name_to_quantize module_name_preceding_first_block modules_in_block_to_quantize pad_token_id max_input_length "
+    "cache_block_outputs model_name_or_path model_file_base_name use_exllama disable_exllama exllama_config use_cuda_fp16 "
+    "backend pack_dtype act_group_aware autoround_version seqlen nsamples iters lr minmax_lr amp enable_minmax_tuning seed "
+    "enable_quanted_input low_gpu_mem_usage to_quant_block_names scale_dtype data_type gradient_accumulate_steps "
+    "enable_norm_bias_tuning not_use_best_mse dynamic_max_gap offload_to_disk vram_strategy gc_mode"
 )
-"""Keys of GPTQ and AWQ for how values were found or how kernels use them; the stored values do not depend on them."""
-KEYS: dict[
-    str, tuple[frozenset[str], frozenset[str]]
-] = {  # by method: keys that are read, and keys without meaning here
-    "gptq": (frozenset({"bits", "group_size", "sym", "format", "checkpoint_format", "dynamic"}), CALIBRATION),
+"""Keys of GPTQ and AWQ for how values were found, how inputs are ordered (`g_idx` shows it), or how kernels use them."""
+KEYS = {  # by method: keys that are read, and keys without meaning here
+    "gptq": (_keys("bits group_size sym format checkpoint_format dynamic"), CALIBRATION),
     "awq": (
-        frozenset({"bits", "w_bit", "group_size", "q_group_size", "zero_point"}),
-        CALIBRATION | {"do_fuse", "fuse_max_seq_len", "modules_to_fuse"},
+        _keys("bits w_bit group_size q_group_size zero_point"),
+        CALIBRATION | _keys("do_fuse fuse_max_seq_len modules_to_fuse"),
     ),
     "bitsandbytes": (
-        frozenset({"load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit"}),
-        frozenset(
-            {"bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"}
-        )
-        | {
-            "llm_int8_enable_fp32_cpu_offload",
-            "llm_int8_has_fp16_weight",
-            "llm_int8_skip_modules",
-            "llm_int8_threshold",
-        },
+        _keys("load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit"),
+        _keys(
+            "bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant llm_int8_threshold "
+            "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules"
+        ),
     ),
-    "fp8": (frozenset({"weight_block_size"}), frozenset({"activation_scheme", "fmt", "scale_fmt", "dequantize"})),
-    "fbgemm_fp8": (frozenset({"weight_block_size"}), frozenset({"activation_scale_ub"})),
+    "fp8": (_keys("weight_block_size"), _keys("activation_scheme fmt scale_fmt dequantize")),
+    "fbgemm_fp8": (_keys("weight_block_size"), _keys("activation_scale_ub")),
     "compressed-tensors": (
-        frozenset({"format", "config_groups", "transform_config", "sparsity_config"}),
-        frozenset({"global_compression_ratio", "kv_cache_scheme", "run_compressed", "quantization_config"}),
+        _keys("format config_groups transform_config sparsity_config"),
+        _keys("global_compression_ratio kv_cache_scheme run_compressed quantization_config"),
     ),
-    "mxfp4": (frozenset(), frozenset({"dequantize", "swizzled"})),
+    "mxfp4": (frozenset[str](), _keys("dequantize swizzled")),
 }
 """kv_cache_scheme, activation_scheme and llm_int8_threshold change how activations are rounded, which weights alone do not need."""
 

@@ -53,10 +53,8 @@ IN_VECTORS = frozenset(
     }
 )
 """Functions of each element whose last bits depend on whether torch computes it in a vector or alone"""
-ALONE, SHARE = (
-    1 << 14,
-    1 << 15,
-)  # elements that one thread takes, and those of each with which all threads take part, in torch
+ALONE, SHARE = 1 << 14, 1 << 15
+"""Elements that one thread takes, and elements of each thread from which on all take part, in torch"""
 
 
 class _Attention(Prepared):
