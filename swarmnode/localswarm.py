@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from swarmnode.errors import LocalError
-from swarmnode.net.libp2p.parent import die_with_parent
+from swarmnode.net.libp2p.daemon import die_with_parent
 
 # A process that ends is noticed at once, a slow one is not: the time covers a machine busy with other work.
 START_TIMEOUT_S = 240.0

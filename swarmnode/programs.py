@@ -27,8 +27,7 @@ from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.swarm.records.manifest import SERVE, TRAIN
-from swarmnode.swarm.records.recipe import RECIPE, Recipe
-from swarmnode.swarm.records.run import Averaging, Compression, Run
+from swarmnode.swarm.records.run import RECIPE, Averaging, Compression, Recipe, Run
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
 from swarmnode.swarm.storage.owner_key import is_locked, load_owner_key
@@ -75,9 +74,8 @@ def create(
         CheckpointError: If the model cannot be read or split.
         LocalError: If a file cannot be written.
     """
-    from swarmnode.founding.bootstraps import Bootstraps
     from swarmnode.founding.model_source import from_checkpoint, from_model
-    from swarmnode.founding.swarm_creation import found, new_beside, new_owner, new_swarm_file
+    from swarmnode.founding.swarm_creation import Bootstraps, found, new_beside, new_owner, new_swarm_file
 
     if mode not in (SERVE, TRAIN):
         raise UsageError(f"mode {mode!r}: choose {SERVE!r} or {TRAIN!r}")

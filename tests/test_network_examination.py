@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from swarmnode.examination.network import NTP_EPOCH_S, clock, nat, upnp
-from swarmnode.net.addressing.probe import COOKIE, SUCCESS, mapped_address
+from swarmnode.examination import NTP_EPOCH_S, clock, nat, upnp
+from swarmnode.net.addressing.reachability import COOKIE, SUCCESS, mapped_address
 
 Answer = Callable[[bytes, tuple[str, int]], bytes]
 

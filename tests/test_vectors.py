@@ -15,30 +15,35 @@ import pytest
 import torch
 from referencing import Registry, Resource
 
-from swarmnode.codec.audit_messages import running_digest
+from swarmnode.codec.audit_messages import MicrobatchReply, running_digest
 from swarmnode.codec.frames import FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import BODIES, branch_proof, decode_body, encode_body
 from swarmnode.codec.sampling import Sampling, pack_text
-from swarmnode.codec.spot_check_messages import MicrobatchReply
 from swarmnode.codec.tensors import MAX_ELEMENTS, Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.serving.device_transfers import DeviceOutputs
 from swarmnode.compute.serving.sampling import Sampler, sample, uniform
 from swarmnode.compute.serving.sketch import sketch, sketch_bytes
-from swarmnode.compute.training.gradient_sketch import gradient_sketch, step_seed
+from swarmnode.compute.training.recomputation import gradient_sketch, step_seed
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError
 from swarmnode.net.direct.direct_connections import OFFER, REQUEST
-from swarmnode.net.direct.records import DirectionKey, KeyPair, Occasion
+from swarmnode.net.direct.direct_stream import DirectionKey, KeyPair, Occasion
 from swarmnode.net.identity import Identity, SigningKey, verify
 from swarmnode.swarm.records.adapter_record import open_adapter, sign_adapter
 from swarmnode.swarm.records.announcement import open_announcement, sign_announcement
 from swarmnode.swarm.records.certificate import Certificate, open_certificate, open_grant
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite
 from swarmnode.swarm.records.manifest import decode_manifest, encode_manifest, swarm_id
+from swarmnode.swarm.records.membership import open_list, sign_list
 from swarmnode.swarm.records.receipt import open_receipt, open_voucher, sign_receipt, sign_voucher
-from swarmnode.swarm.records.report import open_report, sign_report
-from swarmnode.swarm.records.revocation import open_list, sign_list
-from swarmnode.swarm.records.statement import open_commitment, open_statement, sign_commitment, sign_statement
+from swarmnode.swarm.records.statement import (
+    open_commitment,
+    open_report,
+    open_statement,
+    sign_commitment,
+    sign_report,
+    sign_statement,
+)
 from tests.codec.schemas import FOLDER, plain
 
 VECTORS = Path(__file__).parents[1] / "protocol" / "vectors" / "v1"

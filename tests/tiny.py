@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from swarmnode.demo.lesson import generate_alone
+from swarmnode.demo import generate_alone
 from tests.llama import save_llama
 
 PROMPT = [5, 17, 3, 99, 42, 7, 256, 11]

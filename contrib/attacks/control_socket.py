@@ -8,8 +8,7 @@ from pathlib import Path
 
 from attack import Outcome, main
 
-from swarmnode.lending.control_client import tell_node
-from swarmnode.lending.control_server import ControlServer
+from swarmnode.lending.control import ControlServer, tell_node
 from swarmnode.lending.lending import Lending
 
 VIRTUAL, FAST = False, False

@@ -11,9 +11,9 @@ from pathlib import Path
 from attack import Outcome, main
 
 from swarmnode.net.identity import Identity
+from swarmnode.net.libp2p.dht import ANSWERS_BYTES, FIND, MAX_ANSWER_BYTES
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.libp2p.from_hivemind import PeerID, dht_pb2
-from swarmnode.net.libp2p.table_calls import ANSWERS_BYTES, FIND, MAX_ANSWER_BYTES
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.table.lookup import MAX_FIND_KEYS
 from swarmnode.net.table.routing_table import id_bytes, key_id

@@ -8,7 +8,7 @@ import secrets
 from attack import Outcome, main
 
 from swarmnode.net.direct.direct_connections import MOST_NOT_SHOWN
-from swarmnode.net.direct.records import TOKEN_BYTES
+from swarmnode.net.direct.direct_stream import TOKEN_BYTES
 from swarmnode.net.memory.network import FakeWorld
 from tests.net.direct.test_direct_connections import Peer
 

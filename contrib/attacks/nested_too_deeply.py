@@ -10,7 +10,7 @@ from attack import Outcome, main
 from swarmnode.cli.train.recipe import read_recipe
 from swarmnode.client.tokenizer import read_config
 from swarmnode.errors import SwarmnodeError
-from swarmnode.swarm.storage.user_file import VersionedFile, parse_user_file
+from swarmnode.swarm.storage.small_files import VersionedFile, parse_user_file
 
 VIRTUAL, FAST = True, True
 BRACKETS = "[" * 10_000 + "]" * 10_000

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from attack import Outcome, main
 
-from swarmnode.codec.averaging_messages import Part, Pull
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.codec.training_fields import MAX_PULLED
+from swarmnode.codec.training_messages import MAX_PULLED, Part, Pull
 from swarmnode.errors import PeerError
 from tests.training.scene import RUN, TERM, Scene
 

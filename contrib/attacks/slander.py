@@ -7,8 +7,8 @@ from pathlib import Path
 
 from attack import Outcome, main
 
-from swarmnode.audits.hop_account import fetch_account
-from swarmnode.audits.reports import PROMPT_TOKENS
+from swarmnode.audits.audit_case import fetch_account
+from swarmnode.audits.auditor import PROMPT_TOKENS
 from swarmnode.codec.audit_messages import SEED_BYTES
 from tests.node.audited_swarm import ALWAYS, TOKENS, three_by_two
 from tests.tiny import PROMPT, TinyModel

@@ -9,8 +9,7 @@ from attack import Outcome, main
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.peers.directory import Directory, DirectoryConfig
-from swarmnode.swarm.records.announcement import MAX_LIFE_S, VERSION, Announcement, sign_announcement
-from swarmnode.swarm.records.sections import Place
+from swarmnode.swarm.records.announcement import MAX_LIFE_S, VERSION, Announcement, Place, sign_announcement
 
 VIRTUAL, FAST = True, True
 SWARM = bytes(32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attack import Outcome, main
 from training_liar import train_against
 
-from swarmnode.codec.training_fields import MAX_TERM
+from swarmnode.codec.training_messages import MAX_TERM
 from tests.training.test_liars import Liar, term
 
 VIRTUAL, FAST = True, True

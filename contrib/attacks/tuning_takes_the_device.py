@@ -20,7 +20,7 @@ from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.errors import PeerError
-from swarmnode.tuning.adapter_bytes import encode_recipe
+from swarmnode.tuning.adapter_parts import encode_recipe
 from tests.tiny import TinyModel
 from tests.training.scene import Talk
 from tests.tuning.test_server import UNITS, Scene, TuneInput, scene_of, state_of

@@ -65,7 +65,7 @@ def crossed_bytes(model: Any, way: dict[str, Any]) -> float:
     import torch
 
     from swarmnode.codec.tensors import Codec
-    from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+    from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
     from swarmnode.swarm.records.run import Averaging
     from tests.compute.training.averaging.together import agree
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).parents[2]))  # replicas in one process belong to the tests
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
 from swarmnode.compute.training.block import OuterOptimizer
 from swarmnode.swarm.records.run import Averaging
 from tests.compute.training.averaging.together import agree

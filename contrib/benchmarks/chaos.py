@@ -31,9 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import uvloop
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.demo.lesson import write_untaught
+from swarmnode.demo import write_untaught
 from swarmnode.errors import SwarmnodeError
-from swarmnode.lending.control_client import running_nodes, tell_node
+from swarmnode.lending.control import running_nodes, tell_node
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
 

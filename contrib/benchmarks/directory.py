@@ -27,13 +27,13 @@ from typing import Any
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import Dht, Enough, PeerId, Record
 from swarmnode.net.memory.virtual_time import run_virtual
-from swarmnode.net.table.keepers import REMEMBERED_S, REPLICAS
-from swarmnode.net.table.routing_table import BUCKET_PEERS
+from swarmnode.net.table.routing_table import BUCKET_PEERS, REMEMBERED_S, REPLICAS
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.peers.directory import Directory, DirectoryConfig
 from swarmnode.swarm.peers.shards import SAMPLE
-from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest, sign_announcement
-from swarmnode.swarm.records.sections import (
+from swarmnode.swarm.records.announcement import (
+    VERSION,
+    Announcement,
     Hearsay,
     Introduction,
     Machine,
@@ -41,8 +41,11 @@ from swarmnode.swarm.records.sections import (
     Place,
     Section,
     ServingLoad,
+    State,
     WorkSpeeds,
+    peer_digest,
     said,
+    sign_announcement,
 )
 
 SWARM = bytes(32)

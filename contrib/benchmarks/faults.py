@@ -23,7 +23,7 @@ import psutil
 import uvloop
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.demo.lesson import write_untaught
+from swarmnode.demo import write_untaught
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
 

@@ -30,12 +30,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.mtp.eagle import load_eagle
+from swarmnode.compute.model.mtp import load_eagle
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.mtp_guesses import DrawnStates, MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.stopwatch import Throttle
 from swarmnode.founding.model_source import open_model
 from swarmnode.serving.drafting.lookup import LookupDrafter
 from tests.trained import SMOLLM2, trained

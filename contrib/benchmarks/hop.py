@@ -36,7 +36,7 @@ from swarmnode.codec.frames import FrameReader, pack_header
 from swarmnode.codec.messages import KIND_OF, NO_DRAFTS, Input, encode_body
 from swarmnode.codec.tensors import Codec
 from swarmnode.localswarm import LocalSwarm
-from swarmnode.measuring.timeline import Timeline
+from swarmnode.measuring.trace import Timeline
 
 PROMPT = list(range(5, 5 + serving.PROMPT_TOKENS))
 

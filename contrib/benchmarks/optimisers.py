@@ -50,7 +50,7 @@ sys.path.append(str(Path(__file__).parents[2]))  # replicas in one process belon
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.optimizer import Optimizer

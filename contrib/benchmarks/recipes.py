@@ -42,13 +42,11 @@ from torch import Tensor
 
 from swarmnode.client.tokenizer import Tokenizer
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.datasets.batches import Batches, TokenBatches
-from swarmnode.compute.training.datasets.held_out import WithHeldOut
+from swarmnode.compute.training.datasets.batches import Batches, TokenBatches, WithHeldOut
 from swarmnode.compute.training.lm import SpanSegment, load_segment
 from swarmnode.compute.training.local import train_locally
 from swarmnode.data.samples import TokenSample, read_samples
-from swarmnode.swarm.records.recipe import RECIPE, Recipe
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import RECIPE, Recipe, Run
 
 VOCABULARY, SEQUENCE, BATCH, MICROBATCH = 256, 64, 8, 2
 SIZES = {

@@ -39,10 +39,10 @@ from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.sketch import deviations
-from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
 from swarmnode.compute.training.averaging.robust_aggregation import History, OutlierDetector, suspect
-from swarmnode.compute.training.gradient_sketch import LEAST, gradient_sketch, in_rows
 from swarmnode.compute.training.lm import load_segment
+from swarmnode.compute.training.recomputation import LEAST, gradient_sketch, in_rows
 from swarmnode.plan.audits.judgement import Calibration, judge_states
 from swarmnode.plan.audits.selection import AuditBudget, SessionCost
 from swarmnode.swarm.records.run import Averaging

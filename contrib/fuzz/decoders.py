@@ -28,14 +28,14 @@ from swarmnode.codec.messages import decode_body, encode_body
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import decode
 from swarmnode.errors import ProtocolError, UsageError
-from swarmnode.net.direct.records import DirectionKey, RecordReader
+from swarmnode.net.direct.direct_stream import DirectionKey, RecordReader
 from swarmnode.net.identity import verify
 from swarmnode.swarm.records.announcement import open_announcement
 from swarmnode.swarm.records.certificate import open_certificate, open_grant
 from swarmnode.swarm.records.invite import decode_invite
 from swarmnode.swarm.records.manifest import decode_manifest
+from swarmnode.swarm.records.membership import open_list
 from swarmnode.swarm.records.receipt import open_receipt
-from swarmnode.swarm.records.revocation import open_list
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.swarm.records.statement import open_statement
 

@@ -43,10 +43,10 @@ from swarmnode.net.interfaces import Stream
 from swarmnode.net.memory.network import FakeNetwork
 from swarmnode.net.memory.virtual_time import run_virtual
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.peer.newcomer import MANIFEST_PROTOCOL
+from swarmnode.peer.host import MANIFEST_PROTOCOL
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.swarm.records.manifest import CREDIT
-from swarmnode.weights.seeder import WEIGHTS_PROTOCOL
+from swarmnode.weights.chunk_server import WEIGHTS_PROTOCOL
 from tests.node.virtual_swarm import VirtualSwarm
 from tests.tiny import PROMPT, TinyModel
 

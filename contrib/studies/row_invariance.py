@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarmnode.compute.model.linear import OTHERS, USUAL
-from swarmnode.compute.model.packed import FORMS
+from swarmnode.compute.model.linear import FORMS, OTHERS, USUAL
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8)
 SHAPES = {"SmolLM2 q": (576, 576), "SmolLM2 up": (1536, 576), "1.1 B q": (2048, 2048), "1.1 B up": (5632, 2048)}

@@ -34,8 +34,7 @@ from swarmnode.plan.offline.hosting import StageRoom, split
 from swarmnode.plan.offline.scenario import FloatArray, Scenario
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.devices import device_of
-from swarmnode.simulate.environment.graph_model import GraphModel
-from swarmnode.simulate.environment.model import Model
+from swarmnode.simulate.environment.model import GraphModel, Model
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
 from swarmnode.simulate.steps.microbatch import LARGEST_RATIO

@@ -37,8 +37,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch  # after the line above: it reads OMP_NUM_THREADS when it is imported
 from torch import Tensor, nn
 
-from swarmnode.audits.audit_case import Comparison, TextRun, compare
-from swarmnode.audits.hop_account import HopAccount
+from swarmnode.audits.audit_case import Comparison, HopAccount, TextRun, compare
 from swarmnode.audits.referee import odd_one_out
 from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.codec.body import HopSpec

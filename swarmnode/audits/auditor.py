@@ -3,24 +3,47 @@ replicas.
 
 Audits run in the background after the answer. Sessions are chosen at random when they are over, so no hop can know in
 advance. This module decides whether there is an audit. The audit itself is in `audit_case.py`, which needs torch.
+
+Reports of false peers: the client publishes its own findings and checks those of other clients itself.
+
+A report alone never gets a peer shunned. It names a peer and a text that the peer computed falsely. The reader lets
+that peer draw from the same beginning, in ordinary sessions, audits these as its own (`audit_case.py`) and believes
+only their results. Readers check one report at a time, within the budget of audits. The author of a report that turns
+out wrong is in doubt for it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from swarmnode.audits.referee import Referee, Replays
+from swarmnode.audits.referee import RUN_S, Referee, Replays
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.messages import Mode
+from swarmnode.codec.sampling import Sampling
 from swarmnode.config import ClientConfig
+from swarmnode.errors import NoRoute, SwarmnodeError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
 from swarmnode.plan.audits.selection import AuditBudget, SessionCost, cost_of
-from swarmnode.plan.view import PREFILL_GAIN, UNMEASURED_UNITS_PER_S
+from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.view import PREFILL_GAIN, UNMEASURED_UNITS_PER_S, Span
 from swarmnode.serving.client.client_session import ClientSession
-from swarmnode.serving.client.router import Route
+from swarmnode.serving.client.router import Route, Router
 from swarmnode.serving.client.session_spec import ServedWork, SessionSpec
+from swarmnode.swarm.peers.record_validation import LIFE_S, report_key, report_subkey, reports_in
+from swarmnode.swarm.records.statement import Report, Statement, sign_report
+
+if TYPE_CHECKING:
+    from swarmnode.audits.audit_case import AuditCase, HopAccount
+
 
 OnFound = Callable[[PeerId, Route, SessionSpec], None]
 """Callback with the peer that computed falsely, a route on which it did, and the specification of that session."""
@@ -97,3 +120,156 @@ class Auditor(Referee):
     async def close(self) -> None:
         await super().close()
         await self.replays.statements.close()
+
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 60.0
+TABLE_TIMEOUT_S = 10.0
+TEXTS = 3  # tried with a peer; random, so that they reveal no user's text
+RUNS = 3  # of each text, at most
+PROMPT_TOKENS, NEW_TOKENS = 16, 48
+MAX_SEEN = 1024  # remembered reports
+
+
+class Reports:
+    """Publisher and reader of reports for one client; `router` finds routes over the whole model."""
+
+    def __init__(self, auditor: Auditor, router: Router) -> None:
+        self._auditor = auditor
+        self._host = auditor.host
+        self._router = router
+        self._seen: dict[tuple[PeerId, PeerId, float], None] = {}  # author, accused, when
+        on_crash = self._host.link_config.supervisor.ends_conversation
+        self._tasks = Tasks("reports", on_crash=on_crash)
+        self._telling = Tasks("telling", on_crash=on_crash)
+
+    def __repr__(self) -> str:
+        return f"<Reports, {len(self._seen)} seen>"
+
+    def start(self) -> None:
+        """Start checking other clients' reports in the background."""
+        self._tasks.spawn(self._look_forever(), "look")
+
+    async def close(self) -> None:
+        """Cancel publications and checks."""
+        await self._telling.close()
+        await self._tasks.close()
+
+    # -- telling
+
+    async def told(self) -> None:
+        """Wait until all reports about false work are published."""
+        await self._telling.idle()
+
+    def tell(self, accused: PeerId, route: Route, spec: SessionSpec) -> None:
+        """Test `accused` in the background: draw random texts along `route`, and publish a report if it computes falsely."""
+        self._telling.spawn(self._tell(accused, route, spec), f"tell of {accused}")
+
+    async def _tell(self, accused: PeerId, route: Route, spec: SessionSpec) -> None:
+        prompt = [self._auditor.dice.randrange(spec.width) for _ in range(PROMPT_TOKENS)]
+        for _ in range(TEXTS):
+            result, case = await self._try(prompt, route)
+            if result == "false" and case is not None and case.accused is not None:
+                if case.accused.statement.peer == accused:
+                    await self._publish(case.ids, case.accused)
+                return
+
+    async def _try(self, prompt: Sequence[int], route: Route) -> tuple[str, AuditCase | None]:
+        """Draw a text that begins with `prompt` along `route` and audit it. Returns the result, and the case or None if
+        drawing failed."""
+        from swarmnode.audits.audit_case import AuditCase
+
+        auditor, replays, spec, case = self._auditor, self._auditor.replays, spec_of(prompt), None
+
+        async def examine() -> str:
+            nonlocal case
+            drawing = replays.draw(session, prompt, len(prompt), lambda received: received.output.final)
+            drawn = await asyncio.wait_for(drawing, RUN_S)
+            case = AuditCase(auditor, replays, spec, [*prompt, *drawn.values()])
+            return await case.audit(session)
+
+        async with replays.session(route, spec) as session:
+            return await auditor.settle(examine()), case
+
+    async def _publish(self, ids: Sequence[int], said: HopAccount) -> None:
+        """Publish a report that the author of the account `said` computed the text `ids` falsely."""
+        host, now = self._host, self._host.clock.unix()
+        report = Report(host.swarm.id, host.peer_id, said.statement.peer, now, PROMPT_TOKENS, tuple(ids), said.raw)
+        key, subkey = report_key(report.swarm), report_subkey(report.author, report.accused)
+        storing = host.network.dht.store(
+            key, subkey, sign_report(report, host.identity.sign), expires_at=report.at + LIFE_S
+        )
+        try:
+            stored = await asyncio.wait_for(storing, TABLE_TIMEOUT_S)
+            log.info("%r is %s", report, "in the table" if stored else "not taken by the table")
+        except (SwarmnodeError, asyncio.TimeoutError) as error:
+            log.info("%r could not be stored: %s", report, error or "no answer")
+
+    # -- listening
+
+    async def _look_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.look()
+            except (SwarmnodeError, asyncio.TimeoutError) as error:
+                log.debug("cannot read the swarm's reports: %s", error or "no answer")
+
+    async def look(self) -> None:
+        """Read the reports in the DHT and check one new report: that of the most trusted author.
+
+        Raises SwarmnodeError or asyncio.TimeoutError if the DHT does not answer.
+        """
+        swarm, standing = self._host.swarm.id, self._auditor.standing
+        key = report_key(swarm)
+        found = await asyncio.wait_for(self._host.network.dht.get([key]), TABLE_TIMEOUT_S)
+        news = [
+            (report, statement)
+            for report, statement in reports_in(found.get(key, {}).values(), swarm, verify)
+            if (report.author, report.accused, report.at) not in self._seen and self._is_of_interest(report)
+        ]
+        if not news:
+            return
+        report, statement = max(news, key=lambda one: (standing.trust(one[0].author), -one[0].at))
+        await self._look_into(report, statement)
+
+    def _is_of_interest(self, report: Report) -> bool:
+        standing, own = self._auditor.standing, self._host.peer_id
+        known = standing.shunned | standing.doubted
+        is_here = report.accused in self._host.directory.peers()
+        return is_here and report.author not in {own, *known} and report.accused not in {own, *standing.shunned}
+
+    async def _look_into(self, report: Report, statement: Statement) -> None:
+        route = self._through(report.accused, Span(statement.start, statement.end))
+        if route is None or not self._auditor.afford(
+            self._auditor.cost(route, PROMPT_TOKENS, TEXTS * RUNS * NEW_TOKENS)
+        ):
+            return  # until the next look
+        self._seen[report.author, report.accused, report.at] = None
+        if len(self._seen) > MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        results: list[str] = []
+        while len(results) < TEXTS and "false" not in results:
+            results.append((await self._try(report.ids[: report.prompt], route))[0])
+        log.info("%r: %s", report, ", ".join(results))
+        if set(results) == {"passed"}:
+            self._auditor.standing.accused_in_vain(report.author, report.accused)
+
+    def _through(self, accused: PeerId, units: Span) -> Route | None:
+        """Return a route on which `accused` computes `units`; None if there is none, or if a peer would have two hops."""
+        try:
+            around = self._router.route(frozenset({accused}), (), SessionSize(PROMPT_TOKENS, NEW_TOKENS))
+        except NoRoute:
+            return None
+        before = [HopSpec(hop.peer, hop.start, min(hop.end, units.start)) for hop in around if hop.start < units.start]
+        after = [HopSpec(hop.peer, max(hop.start, units.end), hop.end) for hop in around if hop.end > units.end]
+        route = (*before, HopSpec(accused, units.start, units.end), *after)
+        return route if len({hop.peer for hop in route}) == len(route) else None
+
+
+def spec_of(prompt: Sequence[int]) -> SessionSpec:
+    """Return the specification of a session that always draws the most likely token."""
+    sampling = Sampling(prompt_length=len(prompt), max_new_tokens=NEW_TOKENS)
+    length = len(prompt) + NEW_TOKENS - 1  # the last token is drawn and not fed
+    return SessionSpec(Mode.RING, max_length=length, sampling=sampling, prompt_tokens=len(prompt) - 1)

@@ -25,8 +25,8 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
-from swarmnode.peer.local_peer import board_of
 from swarmnode.peer.paths import ObservedLatency
+from swarmnode.peer.questions import board_of
 from swarmnode.plan.audits.judgement import Calibration
 from swarmnode.plan.audits.selection import second_route
 from swarmnode.plan.routes.lattice import SessionSize

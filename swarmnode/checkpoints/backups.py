@@ -15,8 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from swarmnode.checkpoints.states import file_of, state_board
-from swarmnode.codec.messages import End, Error
-from swarmnode.codec.state_messages import BackUp, StateEntry
+from swarmnode.codec.messages import BackUp, End, Error, StateEntry
 from swarmnode.errors import (
     Busy,
     ErrorCode,
@@ -33,13 +32,11 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
-from swarmnode.peer.local_peer import board_of
-from swarmnode.peer.questions import Answer, QuestionServer, ask
+from swarmnode.peer.questions import Answer, QuestionServer, ask, board_of
 from swarmnode.plan.training import backups
 from swarmnode.plan.training.backups import LEAST_BPS, holds
-from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.announcement import Announcement, DiskOffer
 from swarmnode.swarm.records.run import decode_run, encode_run
-from swarmnode.swarm.records.sections import DiskOffer
 from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error
 from swarmnode.swarm.storage.content import FileContent, verify_chunk, verify_hashes

@@ -1,8 +1,12 @@
-"""Checkpoint manager: a stage's states on its disk, served to other peers and fetched from them."""
+"""Checkpoint manager: a stage's states on its disk, served to other peers and fetched from them.
+
+Training states that a peer serves to others: those of its stage, if it has one, and its backups of other peers' states.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -10,6 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from swarmnode.checkpoints.backups import BackupServer
 from swarmnode.checkpoints.export import find_whole_step
 from swarmnode.checkpoints.state_server import Fresh, StateServer
 from swarmnode.checkpoints.states import fetch_states, state_board
@@ -17,11 +22,14 @@ from swarmnode.checkpoints.votes import Electorate
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.snapshot import read_step, write_step
+from swarmnode.errors import LocalError
 from swarmnode.ledger import Account, Full
 from swarmnode.net.interfaces import PeerId
-from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.peer.host import Host
+from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.storage.backups import BackupFolder
+from swarmnode.swarm.storage.backups import OFFERED_SHARE, BackupFolder
+from swarmnode.swarm.storage.chunk_folder import disk_error
 from swarmnode.swarm.storage.states import StateStore, remove_old_runs, stored_runs
 
 MAX_TOLD = 16
@@ -188,3 +196,48 @@ def _write_now(store: StateStore, learner: DeviceLearners) -> int:
 
 def _is_kept(store: StateStore, learner: DeviceLearners) -> bool:
     return set(learner.blocks) <= set(store.files(learner.step))
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class SharedStates:
+    """The state server and the backups of one peer, whatever the peer computes. Without a usable disk there are no backups."""
+
+    state_server: StateServer
+    backups: BackupFolder | None
+    backup_server: BackupServer | None
+
+    def __repr__(self) -> str:
+        return f"<SharedStates {self.state_server!r}>"
+
+    @classmethod
+    async def start(cls, host: Host, *, share: float = OFFERED_SHARE) -> SharedStates:
+        """Start serving states and taking backups; `share` of the lent disk space is for backups."""
+        backups = await asyncio.to_thread(_open, host, share)
+        backup_server = None if backups is None else BackupServer(host, backups)
+        state_server = StateServer(host, backups)
+        await state_server.serve()
+        if backup_server is not None:
+            await backup_server.start()
+        return cls(state_server, backups, backup_server)
+
+    async def close(self) -> None:
+        """Stop serving states and taking backups."""
+        if self.backup_server is not None:
+            await self.backup_server.close()
+        await self.state_server.close()
+        if self.backups is not None:
+            self.backups.close()
+
+
+def _open(host: Host, share: float) -> BackupFolder | None:
+    config = host.config
+    try:
+        return BackupFolder(config.home, host.swarm.id, config.max_cache_bytes, share=share)
+    except OSError as error:
+        log.warning("your node keeps no training states for others: %s", disk_error(config.home, error))
+    except LocalError as error:
+        log.warning("your node keeps no training states for others: %s", error)
+    return None

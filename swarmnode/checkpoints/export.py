@@ -14,8 +14,8 @@ from torch import Tensor
 from swarmnode.checkpoints.states import NAME, Listing, fetch_states, listing_of, state_board, survey
 from swarmnode.checkpoints.votes import Electorate, Votes, named
 from swarmnode.codec.body import SHARED
-from swarmnode.codec.state_messages import StateEntry
-from swarmnode.compute.training.gather import gather, write_language_model, write_module
+from swarmnode.codec.messages import StateEntry
+from swarmnode.compute.training.snapshot import gather, write_language_model, write_module
 from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard

@@ -9,11 +9,10 @@ from itertools import islice
 from pathlib import Path
 
 from swarmnode.codec.body import Body
-from swarmnode.codec.messages import GetChunks
-from swarmnode.codec.state_messages import MAX_ENTRIES, MAX_LISTED, ListStates, StateEntry, States
+from swarmnode.codec.messages import MAX_ENTRIES, MAX_LISTED, GetChunks, ListStates, StateEntry, States
 from swarmnode.errors import ErrorCode, SwarmnodeError
 from swarmnode.net.links.switchboard import Channel
-from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import FileContent

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from swarmnode.checkpoints.state_server import STATE_PROTOCOL, listed_of
 from swarmnode.checkpoints.votes import ChosenStep, Electorate, SecondVoice, Version, Votes, named
-from swarmnode.codec.state_messages import MAX_LISTED, MAX_STATE_BYTES, ListStates, StateEntry, States
+from swarmnode.codec.messages import MAX_LISTED, MAX_STATE_BYTES, ListStates, StateEntry, States
 from swarmnode.errors import (
     CheckpointError,
     ErrorCode,
@@ -24,8 +24,7 @@ from swarmnode.errors import (
 )
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.peer.local_peer import LocalPeer
-from swarmnode.peer.questions import ask
+from swarmnode.peer.questions import LocalPeer, ask
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent, Progress, matching_hashes

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from swarmnode.codec.body import SHARED
-from swarmnode.codec.state_messages import StateEntry
+from swarmnode.codec.messages import StateEntry
 from swarmnode.errors import CheckpointError, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of, wide_group

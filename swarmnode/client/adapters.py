@@ -35,8 +35,7 @@ from swarmnode.swarm.storage.own_adapters import (
     OwnAdapters,
     adapter_in_folder,
 )
-from swarmnode.weights.adapter_list import SharedAdapter, list_adapters, shared_adapters
-from swarmnode.weights.adapter_offers import AdapterGiver
+from swarmnode.weights.adapter_offers import AdapterGiver, SharedAdapter, list_adapters, shared_adapters
 
 SHARED_S = 10.0
 MAX_OFFERED = 64

@@ -20,7 +20,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining, state_name
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.records.manifest import OPEN, PRIVATE
-from swarmnode.swarm.records.revocation import RevocationList, nobody, open_list
+from swarmnode.swarm.records.membership import RevocationList, nobody, open_list
 from swarmnode.swarm.storage.issued_invites import AdmittedPeer, IssuedInvite, IssuedInvites, note_members
 from swarmnode.swarm.storage.swarmfile import Swarm
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from swarmnode.audits.auditor import Auditor
-from swarmnode.audits.reports import Reports
+from swarmnode.audits.auditor import Auditor, Reports
 from swarmnode.client.adapters import ClientAdapters
 from swarmnode.client.model_files import ModelFiles
 from swarmnode.client.observer import SwarmObserver
@@ -38,11 +37,10 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.peer.explanation import explain
 from swarmnode.peer.host import Host, joining
-from swarmnode.peer.local_peer import board_of
+from swarmnode.peer.questions import board_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
-from swarmnode.serving.client.directory_router import DirectoryRouter
 from swarmnode.serving.client.generation import (
     GenerateKeywords,
     GenerateOptions,
@@ -52,6 +50,7 @@ from swarmnode.serving.client.generation import (
 )
 from swarmnode.serving.client.limits import ModelLimits
 from swarmnode.serving.client.prefix_cache import Beginnings
+from swarmnode.serving.client.router import DirectoryRouter
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec
 from swarmnode.swarm.peers.standing import EVERYBODY, Trust, parse_trust
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, GRAPH, SERVE, TRAIN

@@ -4,6 +4,23 @@ Bodies are arrays, so that a decode step takes few bytes. Newer versions append 
 and missing trailing fields take their defaults.
 
 The type of a field has its bound, which msgspec checks while decoding; `check` has the rules between fields.
+
+Bodies of `/swarmnode/infer/1`: forward passes through layers of a graph (`protocol/frames.md`).
+
+INFER, INFERRED             the question and its answer; ERROR from a peer that cannot, or has no room now
+
+Bodies of `/swarmnode/state/1`, the training states of a peer, and of `/swarmnode/backup/1`, backups for other peers
+(`protocol/frames.md`). The bytes travel as chunks.
+
+LIST_STATES                 the question
+STATES, STATES, ... END     the answer, in as many frames as its entries need
+GET_CHUNKS, CHUNK           as for the files of a manifest; the root is an entry's
+BACK_UP, END                on the other protocol: a request to keep a state, and the answer once it is on the disk
+
+Bodies of `/swarmnode/credit/1`: signed receipts of clients for work done for them (`protocol/frames.md`).
+
+RECEIPT    answered with END if it is kept; ERROR REFUSED if it claims more than was done
+CLAIM      on `/swarmnode/claim/1`: receipts of a node, for a client of the same owner; answered likewise
 """
 
 from __future__ import annotations
@@ -16,7 +33,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from swarmnode.codec.audit_messages import AUDIT_BODIES
+from swarmnode.codec.audit_messages import AUDIT_BODIES, SPOT_CHECK_BODIES
 from swarmnode.codec.body import (
     DECODE_ERRORS,
     MAX_ADAPTER_CHARS,
@@ -36,7 +53,10 @@ from swarmnode.codec.body import (
     MAX_ROWS,
     MAX_SIGNATURE_BYTES,
     MAX_SOFTWARE_CHARS,
+    ROOT_BYTES,
+    SESSION_ID_BYTES,
     SWARM_ID_BYTES,
+    Block,
     Body,
     Code,
     Epoch,
@@ -46,23 +66,129 @@ from swarmnode.codec.body import (
     RetrySeconds,
     Root,
     Row,
+    RunBytes,
     SessionId,
+    Step,
     TokenId,
     Turn,
     Unit,
 )
-from swarmnode.codec.credit_messages import CREDIT_BODIES
 from swarmnode.codec.frames import MAX_SEQ, FrameKind
-from swarmnode.codec.inference_messages import INFERENCE_BODIES
 from swarmnode.codec.measuring_messages import MEASURING_BODIES, TRACE_BODIES
 from swarmnode.codec.sampling import Sampling
-from swarmnode.codec.spot_check_messages import SPOT_CHECK_BODIES
-from swarmnode.codec.state_messages import STATE_BODIES
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES, Codec, TensorInfo, check_tensor
-from swarmnode.codec.training_fields import check_route, check_rules
-from swarmnode.codec.training_messages import TRAINING_BODIES
+from swarmnode.codec.training_messages import TRAINING_BODIES, Duration, Values, check_route, check_rules, check_values
 from swarmnode.codec.tuning_messages import TUNING_BODIES
 from swarmnode.errors import ProtocolError
+
+INFER_PROTOCOL = "/swarmnode/infer/1"
+
+
+class Infer(Body, frozen=True):
+    """Question for a pass through layers [start, end). The payload is the values before layer `start`, one after another."""
+
+    start: Unit
+    end: Unit
+    values: Values
+    within_s: Duration = 0.0  # seconds that the client waits for the answer; 0: without limit
+    # Id of the work in the client's receipt; empty: there will be none.
+    work: Annotated[bytes, Meta(max_length=SESSION_ID_BYTES)] = b""
+
+    def check(self) -> None:
+        check_rules("INFER", {"units": self.start < self.end, "work": len(self.work) in (0, SESSION_ID_BYTES)})
+        check_values(self.values)
+
+
+class Inferred(Body, frozen=True):
+    """Answer to INFER: the values before layer `end`, or after the last layer the graph's results. Ends the conversation."""
+
+    values: Values
+
+    def check(self) -> None:
+        check_values(self.values)
+
+
+INFERENCE_BODIES: dict[FrameKind, type[Body]] = {FrameKind.INFER: Infer, FrameKind.INFERRED: Inferred}
+
+
+MAX_STATE_BLOCKS = 4097
+MAX_STATE_BYTES = 1 << 37
+MAX_ENTRIES = 1024  # in one frame
+MAX_LISTED = 12 * MAX_ENTRIES  # in one answer
+
+
+class ListStates(Body, frozen=True):
+    """Question for the stored steps of these blocks (empty: of all) of the run with this id (empty: of the peer's current run).
+
+    If no step is as late as `at_least`, the peer first stores its current step.
+    """
+
+    at_least: Step = 0
+    blocks: Annotated[tuple[Block, ...], Meta(max_length=MAX_STATE_BLOCKS)] = ()
+    run: Annotated[bytes, Meta(max_length=ROOT_BYTES)] = b""
+
+
+class StateEntry(Body, frozen=True):
+    """State of one block at the beginning of a step: a safetensors file of `size` bytes with this root. `backup`: it is kept for
+    another peer."""
+
+    step: Step
+    block: Block
+    size: Annotated[int, Meta(ge=0, le=MAX_STATE_BYTES)]
+    root: Root
+    backup: bool = False
+
+
+class States(Body, frozen=True):
+    """Part of the answer to LIST_STATES: the run, and some of its states."""
+
+    run: RunBytes
+    entries: Annotated[tuple[StateEntry, ...], Meta(max_length=MAX_ENTRIES)] = ()
+
+
+class BackUp(Body, frozen=True):
+    """Request to keep a state of the sender. The receiver fetches it by GET_CHUNKS, at most at `rate_bps` (0: without limit)."""
+
+    run: RunBytes
+    state: StateEntry
+    rate_bps: Annotated[float, Meta(ge=0, le=MAX_RATE_BPS)] = 0.0
+
+
+STATE_BODIES: dict[FrameKind, type[Body]] = {
+    FrameKind.LIST_STATES: ListStates,
+    FrameKind.STATES: States,
+    FrameKind.BACK_UP: BackUp,
+}
+
+
+MAX_RECEIPT_BYTES = 512
+MAX_WORK_IDS = 256
+MAX_CLAIMED = 64
+
+WorkId = Annotated[bytes, Meta(min_length=SESSION_ID_BYTES, max_length=SESSION_ID_BYTES)]
+SignedBytes = Annotated[bytes, Meta(min_length=1, max_length=MAX_RECEIPT_BYTES)]
+
+
+class SignedReceipt(Body, frozen=True):
+    """A receipt (`protocol/records.md`), and the work that it covers beyond the one before: sessions and passes by their ids,
+    microbatches by the seals of their leases."""
+
+    work: Annotated[tuple[WorkId, ...], Meta(min_length=1, max_length=MAX_WORK_IDS)]
+    receipt: SignedBytes
+
+
+class CreditClaim(Body, frozen=True):
+    """Voucher of a node that lends a client the credit of its receipts, with these receipts."""
+
+    voucher: SignedBytes
+    receipts: Annotated[tuple[SignedBytes, ...], Meta(min_length=1, max_length=MAX_CLAIMED)]
+
+
+CREDIT_BODIES: dict[FrameKind, type[Body]] = {
+    FrameKind.RECEIPT: SignedReceipt,
+    FrameKind.CLAIM: CreditClaim,
+}
+
 
 PROOF_BYTES = 32
 BRANCH_DOMAIN = b"swarmnode-branch-1\0"

@@ -2,60 +2,265 @@
 which, and when.
 
 One conversation carries one microbatch: FORWARD opens it with the whole route, BACKWARD ends it. Each body names its run, except
-LEAD, which asks for it. All-reduces have bodies of their own (`averaging_messages.py`).
+LEAD, which asks for it. All-reduces have bodies of their own (`training_messages.py`).
+
+Fields of the bodies of training: their types, their bounds, and rules between them.
+
+Bodies of an all-reduce (`protocol/training.md`); `docs/training-step.md` says when each is sent, and between which peers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from itertools import pairwise
 from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.averaging_messages import AVERAGING_BODIES
 from swarmnode.codec.body import (
     MAX_PEER_CHARS,
+    MAX_RATE_BPS,
+    MAX_ROUTE_HOPS,
+    MAX_RUN_BYTES,
     MAX_UNITS,
     Block,
     Body,
     Code,
     HopIndex,
+    HopSpec,
     RunBytes,
     Step,
     Unit,
+    first_broken,
 )
 from swarmnode.codec.frames import FrameKind
-from swarmnode.codec.training_fields import (
-    MAX_FED,
-    MAX_KEPT_STEPS,
-    MAX_LEASES,
-    MAX_LEFT_OUT,
-    MAX_MASK_BYTES,
-    MAX_MEMBERS,
-    MAX_RANGES,
-    MAX_VALUES,
-    MAX_WAITS,
-    AnyRunId,
-    Duration,
-    EncodedRun,
-    Index,
-    Key,
-    LeaseNumber,
-    Load,
-    Norm,
-    Number,
-    Peer,
-    Route,
-    RunId,
-    Seal,
-    Term,
-    Values,
-    are_different,
-    check_route,
-    check_rules,
-    check_values,
-)
+from swarmnode.codec.tensors import Codec, TensorInfo, check_tensor, element_count
+from swarmnode.errors import ErrorCode, ProtocolError
+
+MAX_VALUES = 256  # tensors that cross one boundary
+MAX_VALUE_ELEMENTS = 1 << 28  # in all these tensors: a few bytes of top-k can announce very many
+MAX_MASK_BYTES = 256  # 2048 microbatches in a step: their losses and MAX_RANGES masks fit one body
+MAX_RANGES = 96
+MAX_MEMBERS = 64  # replicas that average together
+MAX_CLUSTERS = 8  # of these members
+MAX_RATES = 64  # of members' paths, in one report
+MAX_PARTS = 1 << 20  # of a group's vector
+MAX_PULLED = 64  # parts of each kind that may be on the way on one conversation
+MAX_GROUPS = 64
+MAX_KEPT_STEPS = 16
+MAX_LEASES = 4096
+MAX_FED = 256
+MAX_BLOCKS = MAX_UNITS + 1
+MAX_ATTEMPT = 1 << 31
+MAX_ROUND = 64
+MAX_TERM = 1 << 40
+MAX_LEASE = 1 << 62
+MAX_NORM = 1e100  # past any norm of float32 numbers, yet finite
+MAX_DURATION_S = 1e9
+MAX_LEFT_OUT = 16  # the newest ones are reported
+MAX_WAITS = 16  # the longest ones are reported
+RUN_ID_BYTES = 32
+KEY_BYTES = 32
+SEAL_BYTES = 16
+
+Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
+Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds
+Index = Annotated[int, Meta(ge=0, lt=8 * MAX_MASK_BYTES)]
+LeaseNumber = Annotated[int, Meta(ge=0, le=MAX_LEASE)]
+Load = Annotated[float, Meta(ge=0, le=1 << 14)]  # of the busiest expert over the mean load; 0: unknown
+Norm = Annotated[float, Meta(ge=0, le=MAX_NORM)]
+Peer = Annotated[str, Meta(min_length=1, max_length=MAX_PEER_CHARS)]
+Term = Annotated[int, Meta(ge=0, le=MAX_TERM)]
+Number = Annotated[float, Meta(description="losses and squares: NaN and infinity tell something")]
+Route = Annotated[tuple[HopSpec, ...], Meta(min_length=1, max_length=MAX_ROUTE_HOPS)]
+Key = Annotated[bytes, Meta(max_length=KEY_BYTES)]
+RunId = Annotated[bytes, Meta(min_length=RUN_ID_BYTES, max_length=RUN_ID_BYTES)]  # SHA-256 of the encoded run
+AnyRunId = Annotated[bytes, Meta(max_length=RUN_ID_BYTES)]  # empty: none has begun
+EncodedRun = Annotated[bytes, Meta(min_length=1, max_length=MAX_RUN_BYTES)]
+Seal = Annotated[bytes, Meta(max_length=SEAL_BYTES)]
+Values = Annotated[tuple[TensorInfo, ...], Meta(max_length=MAX_VALUES)]
+
+
+def packed_mask(mask: int) -> bytes:
+    """Return the bits of a mask of microbatches as bytes (little-endian), without zeros at its end."""
+    return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
+
+
+def check_values(values: tuple[TensorInfo, ...]) -> None:
+    """Raise ProtocolError if a descriptor is not valid, or the tensors are too large together."""
+    elements = 0
+    for info in values:
+        check_tensor(info)
+        elements += element_count(info.shape)
+    if elements > MAX_VALUE_ELEMENTS:
+        raise ProtocolError(
+            f"values have {elements} elements; the bound is {MAX_VALUE_ELEMENTS}", code=ErrorCode.TOO_LARGE
+        )
+
+
+def check_rules(frame: str, rules: Mapping[str, bool]) -> None:
+    """Raise ProtocolError for the first rule that is not kept; `frame` names the frame in its text."""
+    if (broken := first_broken(rules)) is not None:
+        raise ProtocolError(f"{'an' if frame[0] in 'AEIO' else 'a'} {frame} needs {broken}")
+
+
+def check_route(frame: str, route: tuple[HopSpec, ...], hop: int = 0) -> None:
+    """Raise ProtocolError if the spans of `route` are empty or do not follow one another, or `hop` is not a place in it."""
+    rules = {
+        "a place inside the route": hop < len(route),
+        "spans that are not empty": all(hop.start < hop.end for hop in route),
+        "spans that follow one another": all(left.end == right.start for left, right in pairwise(route)),
+    }
+    check_rules(frame, rules)
+
+
+def are_different(items: Sequence[object]) -> bool:
+    """Return whether no item occurs twice."""
+    return len(set(items)) == len(items)
+
+
+USUAL_SHARE, MOST_SHARE = 16, 64  # weights of a member's part of the vector to add up
+
+
+class Form(Body, frozen=True):
+    """Encoding of a contributor's values: the codec, and for top-k the share of the elements that are kept."""
+
+    codec: Annotated[int, Meta(ge=0, le=255)] = Codec.NONE
+    keep: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+
+class MemberSpec(Body, frozen=True):
+    """A replica in an all-reduce.
+
+    `count` is the number of microbatches that it has counted; 0 if it only receives. `share` is the weight of the part of the
+    vector that it adds up, relative to the other contributors. Members of one `cluster` are summed before anything leaves the
+    cluster. `form` is the encoding of its contributions and of the sums that it makes, in a run that averages `by_line`.
+    """
+
+    peer: Peer
+    count: Annotated[int, Meta(ge=0, le=8 * MAX_MASK_BYTES)]
+    share: Annotated[int, Meta(ge=1, le=MOST_SHARE)] = USUAL_SHARE
+    cluster: Annotated[int, Meta(ge=0, lt=MAX_CLUSTERS)] = 0
+    form: Form = Form()
+
+
+class How(IntEnum):
+    """Way for the replicas of a group of layers to end a training step."""
+
+    SUM = 0  # sum their gradients, and update alike
+    APART = 1  # update by themselves, each with the mean of its own gradients
+    AVERAGE = 2  # average the change of their parameters since the last averaging, then as APART
+
+
+class Group(Body, frozen=True):
+    """Blocks that the same replicas hold; together they have counted every microbatch of the step once.
+
+    `warm_start`: all of them had the last sum of these blocks, and go on from its factors, if the run has them alternate.
+    """
+
+    number: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    blocks: Annotated[tuple[Block, ...], Meta(min_length=1, max_length=MAX_BLOCKS)]
+    members: Annotated[tuple[MemberSpec, ...], Meta(min_length=1, max_length=MAX_MEMBERS)]
+    how: Annotated[int, Meta(ge=0, le=2)] = How.SUM
+    warm_start: bool = False
+
+
+class Reduce(Body, frozen=True):
+    """Command to agree on the gradients of `step` with the members of each group. An earlier attempt is given up."""
+
+    step: Step
+    attempt: Attempt
+    groups: Annotated[tuple[Group, ...], Meta(max_length=MAX_GROUPS)]
+    run: RunId
+    within_s: Duration = 0.0  # seconds after which the attempt is over
+
+    def check(self) -> None:
+        blocks = [block for group in self.groups for block in group.blocks]
+        rules = {
+            "groups of different numbers": are_different([group.number for group in self.groups]),
+            "blocks of one group each": are_different(blocks),
+            "members that are named once": all(
+                are_different([member.peer for member in group.members]) for group in self.groups
+            ),
+            "a member that has counted something": all(
+                any(member.count for member in group.members) for group in self.groups
+            ),
+            "a member that has counted something in each cluster": all(
+                {member.cluster for member in group.members}
+                == {member.cluster for member in group.members if member.count}
+                for group in self.groups
+            ),
+        }
+        check_rules("REDUCE", rules)
+
+
+class PathRate(Body, frozen=True):
+    """Rate of large frames received from `peer`, in bits/s."""
+
+    peer: Peer
+    received_bps: Annotated[float, Meta(gt=0, le=MAX_RATE_BPS)]
+
+
+class Reduced(Body, frozen=True):
+    """Report that the gradients are agreed.
+
+    `squares` are their squared norms, one for each group. `suspect` is a peer whose contribution seems not to be its gradient.
+    `rates` are the measured rates of the other members' paths to the sender.
+    """
+
+    step: Step
+    attempt: Attempt
+    squares: Annotated[tuple[Number, ...], Meta(max_length=MAX_GROUPS)]
+    run: RunId
+    suspect: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
+    rates: Annotated[tuple[PathRate, ...], Meta(max_length=MAX_RATES)] = ()
+
+
+class Pull(Body, frozen=True):
+    """Permission to send the puller further parts of an attempt to reduce: this number of `contributions` to the parts that it adds
+    up, and of `sums`.
+
+    Only parts that were pulled are sent. The two kinds are counted apart.
+    """
+
+    term: Term
+    step: Step
+    attempt: Attempt
+    run: RunId
+    contributions: Annotated[int, Meta(ge=0, le=MAX_PULLED)]
+    sums: Annotated[int, Meta(ge=0, le=MAX_PULLED)]
+
+
+class Part(Body, frozen=True):
+    """Part of a group's vector in one round of the pulled attempt: a contribution, or (`agreed`) the final sum."""
+
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    round: Annotated[int, Meta(ge=0, le=MAX_ROUND)]
+    part: Annotated[int, Meta(ge=0, lt=MAX_PARTS)]
+    agreed: bool
+    values: Values
+    run: RunId
+
+    def check(self) -> None:
+        check_values(self.values)
+
+
+class Waiting(Body, frozen=True):
+    """Sign that the sender still takes part in the attempt, and waits for `peer` (empty: for no peer)."""
+
+    run: RunId
+    peer: Annotated[str, Meta(max_length=MAX_PEER_CHARS)] = ""
+
+
+AVERAGING_BODIES: dict[FrameKind, type[Body]] = {
+    FrameKind.REDUCE: Reduce,
+    FrameKind.REDUCED: Reduced,
+    FrameKind.PULL: Pull,
+    FrameKind.PART: Part,
+    FrameKind.WAITING: Waiting,
+}
+
 
 NOT_EVALUATED = -1.0  # no loss of held-out data
 

@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from swarmnode.codec.body import MAX_PEER_CHARS, MAX_ROWS, Body, Code, Epoch, HopIndex, SessionId, Step, Unit
 from swarmnode.codec.frames import FrameKind
-from swarmnode.codec.training_fields import (
+from swarmnode.codec.training_messages import (
     MAX_MASK_BYTES,
     MAX_VALUES,
     EncodedRun,

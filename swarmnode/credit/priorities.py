@@ -11,16 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from swarmnode.codec.credit_messages import MAX_CLAIMED, CreditClaim
-from swarmnode.codec.messages import End, Error
+from swarmnode.codec.messages import MAX_CLAIMED, CreditClaim, End, Error
 from swarmnode.errors import NetworkDown, PeerError, ProtocolError
 from swarmnode.net.identity import identities, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
-from swarmnode.peer.local_peer import board_of
-from swarmnode.peer.questions import Answer, QuestionServer, ask
+from swarmnode.peer.questions import Answer, QuestionServer, ask, board_of
 from swarmnode.plan.credit import Credit, credit_of, weight_of
 from swarmnode.swarm.records.manifest import CREDIT
 from swarmnode.swarm.records.receipt import Receipt, Voucher, open_receipt, open_voucher, sign_voucher

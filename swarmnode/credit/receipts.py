@@ -8,8 +8,7 @@ import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
-from swarmnode.codec.credit_messages import MAX_WORK_IDS, SignedReceipt
-from swarmnode.codec.messages import End, Error
+from swarmnode.codec.messages import MAX_WORK_IDS, End, Error, SignedReceipt
 from swarmnode.credit.priorities import Priorities
 from swarmnode.errors import ErrorCode, LocalError, NetworkDown, PeerError, ProtocolError
 from swarmnode.metrics import table
@@ -20,8 +19,7 @@ from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.peer.host import Host
-from swarmnode.peer.local_peer import board_of
-from swarmnode.peer.questions import Answer, QuestionServer, ask
+from swarmnode.peer.questions import Answer, QuestionServer, ask, board_of
 from swarmnode.plan.credit import Credit, credit_of
 from swarmnode.serving.client.session_spec import ServedWork
 from swarmnode.swarm.records.manifest import CREDIT

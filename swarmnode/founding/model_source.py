@@ -1,20 +1,37 @@
-"""Model that a swarm is founded on: a checkpoint, the fresh weights of a config, or a module that was exported as a graph."""
+"""Model that a swarm is founded on: a checkpoint, the fresh weights of a config, or a module that was exported as a graph.
+
+generation_config.json: the sampling defaults of a checkpoint's makers, and the settings in it that a swarm does not
+support.
+
+A key is either read, or refused when the swarm is founded because it asks for an unsupported setting, or without effect on
+the text (docs/models.md lists them).
+"""
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.codec.body import MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
+from swarmnode.codec.sampling import MAX_REPETITION_PENALTY
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
 from swarmnode.compute.model.packing.tensor_entry import read_json
 from swarmnode.counting import format_bytes
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, GRAPH, INFER, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
-from swarmnode.swarm.storage.content import CONFIG_NAME, TOKENIZER_NAMES, Progress, checkpoint_files, has_tokenizer
+from swarmnode.swarm.storage.content import (
+    CONFIG_NAME,
+    GENERATION_NAME,
+    TOKENIZER_NAMES,
+    Progress,
+    checkpoint_files,
+    has_tokenizer,
+)
 from swarmnode.swarm.storage.small_files import check_free, check_space, new_folder
 
 if TYPE_CHECKING:
@@ -22,6 +39,57 @@ if TYPE_CHECKING:
     from swarmnode.compute.graph.graph import Graph
     from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
     from swarmnode.compute.model.dequantize.hub_gguf import HubGguf
+
+
+BOUNDS: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, MAX_TEMPERATURE),
+    "top_p": (math.ulp(0.0), 1),
+    "top_k": (0, MAX_TOKEN_ID),
+    "min_p": (0, 1),
+    "repetition_penalty": (1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+}
+NOT_DONE: Mapping[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "typical_p", "top_h", "encoder_repetition_penalty"), 1),
+    **dict.fromkeys(("guidance_scale", "num_return_sequences"), 1),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), 0),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"), None),
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "sequence_bias", "constraints", "stop_strings"), None),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config", "token_healing", "dola_layers"), None),
+}
+"""Settings that change texts and are unsupported, with the value that turns each off; null, false, 0 and empty lists do so too."""
+
+
+def check_generation_config(folder: Path) -> None:
+    """Check a folder's generation_config.json, if it has one.
+
+    Raises CheckpointError if it asks for an unsupported setting, or if a number or token id is out of bounds.
+    """
+    file = folder / GENERATION_NAME
+    if not file.is_file():
+        return
+    values = read_json(file)
+    for name, off in NOT_DONE.items():
+        value = values.get(name)
+        if value and value != off:
+            raise CheckpointError(
+                f"{file}: {name} is {str(value)[:40]}, which swarmnode does not support: remove it from the file"
+            )
+    for name, (least, most) in BOUNDS.items():
+        value = values.get(name)
+        if value is not None and not (_is_number(value) and least <= value <= most):
+            raise CheckpointError(f"{file}: {name} is {str(value)[:40]}, not a number from {least:g} to {most:g}")
+    ends = values.get("eos_token_id")
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if len(listed) > MAX_STOP_IDS or not all(type(end) is int and 0 <= end <= MAX_TOKEN_ID for end in listed):
+        raise CheckpointError(
+            f"{file}: eos_token_id is neither a token id nor a list of up to {MAX_STOP_IDS} token ids"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
 
 BYTES = 256
 HEADER_BYTES = (
@@ -145,7 +213,7 @@ def from_model(
     Raises CheckpointError or UsageError if it is damaged, unknown or cannot be exported, LocalError if the disk is too
     small.
     """
-    from swarmnode.founding.encoder_source import write_encoder
+    from swarmnode.founding.graph_source import write_encoder
 
     packs = packs and task in (None, GENERATE)
     checkpoint = open_model(model, out, packs=packs, force=force, progress=progress)
@@ -168,7 +236,7 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
     from swarmnode.compute.graph.partition import UNITS, partition
     from swarmnode.compute.model.dequantize.gguf import SUFFIX, GgufCheckpoint, find_gguf
     from swarmnode.compute.model.dequantize.hub_gguf import find_on_hub
-    from swarmnode.founding import encoder_source
+    from swarmnode.founding import graph_source
 
     path = Path(model).expanduser()
     if (gguf := find_gguf(path)) is not None:
@@ -184,7 +252,7 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
     checkpoint = open_checkpoint(model)
     task = _task_of(checkpoint)
     if task != GENERATE:
-        return encoder_source.outline(checkpoint, task), task
+        return graph_source.outline(checkpoint, task), task
     checkpoint.family  # noqa: B018  # raises if it cannot be split
     return checkpoint, task
 
@@ -239,7 +307,6 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
     from swarmnode.compute.model.fresh import position_limit
     from swarmnode.compute.model.tensor_check import check_tensors
     from swarmnode.compute.serving.loading import check_family
-    from swarmnode.founding.generation_config import check_generation_config
 
     check_generation_config(checkpoint.path)
     _check_tokenizer(checkpoint.path)
@@ -327,7 +394,7 @@ def from_config(
     from swarmnode.compute.model.family import family_of, trains_whole
     from swarmnode.compute.model.fresh import write_fresh_model
     from swarmnode.compute.serving.loading import check_family
-    from swarmnode.founding.language_graph import write_language_graph
+    from swarmnode.founding.graph_source import write_language_graph
 
     folder = config.parent if config.name == CONFIG_NAME else config
     if not (folder / CONFIG_NAME).is_file():

@@ -19,7 +19,7 @@ from swarmnode.gateway.access.guard import Guard
 from swarmnode.gateway.anthropic import messages
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.api_error import ApiError, api_error, bad_request
-from swarmnode.gateway.http.client_watch import ClientGone
+from swarmnode.gateway.http.event_stream import ClientGone
 from swarmnode.gateway.openai import chat_completions, completions, encoders, models, responses
 from swarmnode.gateway.page import machine, members, static_files, swarms
 from swarmnode.gateway.page.page import Page

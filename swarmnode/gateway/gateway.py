@@ -13,10 +13,9 @@ from fastapi import Request
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey, KeyRing
-from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.openai.kept_responses import KeptResponses
-from swarmnode.gateway.served_model import ServedModel, TokenizerLoader
+from swarmnode.gateway.served_model import GatewayConfig, ServedModel, TokenizerLoader
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.manifest import GENERATE
 

@@ -1,5 +1,8 @@
 """A swarm's model, with or without an adapter, as a model of the gateway's API: turns prompts into token ids, and requests into
-streams of generated text."""
+streams of generated text.
+
+Settings of a gateway. Times in seconds, sizes in bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -14,11 +18,11 @@ from typing import Any
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.client.text_stream import TextStream
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
+from swarmnode.codec.messages import LOOKUP
 from swarmnode.data.conversation import ChatEnding, ChatRenderer
 from swarmnode.errors import CheckpointError, NoRoute
 from swarmnode.gateway.access.fair_queue import FairQueue
 from swarmnode.gateway.access.keys import ApiKey
-from swarmnode.gateway.config import GatewayConfig
 from swarmnode.gateway.generation.choice_stream import ChoiceStream, NoTokens
 from swarmnode.gateway.generation.response_parser import THOUGHTS_BEGIN as THINK_BEGIN
 from swarmnode.gateway.generation.response_parser import CommonParser, ReasoningParser, ResponseParser, TemplateParser
@@ -28,6 +32,25 @@ from swarmnode.gateway.http.api_error import RETRY_S, ApiError, bad_request
 from swarmnode.gateway.openai.replies import ModelCard
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.client.generation import GenerateOptions
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """Bounds on requests to the gateway. `origins` are the web origins whose pages browsers let call it (CORS); none by default."""
+
+    running: int = 256  # generations at once, all keys together
+    waiting: int = 256  # requests of one key that wait for a place
+    wait_s: float = 60.0  # for a place
+    max_choices: int = 16  # texts of one request: n times its prompts
+    max_body_bytes: int = 8 << 20
+    body_timeout_s: float = 30.0  # for a body to arrive
+    write_timeout_s: float = 60.0  # for a client to take one piece of a stream
+    default_new_tokens: int = 1024  # if a request sets no maximum; fewer if they do not fit
+    loopback: bool = True  # only this machine connects: another name in Host means that a web page led the browser here
+    origins: tuple[str, ...] = ()
+    compress: str = "auto"  # encoding of tensors between peers, for all requests to this gateway
+    drafts: str = LOOKUP  # source of guessed tokens, for all requests to this gateway
+
 
 log = logging.getLogger(__name__)
 

@@ -1,29 +1,189 @@
-"""Inference stage: a span of a graph's layers, loaded, measured, and open to other peers' passes."""
+"""Inference stage: a span of a graph's layers, loaded, measured, and open to other peers' passes.
+
+Inference server: computes other peers' passes through this peer's layers.
+
+A pass leaves no state behind: a client that loses a pass asks another peer.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 
+from swarmnode.codec.body import Body
+from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame
+from swarmnode.codec.messages import INFER_PROTOCOL, Error, Infer, Inferred
+from swarmnode.compress.codecs import Encoded, decode_values, encode_values
 from swarmnode.compute.capacity.speed import Speeds
-from swarmnode.compute.executor import Urgency
+from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.graph.boundary import batch_of, from_wire, to_wire, told
+from swarmnode.compute.graph.costs.estimate import forward_bytes, values_bytes
 from swarmnode.compute.graph.operators import torch_constant
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.stopwatch import Clock, best_s
-from swarmnode.graph_serving.server import InferenceServer
+from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolError
 from swarmnode.ledger import Account, Reservation
 from swarmnode.measuring.capability import Capability
-from swarmnode.measuring.hardware import Hardware, Workplace
+from swarmnode.measuring.hardware import Hardware, LentDevice, Workplace
+from swarmnode.measuring.meters import RefusalMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.interfaces import Buffer
+from swarmnode.net.limits.fair_share import FairShare
+from swarmnode.net.links.switchboard import Channel
+from swarmnode.net.tasks import Tasks
+from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span
 from swarmnode.serving.stage import Stage
-from swarmnode.swarm.records.sections import Section, ServingLoad
+from swarmnode.swarm.records.announcement import Section, ServingLoad
+
+PASSES, PASSES_OF_PEER = 64, 16  # running or waiting
+MOST_S = 600.0  # for waiting and computing
+RETRY_S = 1.0
+
+log = logging.getLogger(__name__)
+
+
+class InferenceServer:
+    """Server of one span of a graph's layers. `start` opens it, `close` ends it."""
+
+    def __init__(self, peer: LocalPeer, segment: GraphSegment, executor: Executor, lent: LentDevice) -> None:
+        """Create a server that computes on `executor`, the thread of the device `lent`, which holds `segment`."""
+        self.draining = False
+        self._peer = peer
+        self._segment = segment
+        self._executor = executor
+        self._lent = lent
+        self._passes: FairShare[asyncio.Task[None]] = FairShare(PASSES, of_peer=PASSES_OF_PEER)
+        self._refusals = RefusalMeter(Span(segment.start, segment.end))
+        self._tasks = Tasks("inference server", on_crash=peer.link_config.supervisor.ends_conversation)
+        self._pass_bytes = lru_cache(maxsize=256)(partial(forward_bytes, segment.layout))
+        self._board = board_of(peer, INFER_PROTOCOL, accept=self._accept, on_peer_lost=peer.lost_neighbour)
+
+    def __repr__(self) -> str:
+        state = "draining" if self.draining else "serving"
+        return f"<InferenceServer {state} {self.load} passes through {self._segment!r}>"
+
+    @property
+    def load(self) -> int:
+        """Number of passes for other peers that run or wait."""
+        return len(self._tasks)
+
+    def readings(self) -> Readings:
+        """Return the metrics of the passes that run and of those that were refused."""
+        return self._refusals.readings(self.load)
+
+    async def start(self) -> None:
+        """Start to accept other peers' passes."""
+        await self._board.start()
+
+    async def finish(self) -> None:
+        """Take no new passes, and wait until the last one is over."""
+        self.draining = True
+        await self._tasks.idle()
+
+    async def close(self) -> None:
+        """End all passes, and close the links to other peers."""
+        self.draining = True
+        await self._tasks.close()
+        await self._board.close()
+
+    # -- incoming passes
+
+    def _accept(self, channel: Channel, frame: Frame, body: Body) -> None:
+        if not isinstance(body, Infer):
+            self._refusals.refuse(channel, Error(ErrorCode.MALFORMED))
+            return
+        if self.draining:
+            self._refusals.refuse(channel, Error(ErrorCode.DRAINING))
+            return
+        task = self._tasks.spawn(self._answer(channel, body, frame.payload), f"pass of {channel.peer}")
+        yielding = self._passes.take(task, channel.claimant)
+        task.add_done_callback(self._passes.leave)
+        if yielding is not None:
+            yielding.cancel()
+        if yielding is task:  # never began
+            self._refusals.refuse(channel, Error(ErrorCode.BUSY, RETRY_S))
+            return
+
+        def gone(*_: object) -> None:
+            task.cancel()
+
+        channel.on_lost = gone
+        channel.on_frame = gone  # a valid peer sends nothing but END
+
+    async def _answer(self, channel: Channel, asked: Infer, payload: Buffer) -> None:
+        """Compute the pass of layers that a peer asks for, and send its results or an error code."""
+        try:
+            infos, payloads = await self._infer(channel, asked, payload)
+            channel.send(Inferred(infos), payload=payloads)
+            channel.close()
+            await channel.drain()
+        except asyncio.CancelledError:
+            if channel.open:  # displaced by another peer's pass, or this node ends
+                code = ErrorCode.DRAINING if self.draining else ErrorCode.BUSY
+                self._refusals.refuse(channel, Error(code, RETRY_S))
+            raise
+        except (Busy, ProtocolError, asyncio.TimeoutError, ExecutorDied) as error:
+            log.info("refused a pass of %s: %s", channel.peer, error)
+            self._refusals.refuse(channel, _refusal(error))
+        except PeerError as error:
+            log.debug("%s", error)
+        except Exception:  # an operator may raise anything on numbers that it does not support
+            log.exception("a pass of %s failed", channel.peer)
+            self._refusals.refuse(channel, Error(ErrorCode.INTERNAL))
+
+    async def _infer(self, channel: Channel, asked: Infer, payload: Buffer) -> Encoded:
+        """Check and compute a pass on the executor. Raises ProtocolError, Busy, TimeoutError, ExecutorDied."""
+        segment = self._segment
+        if not segment.start <= asked.start < asked.end <= segment.end:
+            raise ProtocolError(f"this node does not hold layers {asked.start}:{asked.end}", code=ErrorCode.WRONG_SPAN)
+        batch = batch_of(segment.layout, asked.start, told(asked.values))
+        need_bytes = self._pass_bytes(asked.start, asked.end, batch)
+        limit_bytes = self._lent.ledger.limit_bytes
+        is_too_large = limit_bytes is not None and need_bytes > limit_bytes
+        if is_too_large or values_bytes(segment.layout.boundaries[asked.end], batch) > MAX_PAYLOAD_BYTES:
+            raise ProtocolError(f"a pass of {need_bytes} bytes is too large for this node", code=ErrorCode.TOO_LARGE)
+        with self._lent.ledger.reserve(Account.ACTIVATIONS, need_bytes):
+            computing = self._executor.call(
+                Urgency.FORWARD,
+                partial(self._compute, asked, payload, batch),
+                kind="infer",
+                owner=channel.peer[-8:],
+                size=batch,
+            )
+            computed = await asyncio.wait_for(computing, min(asked.within_s or MOST_S, MOST_S))
+        if asked.work:
+            self._peer.completed.begin(asked.work, channel.peer)
+            self._peer.completed.answer(asked.work)
+            self._peer.completed.note(asked.work, (asked.end - asked.start) * batch, batch)
+        return computed
+
+    def _compute(self, asked: Infer, payload: Buffer, batch: int) -> Encoded:
+        """Decode, compute and encode, on the compute thread. Raises ProtocolError if the values cannot be computed."""
+        segment = self._segment
+        with torch.inference_mode(), self._lent.throttle.pass_over(asked.end - asked.start, batch):
+            values = from_wire(segment.layout, asked.start, decode_values(asked.values, payload, segment.device))
+            try:
+                results = segment.forward(values, asked.start, asked.end, 0)
+            except ProtocolError as error:
+                raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
+            return encode_values(to_wire(results))
+
+
+def _refusal(error: Exception) -> Error:
+    """Return the error message for a pass that failed with `error`."""
+    if isinstance(error, ProtocolError):
+        return Error(error.code)
+    if isinstance(error, ExecutorDied):
+        return Error(ErrorCode.INTERNAL)
+    return Error(ErrorCode.BUSY, error.retry_s if isinstance(error, Busy) else RETRY_S)
 
 
 @dataclass(eq=False)

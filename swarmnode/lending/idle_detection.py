@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import psutil
 
 from swarmnode.lending.cards import Cards
-from swarmnode.lending.rules import Rules, Surroundings
+from swarmnode.lending.lending import Rules, Surroundings
 
 log = logging.getLogger(__name__)
 

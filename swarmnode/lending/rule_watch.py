@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.lending.idle_detection import Lookout
-from swarmnode.lending.lending import OWNER, RULES, Lending
-from swarmnode.lending.rules import Rules, Surroundings, reason_to_pause
+from swarmnode.lending.lending import OWNER, RULES, Lending, Rules, Surroundings, reason_to_pause
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 

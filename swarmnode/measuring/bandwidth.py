@@ -1,7 +1,7 @@
 """Bandwidth tests between two peers whose ordinary traffic has not shown their bandwidth yet (`protocol/frames.md`).
 
 The tested peer sends back as much as it receives, so both learn their upload and download. The links measure
-(`net/measuring/traffic.py`) and keep the results (`net/measuring/link_statistics.py`). This file decides which peers to ask, how
+(`net/measuring/link_statistics.py`) and keep the results (`net/measuring/link_statistics.py`). This file decides which peers to ask, how
 much to send, and which peers to refuse. No site outside the swarm is used.
 """
 
@@ -23,7 +23,7 @@ from swarmnode.errors import ErrorCode, NetworkDown, PeerError, refusal
 from swarmnode.net.interfaces import PeerId, Stream
 from swarmnode.net.links.link import Link
 from swarmnode.net.tasks import Tasks, cancel_and_wait
-from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.peer.questions import LocalPeer
 
 log = logging.getLogger(__name__)
 

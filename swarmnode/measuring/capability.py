@@ -20,8 +20,7 @@ import torch
 from msgspec import UNSET
 
 from swarmnode.compute.capacity.speed import Speeds
-from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP
-from swarmnode.swarm.records.sections import WorkSpeeds
+from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP, WorkSpeeds
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 from swarmnode.version import __version__
 

@@ -11,9 +11,15 @@ import torch
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dequantize.gguf import SUFFIX
-from swarmnode.compute.model.mtp.eagle import borrowed_tensors, check_eagle, is_eagle, load_eagle
-from swarmnode.compute.model.mtp.guessing_layer import GuessingLayer
-from swarmnode.compute.model.mtp.layer import load_mtp, mtp_tensors
+from swarmnode.compute.model.mtp import (
+    GuessingLayer,
+    borrowed_tensors,
+    check_eagle,
+    is_eagle,
+    load_eagle,
+    load_mtp,
+    mtp_tensors,
+)
 from swarmnode.compute.model.packing.tensor_entry import read_json
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.model.tensor_check import check_tensors

@@ -31,13 +31,12 @@ from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.mtp.eagle import eagle_bytes, is_eagle
-from swarmnode.compute.model.mtp.layer import mtp_bytes
+from swarmnode.compute.model.mtp import eagle_bytes, is_eagle, mtp_bytes
 from swarmnode.compute.model.packing.card_matrix import TRITON, kernels
 from swarmnode.compute.model.packing.ggml import PACKAGE, library
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.serving.mtp_guesses import CACHE_POSITIONS
-from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.stopwatch import Throttle
 from swarmnode.config import AUTO, EXACT, FAST, INT8_KV, OWN, PLAIN, StageConfig
 from swarmnode.counting import format_bytes, layers
 from swarmnode.errors import LocalError, UsageError
@@ -49,7 +48,7 @@ from swarmnode.peer.host import Host
 from swarmnode.plan.audits.judgement import KV8, PACKED
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
-from swarmnode.swarm.records.sections import Machine, Section
+from swarmnode.swarm.records.announcement import Machine, Section
 from swarmnode.version import missing_package
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import msgspec
 
 from swarmnode.counting import counted, layers
 from swarmnode.errors import LocalError
-from swarmnode.lending.energy import JOULES_PER_KWH, energy_used
+from swarmnode.lending.cards import JOULES_PER_KWH, energy_used
 from swarmnode.measuring.meters import DECODE
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Metric, Reading, Readings, Source

@@ -26,12 +26,11 @@ from swarmnode.errors import ErrorCode, LocalError, NotAdmitted, PeerError, Peer
 from swarmnode.files import lock_in_turn
 from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.net.interfaces import Network, PeerId, Stream
-from swarmnode.net.links.gate import Gate, GuardedLink
 from swarmnode.net.links.link import Link
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.measuring.traffic import protocol_name
+from swarmnode.net.links.link_config import Gate, GuardedLink, LinkConfig
+from swarmnode.net.measuring.link_statistics import protocol_name
 from swarmnode.net.tasks import OnCrash, Tasks
-from swarmnode.swarm.peers.notices import LIFE_S, due, notice_keys, take_in
+from swarmnode.swarm.peers.record_validation import NOTICE_LIFE_S, due, notice_keys, take_in
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Role, admit_peer, open_certificate, open_grant
 from swarmnode.swarm.records.membership import Membership
@@ -277,7 +276,7 @@ class AccessControl(Gate):
             if take_in(self.membership, found, now):
                 self._spread()
             for notice in due(self.membership, found, now):
-                storing = table.store(notice.key, notice.subkey, notice.value, expires_at=now + LIFE_S)
+                storing = table.store(notice.key, notice.subkey, notice.value, expires_at=now + NOTICE_LIFE_S)
                 await asyncio.wait_for(storing, TABLE_TIMEOUT_S)
         except (SwarmnodeError, asyncio.TimeoutError) as error:
             log.debug("cannot exchange notices: %s", error or "no answer")

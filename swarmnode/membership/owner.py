@@ -16,7 +16,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.certificate import MAX_GROUP_CHARS, MAX_USES, VERSION, Grant, Role, sign_grant
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite, looks_like_invite
 from swarmnode.swarm.records.manifest import SERVE
-from swarmnode.swarm.records.revocation import nobody, open_list, sign_list
+from swarmnode.swarm.records.membership import nobody, open_list, sign_list
 from swarmnode.swarm.storage.issued_invites import IssuedInvite, IssuedInvites
 from swarmnode.swarm.storage.swarmfile import Swarm
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnode.net.interfaces import Network, RecordValidator
-from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.links.link_config import OPEN_GATE, Gate
 from swarmnode.net.tasks import Supervisor
 
 LOOPBACK_ANY_PORT = "/ip4/127.0.0.1/tcp/0"

@@ -19,14 +19,13 @@ from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.announcement import Machine, Place, State
 from swarmnode.swarm.records.manifest import TRAIN
-from swarmnode.swarm.records.sections import Machine, Place
 from swarmnode.swarm.storage.swarmfile import Swarm, save_swarm
-from swarmnode.weights.seeder import Seeder
+from swarmnode.weights.chunk_server import Seeder
 
 if TYPE_CHECKING:
-    from swarmnode.checkpoints.shared_states import SharedStates
+    from swarmnode.checkpoints.checkpoint_manager import SharedStates
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ async def _shared_states(host: Host) -> SharedStates | None:
     """Start serving training states; None if the swarm does not train."""
     if host.swarm.manifest is None or host.swarm.manifest.mode != TRAIN:
         return None
-    from swarmnode.checkpoints.shared_states import SharedStates
+    from swarmnode.checkpoints.checkpoint_manager import SharedStates
 
     return await SharedStates.start(host, share=1.0)  # a bootstrap peer needs no disk for weights
 

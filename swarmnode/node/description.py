@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.codec.body import VERSION
 from swarmnode.counting import counted, layers
-from swarmnode.lending.energy import energy_used
-from swarmnode.lending.lending import LendingState
-from swarmnode.lending.rules import DAYS
+from swarmnode.lending.cards import energy_used
+from swarmnode.lending.lending import DAYS, LendingState
 from swarmnode.measuring.service_report import Donation, given
 from swarmnode.metrics.metric import Readings
 from swarmnode.node.node_config import NodeConfig

@@ -27,8 +27,7 @@ from swarmnode.config import OWN
 from swarmnode.counting import layers
 from swarmnode.credit.receipts import ReceiptKeeper
 from swarmnode.errors import LocalError, SwarmnodeError, UsageError
-from swarmnode.lending.cards import CardGuard, Cards
-from swarmnode.lending.energy import EnergyMeter
+from swarmnode.lending.cards import CardGuard, Cards, EnergyMeter
 from swarmnode.lending.lending import Keep, Lending, LendingEvent, LendingState
 from swarmnode.lending.rule_watch import follow_rules
 from swarmnode.measuring.bandwidth import Prober
@@ -56,15 +55,14 @@ from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.stage import Stage
-from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.announcement import Place, State
 from swarmnode.swarm.records.manifest import GENERATE, TRAIN
-from swarmnode.swarm.records.sections import Place
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from swarmnode.version import __version__
-from swarmnode.weights.seeder import Seeder
+from swarmnode.weights.chunk_server import Seeder
 
 if TYPE_CHECKING:
-    from swarmnode.checkpoints.shared_states import SharedStates
+    from swarmnode.checkpoints.checkpoint_manager import SharedStates
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.measuring.hardware import Hardware
     from swarmnode.serving.span_part import KeptSpan
@@ -343,7 +341,7 @@ class Node:
         await prober.start(host.directory.peers)
         trains = host.swarm.manifest.mode == TRAIN
         if trains:
-            from swarmnode.checkpoints.shared_states import SharedStates
+            from swarmnode.checkpoints.checkpoint_manager import SharedStates
 
             self._states = await SharedStates.start(host)
             services.push_async_callback(self._states.close)

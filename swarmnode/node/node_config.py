@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 from swarmnode.config import StageConfig
 from swarmnode.lending.cards import CardLimits
-from swarmnode.lending.rules import Rules
+from swarmnode.lending.lending import Rules
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.peer.placement import PlacementConfig
 from swarmnode.plan.offline.plan_file import PlanFile

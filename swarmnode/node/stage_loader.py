@@ -19,10 +19,10 @@ from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.node.description import Tell, progress_of
 from swarmnode.plan.view import Span
 from swarmnode.serving.stage import Stage
-from swarmnode.weights.seeder import Seeder
+from swarmnode.weights.chunk_server import Seeder
 
 if TYPE_CHECKING:
-    from swarmnode.checkpoints.shared_states import SharedStates
+    from swarmnode.checkpoints.checkpoint_manager import SharedStates
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.measuring.draft_part import HeadPart
     from swarmnode.measuring.hardware import Workplace

@@ -1,6 +1,8 @@
 """Host: a peer's presence in a swarm, be it a worker, a bootstrap peer or a client; and the calls to bootstrap peers.
 
 It has an identity, the network, the directory, and the manifest. It keeps trying to reach the swarm until it succeeds.
+
+Newcomer: fetches the swarm's manifest for a peer that has only an invite.
 """
 
 from __future__ import annotations
@@ -16,9 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.codec.body import VERSION
-from swarmnode.codec.messages import Hello
+from swarmnode.codec.messages import GetManifest, Hello, ManifestReply
 from swarmnode.decisions import DecisionLog, Topic
-from swarmnode.errors import LocalError, NetworkDown, PeerError, PeerRefused, ProtocolError, UsageError
+from swarmnode.errors import (
+    ErrorCode,
+    LocalError,
+    NetworkDown,
+    PeerError,
+    PeerLost,
+    PeerRefused,
+    ProtocolError,
+    UsageError,
+)
 from swarmnode.membership.access_control import access_control_of
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -26,21 +37,20 @@ from swarmnode.net.addressing.addresses import is_loopback, peer_of, without_pee
 from swarmnode.net.clock import Clock
 from swarmnode.net.identity import Identity, IdentitySlot, verify
 from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.links.gate import OPEN_GATE
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.link_config import OPEN_GATE, LinkConfig
 from swarmnode.net.links.rate_limiter import RateLimiter
-from swarmnode.net.tasks import Supervisor, Tasks
+from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.tasks import Supervisor, Tasks, cancel_and_wait
 from swarmnode.peer.completed_work import CompletedWork, HomePeers
 from swarmnode.peer.host_config import HostConfig, network_config
-from swarmnode.peer.newcomer import fetch_manifest
 from swarmnode.peer.paths import ObservedLatency, Paths
+from swarmnode.peer.questions import ask
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing
-from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, Announcement, State
+from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, Announcement, Introduction, State
 from swarmnode.swarm.records.certificate import Role
-from swarmnode.swarm.records.least_products import check_products
-from swarmnode.swarm.records.sections import Introduction
+from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, check_products, swarm_id
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, note_members
 from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache
 from swarmnode.swarm.storage.swarmfile import Swarm
@@ -49,6 +59,62 @@ from swarmnode.version import __version__
 if TYPE_CHECKING:
     from swarmnode.membership.access_control import AccessControl
     from swarmnode.net.addressing.lan import LanDiscovery
+
+
+MANIFEST_PROTOCOL = "/swarmnode/manifest/1"
+NEXT_PEER_S = 0.2  # interval after which one more peer is asked, whether or not earlier ones have answered
+TIMEOUT_S = 20.0
+
+
+async def fetch_manifest(
+    network: Network,
+    peers: Sequence[PeerId],
+    hello: Hello,
+    config: LinkConfig,
+    *,
+    drop: Callable[[PeerId, str], None] = lambda _peer, _reason: None,
+    timeout_s: float = TIMEOUT_S,
+) -> bytes:
+    """Return the swarm's manifest from the first of `peers` that gives the right one.
+
+    `drop` is called with each peer that breaks the protocol (a wrong manifest, for example) and the reason. Raises PeerError if no
+    peer gives the manifest within `timeout_s` seconds.
+    """
+    board = Switchboard(network, MANIFEST_PROTOCOL, hello, replace(config, max_payload_bytes=MAX_MANIFEST_BYTES))
+    failure: PeerError = PeerRefused("no peer is known that could have the manifest", code=ErrorCode.NOT_FOUND)
+    questions = [
+        asyncio.ensure_future(_ask(board, peer, hello.swarm, number * NEXT_PEER_S)) for number, peer in enumerate(peers)
+    ]
+    try:
+        for question in asyncio.as_completed(questions, timeout=timeout_s):
+            try:
+                return await question
+            except ProtocolError as error:
+                failure = error
+                if error.peer is not None:
+                    drop(error.peer, str(error))
+            except PeerError as error:
+                failure = error
+        raise failure
+    except asyncio.TimeoutError:
+        raise PeerLost(f"no peer gave the manifest within {timeout_s:.0f} s") from failure
+    finally:
+        await cancel_and_wait(*questions)
+        await board.close()
+
+
+async def _ask(board: Switchboard, peer: PeerId, swarm: bytes, delay_s: float) -> bytes:
+    await asyncio.sleep(delay_s)
+    try:
+        async for frame, body in ask(board, peer, GetManifest()):
+            if isinstance(body, ManifestReply):
+                if swarm_id(frame.payload) != swarm:
+                    raise ProtocolError("it gave a manifest that is not the swarm's", peer=peer)
+                return bytes(frame.payload)
+    except NetworkDown as error:
+        raise PeerLost(str(error), peer=peer) from error
+    raise PeerRefused(f"peer {peer} has no manifest", code=ErrorCode.NOT_FOUND, peer=peer)
+
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,15 @@ from swarmnode.net.limits.address_group import home_of
 from swarmnode.net.limits.fair_share import Recent
 from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate, Surveyor
 from swarmnode.net.measuring.link_statistics import LinkStatistics
-from swarmnode.swarm.records.announcement import MAX_PATHS, MAX_RTTS, MAX_UNIT_TIMES, Announcement, peer_digest
-from swarmnode.swarm.records.sections import Hearsay, PathNews
+from swarmnode.swarm.records.announcement import (
+    MAX_PATHS,
+    MAX_RTTS,
+    MAX_UNIT_TIMES,
+    Announcement,
+    Hearsay,
+    PathNews,
+    peer_digest,
+)
 
 MOST_KBPS = (1 << 32) - 1  # largest rate in an announcement
 

@@ -25,9 +25,8 @@ from swarmnode.plan.spans.placement import (
     grounds,
 )
 from swarmnode.plan.view import Span, View, view_of
-from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.announcement import Place, Section, State
 from swarmnode.swarm.records.manifest import TRAIN
-from swarmnode.swarm.records.sections import Place, Section
 
 STANDS_BY = "stands by, and holds no layers"
 SEARCHED_GAPS = 8  # units whose holders are searched in the table before a move that would fill them

@@ -13,11 +13,10 @@ from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.peer.local_peer import LocalPeer
-from swarmnode.peer.questions import Answer, QuestionServer
+from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer
 from swarmnode.serving.session.opening import units_of
 from swarmnode.serving.session.session import StageSession
-from swarmnode.serving.session.transcript import Conveyed
+from swarmnode.serving.session.session_streams import Conveyed
 from swarmnode.swarm.records.signed import Sign
 from swarmnode.swarm.records.statement import Edge, Statement, sign_statement
 

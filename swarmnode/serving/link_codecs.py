@@ -15,7 +15,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.peer.host import Host
 from swarmnode.plan.serving.codec_schedule import CodecSchedule, LinkView, choose
-from swarmnode.plan.serving.pass_cost import PassCost
+from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 

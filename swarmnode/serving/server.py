@@ -25,7 +25,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.peer.local_peer import LocalPeer, board_of
+from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.drafting.drafter import Drafting, no_drafting

@@ -26,7 +26,7 @@ from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span as Units
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.audit_server import Author, audit_server
-from swarmnode.serving.drafting.draft_model import DraftModel
+from swarmnode.serving.drafting.model_drafter import DraftModel
 from swarmnode.serving.drafting.proposers import Proposers
 from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.link_codecs import codec_rules_of
@@ -34,7 +34,7 @@ from swarmnode.serving.pipeline import Pipeline
 from swarmnode.serving.server import StageServer
 from swarmnode.serving.span_part import KeptSpan, LoadedSpan, SpanPart
 from swarmnode.serving.stage import Stage
-from swarmnode.swarm.records.sections import Section, ServingLoad
+from swarmnode.swarm.records.announcement import Section, ServingLoad
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds, measure_serving
-from swarmnode.compute.model.mtp.guessing_layer import GuessingLayer
+from swarmnode.compute.model.mtp import GuessingLayer
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.mtp_guesses import MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from swarmnode.ledger import MemoryLedger
 from swarmnode.metrics.metric import Readings
-from swarmnode.swarm.records.sections import Section
+from swarmnode.swarm.records.announcement import Section
 
 if TYPE_CHECKING:
     from swarmnode.serving.span_part import KeptSpan

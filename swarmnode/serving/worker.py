@@ -29,8 +29,7 @@ from torch import Tensor
 from swarmnode.codec.tensors import PLAIN_CODECS, Codec, TensorInfo, payload_bytes
 from swarmnode.compress.codecs import to_buffer
 from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds
-from swarmnode.compute.device_fault import is_device_fault
-from swarmnode.compute.executor import Executor, Urgency, WorkItem
+from swarmnode.compute.executor import Executor, Urgency, WorkItem, is_device_fault
 from swarmnode.compute.serving.device_transfers import Check, DeviceInputs, DeviceOutputs
 from swarmnode.compute.serving.mtp_guesses import DrawnStates, MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput

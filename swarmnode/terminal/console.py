@@ -1,4 +1,10 @@
-"""Functions that all commands share: the event loop, Ctrl-C, logging, printing of results and errors."""
+"""Functions that all commands share: the event loop, Ctrl-C, logging, printing of results and errors.
+
+Standard input: a prompt from a pipe, or a line such as an invite, which then does not show in the list of processes.
+
+Output of a service while it runs: a line or a JSON object per event. On a terminal, passing events share one line that
+changes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +14,7 @@ import errno
 import functools
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -16,6 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -23,7 +31,7 @@ import typer
 from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
 from swarmnode.files import default_home
 from swarmnode.net.tasks import cancel_the_rest, until_first
-from swarmnode.terminal.formatting import json_line, printable
+from swarmnode.terminal.formatting import json_line, one_line, printable
 from swarmnode.terminal.option import option, taking_settings
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
@@ -314,3 +322,78 @@ async def joined(joining: Awaitable[T], stop: asyncio.Event) -> T:
     if client is None:
         raise Interrupted
     return client
+
+
+STANDARD_INPUT = "-"  # the user's name for it
+MAX_LINE_BYTES = 1 << 16
+
+
+def is_piped() -> bool:
+    """Return whether standard input is not a terminal."""
+    return not sys.stdin.isatty()
+
+
+def read_line() -> str:
+    """Return the first line without surrounding white space; later lines stay unread. Ends the command if the line is empty."""
+    line = _text(sys.stdin.buffer.readline(MAX_LINE_BYTES)).strip()
+    return line or fail("standard input was empty: pipe a line into this command", 2)
+
+
+def read_text(max_bytes: int) -> str:
+    """Return all text of standard input, without the line break at its end. Ends the command if there are more than `max_bytes`."""
+    data = sys.stdin.buffer.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        fail(f"standard input has more than {max_bytes >> 20} MiB: send a shorter text", 2)
+    return _text(data).rstrip("\r\n")
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        fail("standard input is not UTF-8 text: convert it first", 2)
+
+
+# Events whose text the next one replaces on a terminal.
+PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "compressing"))
+CLEAR_LINE = "\x1b[2K"
+
+
+class Teller:
+    """Printer of a service's events, called with (event, text for people, **details for scripts). As a context manager, it clears
+    the changing line at the end."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._changing = not as_json and sys.stdout.isatty()
+        self._line = ""
+
+    def __repr__(self) -> str:
+        return f"<Teller of {'JSON' if self._as_json else 'text'}, {self._line!r}>"
+
+    def __enter__(self) -> Teller:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self._show("")
+
+    def __call__(self, event: str, text: str, **details: Any) -> None:
+        if self._as_json:
+            print_json({"event": event, **details})
+        elif self._changing and event in PASSING:
+            self._show(one_line(text))
+        else:
+            line = self._line
+            self._show("")
+            say(text)
+            self._show(line if event not in ("ready", "draining", "left") else "")
+
+    def _show(self, line: str) -> None:
+        """Draw the changing line. The cursor stays at its beginning, so that any other output overwrites it."""
+        if self._changing and (line or self._line):
+            with outliving_terminal():
+                sys.stdout.write(f"{CLEAR_LINE}{line[: shutil.get_terminal_size().columns - 1]}\r")
+                sys.stdout.flush()
+        self._line = line

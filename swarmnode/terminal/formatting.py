@@ -1,4 +1,7 @@
-"""Text for terminals: strangers' names made safe, durations, URLs and JSON lines."""
+"""Text for terminals: strangers' names made safe, durations, URLs and JSON lines.
+
+Tables on standard output.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,12 @@ import json
 import re
 import shutil
 import textwrap
+from collections.abc import Collection
 from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from swarmnode.errors import UsageError
 
@@ -78,3 +86,29 @@ def format_duration(seconds: float) -> str:
 def origin(host: str, port: int) -> str:
     """Return the URL of a host's name or IP address and a port, without a path."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class PlainTable(Table):
+    """Table whose cells are shown literally, because they may be strangers' names; they are no markup."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        """Add a row; each text becomes one line."""
+        super().add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
+
+
+def new_table(
+    title: str | Text, columns: Collection[str], *, numbers: Collection[str] = (), caption: str | None = None
+) -> Table:
+    """Return a table without rows. The columns in `numbers` are aligned to the right."""
+    title = Text(one_line(title), "table.title") if isinstance(title, str) else title
+    table = PlainTable(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right" if column in numbers else "left")
+    return table
+
+
+def show(*tables: Table) -> None:
+    """Print tables, as wide as the terminal."""
+    console = Console()
+    for table in tables:
+        console.print(table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmnode.client.tuning.plan import PlannedHop, TuningPlan
+from swarmnode.client.tuning.job import PlannedHop, TuningPlan
 from swarmnode.counting import counted, format_bytes, layers
 from swarmnode.terminal.formatting import format_duration
 

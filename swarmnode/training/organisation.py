@@ -19,10 +19,9 @@ from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, View
 from swarmnode.swarm.peers.directory import Directory
-from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.announcement import State, StepLoad, middle_load
 from swarmnode.swarm.records.manifest import GRAPH
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.records.sections import StepLoad, middle_load
 
 MICROBATCHES = 32  # of a usual step: nodes take their spans before a trainer comes
 POSITIONS, SAMPLES = 1024, 32  # of a usual microbatch: of a language model, and of a module

@@ -44,8 +44,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.run import Run, encode_run
-from swarmnode.training.coordinator.answer_times import CLEANUP, SILENCE_S, STALLED_S
-from swarmnode.training.coordinator.strikes import LASTING
+from swarmnode.training.coordinator.timeouts import CLEANUP, LASTING, SILENCE_S, STALLED_S
 from swarmnode.training.coordinator.waits import sentence
 
 log = logging.getLogger(__name__)

@@ -1,36 +1,139 @@
-"""Adapter on the devices of one node: a trainer for the layers on each device, and passes through all of them."""
+"""Adapter on the devices of one node: a trainer for the layers on each device, and passes through all of them.
+
+Recipe and states of an adapter as bytes of messages.
+
+Pace of tuning on a device that also serves sessions.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, TypeVar
 
+import msgspec
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
 
+from swarmnode.codec.body import DECODE_ERRORS
+from swarmnode.codec.tuning_messages import PIECE_BYTES, AdapterPiece
 from swarmnode.compute.executor import ByPiece, Executor, Urgency, as_piece
 from swarmnode.compute.model.adapters.adapter_file import units_of_layer
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.training.adapters.adapter_weights import STEP, copied
-from swarmnode.compute.training.adapters.layers import AdapterLayers, layer_of
+from swarmnode.compute.training.adapters.layers import PROMPT, AdapterLayers, layer_of
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.compute.training.adapters.starts import PROMPT
 from swarmnode.compute.training.adapters.trainer import AdapterTrainer
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.compute.training.segment import Values, moved
-from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
+from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.plan.view import Span
-from swarmnode.tuning.adapter_bytes import SLACK_BYTES, decode_state
-from swarmnode.tuning.pace import TuningPace
+
+SLACK_BYTES = 1 << 20  # for the headers of a state's files
+
+
+def encode_recipe(recipe: AdapterRecipe) -> bytes:
+    """Return the msgpack bytes of a recipe."""
+    return msgspec.msgpack.encode(recipe)
+
+
+def decode_recipe(raw: bytes) -> AdapterRecipe:
+    """Return the recipe in a message. Raises ProtocolError if it is not valid."""
+    try:
+        return msgspec.msgpack.decode(raw, type=AdapterRecipe)
+    except (*DECODE_ERRORS, UsageError) as error:
+        raise ProtocolError(f"bad recipe: {error}") from None
+
+
+def pieces_of(
+    step: int, unit: int, raw: bytes, *, ends: bool, gradients: bool = False
+) -> Iterator[tuple[AdapterPiece, bytes]]:
+    """Yield the messages for the file of one layer at `step`, each with its payload. `ends`: it is the last layer.
+
+    `gradients`: the file holds sums of gradients for a hop, in place of a state.
+    """
+    for offset in range(0, max(1, len(raw)), PIECE_BYTES):
+        piece = raw[offset : offset + PIECE_BYTES]
+        is_last = ends and offset + len(piece) == len(raw)
+        yield AdapterPiece(step, unit, offset, len(raw), is_last, gradients), piece
+
+
+def decode_state(raw: bytes) -> dict[str, Tensor]:
+    """Return the tensors in a layer's file, by name. Raises CheckpointError if the bytes are no safetensors file."""
+    try:
+        return safetensors.torch.load(raw)
+    except (safetensors.SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:  # also of odd dtypes
+        raise CheckpointError(f"the bytes are no state of an adapter: {str(error)[:200]}") from None
+
 
 T = TypeVar("T")
+
+
+class TuningPace:
+    """Pace of all that tuning computes on one device: passes, starts, updates and states.
+
+    While `serves` returns true, the device computes one piece of a work (a layer for some rows, some elements of a vector) at a
+    time, and rests from tuning after each, so that tuning takes `share` of the time. Otherwise a work goes on until a session
+    comes. So a session's step waits for one piece at most.
+    """
+
+    def __init__(self, executor: Executor, share: float, serves: Callable[[], bool]) -> None:
+        self._executor = executor
+        self._share = share
+        self._serves = serves
+        self._turn = asyncio.Lock()
+        self._free_at_s = 0.0  # on the executor's clock
+        self.busy_s = 0.0  # seconds of all works
+
+    def __repr__(self) -> str:
+        return f"<TuningPace {self._share:.0%} of {self._executor!r}>"
+
+    async def run(self, urgency: Urgency, work: ByPiece[T], *, kind: str, owner: str, size: int) -> T:
+        """Do all pieces of `work` on the device, and return its result. Raises ExecutorDied, and whatever the work raises."""
+        while True:
+            async with self._turn if self._serves() else nullcontext():
+                await self._rest()
+                ended = await self._executor.call(
+                    urgency, partial(self._timed, work), kind=kind, owner=owner, size=size
+                )
+            if ended:
+                return ended[0]
+
+    async def _rest(self) -> None:
+        wait_s = self._free_at_s - self._executor.clock()
+        if wait_s > 0 and self._serves():
+            await asyncio.sleep(wait_s)
+
+    def _timed(self, work: ByPiece[T]) -> list[T]:
+        """Do a piece on the device's thread, and all others unless sessions run. Note how long the device then rests from tuning.
+
+        Returns a list with the result; empty if the work goes on. A work that has waited for the thread while a session came does
+        nothing before the rest is over.
+        """
+        began_s = self._executor.began_s
+        if self._serves() and began_s < self._free_at_s:
+            return []
+        try:
+            next(work)
+            while not self._serves():
+                next(work)
+            return []
+        except StopIteration as ended:
+            return [ended.value]
+        finally:
+            ended_s = self._executor.clock()
+            self.busy_s += ended_s - began_s
+            self._free_at_s = ended_s + (ended_s - began_s) * (1 / self._share - 1)
+
+
 KIND = "tune"
 
 

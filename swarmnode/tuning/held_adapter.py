@@ -19,7 +19,7 @@ from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
 from swarmnode.codec.tensors import Codec, TensorInfo, gradients_fit
-from swarmnode.codec.training_fields import packed_mask
+from swarmnode.codec.training_messages import packed_mask
 from swarmnode.codec.tuning_messages import (
     MAX_ADAPTER_BYTES,
     AdapterOpened,
@@ -57,8 +57,7 @@ from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.compression import Controller, Look
-from swarmnode.tuning.adapter_bytes import pieces_of
-from swarmnode.tuning.adapter_parts import AdapterParts
+from swarmnode.tuning.adapter_parts import AdapterParts, pieces_of
 
 log = logging.getLogger(__name__)
 

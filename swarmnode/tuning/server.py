@@ -13,8 +13,8 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import SPARSE_CODECS
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL, JoinAdapter, OpenAdapter
+from swarmnode.compute.training.adapters.layers import check_targets, linear_layers
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.compute.training.adapters.targets import check_targets, linear_layers
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, ProtocolError, UsageError
 from swarmnode.ledger import Account, Full
@@ -26,11 +26,10 @@ from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.limits.fair_share import FairPace, FairShare, Pace
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.peer.local_peer import LocalPeer, board_of
+from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span
 from swarmnode.serving.session.session_memory import BUSY_WEIGHT, Held, Shares
-from swarmnode.tuning.adapter_bytes import decode_recipe
-from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice, check_parts
+from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice, check_parts, decode_recipe
 from swarmnode.tuning.held_adapter import HeldAdapter, HopCodecs
 
 ADAPTERS, ADAPTERS_OF_PEER = 16, 4

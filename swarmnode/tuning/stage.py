@@ -11,10 +11,9 @@ from swarmnode.metrics.metric import Readings
 from swarmnode.serving.serving_stage import ServingStage
 from swarmnode.serving.span_part import KeptSpan
 from swarmnode.serving.stage import Stage
+from swarmnode.swarm.records.announcement import Section, TuningOffer
 from swarmnode.swarm.records.manifest import PRIVATE, SERVING_CODECS, Manifest
-from swarmnode.swarm.records.sections import Section, TuningOffer
-from swarmnode.tuning.adapter_parts import TuningDevice
-from swarmnode.tuning.pace import TuningPace
+from swarmnode.tuning.adapter_parts import TuningDevice, TuningPace
 from swarmnode.tuning.server import TuningServer
 
 PRIVATE_SHARE = 0.3  # where members know one another

@@ -21,8 +21,8 @@ from swarmnode.swarm.records.manifest import AdapterInfo
 from swarmnode.swarm.storage.content import FileContent, matching_hashes
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.weights.brought_adapters import BroughtAdapters
+from swarmnode.weights.chunk_server import Seeder
 from swarmnode.weights.fetcher import Fetcher
-from swarmnode.weights.seeder import Seeder
 from swarmnode.weights.sources import Source
 from swarmnode.weights.weights import Weights, chunks_of, header_chunks
 

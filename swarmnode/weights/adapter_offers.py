@@ -2,6 +2,8 @@
 
 The client opens a conversation with each hop of a route and names the adapter. The hop asks for chunks on this conversation when a
 session needs them. Format: `protocol/frames.md`.
+
+List of the adapters that members share: signed records in the DHT, where each owner's nodes keep their own.
 """
 
 from __future__ import annotations
@@ -9,19 +11,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Chunk, End, Error, GetChunks, OfferAdapter
-from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.errors import ErrorCode, LocalError, NetworkDown, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.membership.access_control import load_home_key
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.peer.local_peer import LocalPeer, board_of
-from swarmnode.peer.questions import MAX_WAITING, SILENCE_S
-from swarmnode.swarm.records.adapter_record import AdapterRecord, open_adapter
+from swarmnode.peer.host import Host
+from swarmnode.peer.questions import MAX_WAITING, SILENCE_S, LocalPeer, board_of
+from swarmnode.swarm.peers.record_validation import LISTED_S, adapter_subkey, adapters_in, adapters_key
+from swarmnode.swarm.records.adapter_record import AdapterRecord, open_adapter, sign_adapter
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent
 from swarmnode.swarm.storage.own_adapters import OwnAdapter
 from swarmnode.weights.chunk_server import Asker, ChunkServer, Offer
@@ -222,3 +227,45 @@ class AdapterGiver(ChunkServer):
         """Keep the conversation for the next question, unless this one was refused."""
         if refused is not None:
             channel.close(Error(refused))
+
+
+TABLE_TIMEOUT_S = 10.0
+
+
+class SharedAdapter(NamedTuple):
+    """Record of an adapter that its owner shares, and its signed bytes."""
+
+    record: AdapterRecord
+    raw: bytes
+
+
+async def shared_adapters(host: Host) -> list[SharedAdapter]:
+    """Return the adapters that members share, by name. Raises NetworkDown; LocalError if the DHT does not answer."""
+    key = adapters_key(host.swarm.id)
+    try:
+        found = await asyncio.wait_for(host.network.dht.get([key]), TABLE_TIMEOUT_S)
+    except asyncio.TimeoutError:
+        raise LocalError("the swarm's list of adapters cannot be read at the moment; try again") from None
+    records = adapters_in(found.get(key, {}).values(), host.swarm.id, verify, host.clock.unix())
+    return sorted((SharedAdapter(*one) for one in records), key=lambda one: (one.record.name, one.record.id))
+
+
+async def list_adapters(host: Host, shared: Sequence[OwnAdapter]) -> None:
+    """Sign a record of each adapter with the key of the home folder, and store the records in the DHT.
+
+    Raises NetworkDown; LocalError if the DHT does not answer, or the key cannot be read.
+    """
+    if not shared:
+        return
+    key, now = await asyncio.to_thread(load_home_key, host.config.home), host.clock.unix()
+    for own in shared:
+        record = own.record(host.swarm.id, key.peer_id, now)
+        expires_at = min(record.expires_at, now + LISTED_S)
+        if expires_at <= now:
+            continue
+        key_of_list, subkey, raw = adapters_key(record.swarm), adapter_subkey(record), sign_adapter(record, key.sign)
+        storing = host.network.dht.store(key_of_list, subkey, raw, expires_at=expires_at)
+        try:
+            await asyncio.wait_for(storing, TABLE_TIMEOUT_S)
+        except asyncio.TimeoutError:
+            raise LocalError("the adapter cannot be listed in the swarm at the moment; try again") from None

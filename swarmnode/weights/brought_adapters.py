@@ -33,9 +33,8 @@ from swarmnode.swarm.records.manifest import AdapterInfo, file_names
 from swarmnode.swarm.storage.content import FileContent
 from swarmnode.swarm.storage.own_adapters import BlockedAdapters, OwnAdapter, OwnAdapters
 from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name
-from swarmnode.weights.adapter_list import list_adapters
-from swarmnode.weights.adapter_offers import AdapterOffers
-from swarmnode.weights.seeder import Seeder
+from swarmnode.weights.adapter_offers import AdapterOffers, list_adapters
+from swarmnode.weights.chunk_server import Seeder
 from swarmnode.weights.sources import Source
 from swarmnode.weights.weights import Weights
 

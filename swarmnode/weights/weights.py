@@ -27,8 +27,8 @@ from swarmnode.swarm.storage.content import (
     matching_hashes,
 )
 from swarmnode.swarm.storage.weight_cache import FOLDER, WeightCache
+from swarmnode.weights.chunk_server import WEIGHTS_PROTOCOL
 from swarmnode.weights.fetcher import Fetcher
-from swarmnode.weights.seeder import WEIGHTS_PROTOCOL
 from swarmnode.weights.sources import HubSource, LocalFiles, PeerSource, Source, largest_answer_bytes
 
 if TYPE_CHECKING:

@@ -7,13 +7,12 @@ import hashlib
 import msgspec
 import torch
 
-from swarmnode.audits.audit_case import TextRun, compare
-from swarmnode.audits.hop_account import HopAccount
+from swarmnode.audits.audit_case import HopAccount, TextRun, compare
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.serving.sketch import sketch
 from swarmnode.plan.audits.judgement import Calibration
-from swarmnode.serving.session.transcript import ids_digest
+from swarmnode.serving.session.session_streams import ids_digest
 from swarmnode.swarm.records.statement import Edge, Statement
 
 SEED = bytes(16)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from swarmnode.net.libp2p.parent import die_with_parent
+from swarmnode.net.libp2p.daemon import die_with_parent
 
 TIMEOUT_S = 120.0  # of what hangs; nothing is to be fast
 SPARE = 10  # descriptors from here on are nobody's by convention

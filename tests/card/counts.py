@@ -14,8 +14,7 @@ from torch.nn import functional
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS
-from swarmnode.compute.serving.captured_works import USES
-from swarmnode.compute.serving.device_transfers import DeviceOutputs
+from swarmnode.compute.serving.device_transfers import USES, DeviceOutputs
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.sampling import Sampler

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from swarmnode.compute.device_fault import card_answers
+from swarmnode.compute.executor import card_answers
 from swarmnode.compute.model.adapters.changes import Lora
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS, CapturedDecode, StaticColumns

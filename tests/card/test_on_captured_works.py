@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.device_fault import card_answers
-from swarmnode.compute.serving.captured_works import HELD_BYTES, INPUT_BYTES, USES, CapturedWorks
-from swarmnode.compute.serving.device_transfers import DeviceOutputs, Encoding, finiteness_of_each
+from swarmnode.compute.executor import card_answers
+from swarmnode.compute.serving.device_transfers import (
+    HELD_BYTES,
+    INPUT_BYTES,
+    USES,
+    CapturedWorks,
+    DeviceOutputs,
+    Encoding,
+    finiteness_of_each,
+)
 from swarmnode.ledger import Account, MemoryLedger
 
 SESSIONS, WIDTH = 3, 96

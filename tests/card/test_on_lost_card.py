@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.checkpoints.checkpoint_manager import _copy, _write_now
-from swarmnode.compute.device_fault import is_device_fault
-from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.executor import Executor, Urgency, is_device_fault
 from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.segment import GraphSegment

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from swarmnode.compute.device_fault import forget_traceback
-from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.executor import Executor, Urgency, forget_traceback
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.cache import MAX_PADDING
 from swarmnode.compute.serving.loading import load_span

@@ -15,7 +15,7 @@ from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
 from swarmnode.compute.training.datasets.batches import Microbatch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment

@@ -17,8 +17,7 @@ from swarmnode.checkpoints.export import whole_step
 from swarmnode.checkpoints.state_server import StateServer
 from swarmnode.checkpoints.states import Listing, fetch_states, list_states, state_board
 from swarmnode.checkpoints.votes import Electorate, Votes
-from swarmnode.codec.messages import Hello
-from swarmnode.codec.state_messages import BackUp, StateEntry
+from swarmnode.codec.messages import BackUp, Hello, StateEntry
 from swarmnode.errors import ErrorCode, LocalError, PeerRefused
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Switchboard

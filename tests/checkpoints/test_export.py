@@ -155,7 +155,7 @@ async def test_a_full_disk_leaves_nothing_behind(world: World, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(LocalError, match="No space left on device"):
-        patch.setattr("swarmnode.compute.training.gather.write_shards", full)
+        patch.setattr("swarmnode.compute.training.snapshot.write_shards", full)
         await world.export(world.folder / "out")
     assert not list(world.folder.glob("*out*"))
     assert await world.export(world.folder / "out") == 0, "and nothing is in the way of the next attempt"

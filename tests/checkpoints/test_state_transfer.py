@@ -19,8 +19,7 @@ from swarmnode.checkpoints.state_server import StateServer
 from swarmnode.checkpoints.states import fetch_states, list_states, state_board, survey
 from swarmnode.checkpoints.votes import ChosenStep, Electorate, Votes
 from swarmnode.codec.body import SHARED, VERSION
-from swarmnode.codec.messages import Hello
-from swarmnode.codec.state_messages import ListStates, StateEntry, States
+from swarmnode.codec.messages import Hello, ListStates, StateEntry, States
 from swarmnode.errors import LocalError, PeerRefused, ProtocolError
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.swarm.records.announcement import Announcement, State

@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from swarmnode import examination
 from swarmnode.cli.lend.bench import _cards
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
-from swarmnode.compute.capacity.module_speed import KNOWN_MODELS, LLAMA_8B
+from swarmnode.compute.capacity.speed import KNOWN_MODELS, LLAMA_8B
 from swarmnode.compute.device import Device
 from swarmnode.compute.model.packing.ggml import library
-from swarmnode.examination import machine as examination
-from swarmnode.examination.machine import judge_bandwidth, judge_versions, judge_weights
+from swarmnode.examination import judge_bandwidth, judge_versions, judge_weights
 from swarmnode.measuring.bandwidth import Bandwidth
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link_config import PeerVersions

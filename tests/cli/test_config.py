@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from swarmnode.config import StageConfig
-from swarmnode.lending.lending import Lending
-from swarmnode.lending.rules import Rules
+from swarmnode.lending.lending import Lending, Rules
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
 from tests.cli.command import assert_clear, invoke

@@ -7,7 +7,7 @@ import json
 import time
 from pathlib import Path
 
-from swarmnode.lending import energy
+from swarmnode.lending import cards
 from swarmnode.measuring.service_report import FOLDER
 from swarmnode.net.identity import Identity, verify
 from swarmnode.swarm.records.receipt import Receipt, sign_receipt
@@ -70,7 +70,7 @@ def test_answers_people_hours_and_energy(tmp_path: Path) -> None:
     text = " ".join(invoke("credit", "friends", home=tmp_path).stdout.split())
     assert text.startswith("This machine gave 12 answers in 2.5 hours. No receipts here yet.")
     today = datetime.date.today().isoformat()
-    write_kept(tmp_path / energy.FILE, {"day": today, "today_j": 3.6e5, "total_j": 7.2e6, "counter_j": 0.0, "at": 0.0})
+    write_kept(tmp_path / cards.FILE, {"day": today, "today_j": 3.6e5, "total_j": 7.2e6, "counter_j": 0.0, "at": 0.0})
     sign(tmp_path, 300)
     text = " ".join(invoke("credit", "friends", home=tmp_path).stdout.split())
     assert (

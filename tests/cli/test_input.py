@@ -10,7 +10,7 @@ import pytest
 from swarmnode.cli.options.quantities import parse_bytes, parse_rate
 from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
-from swarmnode.founding.bootstraps import Bootstraps
+from swarmnode.founding.swarm_creation import Bootstraps
 from swarmnode.net.addressing.addresses import port_of
 from tests.cli.command import assert_clear, invoke
 from tests.llama import save_llama

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.lending.control_server import ControlServer
+from swarmnode.lending.control import ControlServer
 from swarmnode.lending.lending import Lending
 from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 from swarmnode.swarm.storage.swarmfile import load_swarm

@@ -17,7 +17,7 @@ from swarmnode.errors import UsageError
 from swarmnode.membership.owner import InviteTerms, issue_invite
 from swarmnode.net.identity import Identity
 from swarmnode.swarm.records.certificate import Role
-from swarmnode.swarm.records.revocation import home_digest, open_list
+from swarmnode.swarm.records.membership import home_digest, open_list
 from swarmnode.swarm.storage.issued_invites import (
     MAX_PEERS_OF_AN_INVITE,
     SEEN_STEP_S,

@@ -10,10 +10,8 @@ import pytest
 from rich.console import Console
 
 from swarmnode.cli.use.status import status_table
-from swarmnode.terminal.console import JsonLines, TextLines, print_json, say
-from swarmnode.terminal.formatting import json_line, one_line, printable, wrapped
-from swarmnode.terminal.tables import show
-from swarmnode.terminal.teller import Teller
+from swarmnode.terminal.console import JsonLines, Teller, TextLines, print_json, say
+from swarmnode.terminal.formatting import json_line, one_line, printable, show, wrapped
 
 ESCAPES = ["\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\x08\x08", "\r", "\x00", "\x7f", "\u202e", "\u2066", "\u2028"]
 

@@ -10,7 +10,7 @@ import pytest
 
 from swarmnode.cli.options.rules import RuleOptions, parse_rules, read_rules
 from swarmnode.errors import UsageError
-from swarmnode.lending.rules import Hours, Rules
+from swarmnode.lending.lending import Hours, Rules
 from swarmnode.terminal.option import build
 from tests.cli.command import assert_clear, invoke
 

@@ -11,8 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from swarmnode.cli.use.status import KEPT, SwarmNews, changes, reroutes_here, slowest_links, watched
-from swarmnode.lending.control_client import GATEWAYS
-from swarmnode.lending.control_server import CommandSocket
+from swarmnode.lending.control import GATEWAYS, CommandSocket
 
 
 def picture(*peers: tuple[str, tuple[int, int], str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from swarmnode.cli.use.trace import hops_table, timeline_json, tokens_table
 from swarmnode.codec.measuring_messages import DraftCount, Trace, TraceStep
 from swarmnode.codec.messages import ProposerKind
 from swarmnode.measuring.meters import by_proposer
-from swarmnode.measuring.timeline import Timeline
+from swarmnode.measuring.trace import Timeline
 from tests.cli.command import assert_clear, invoke
 
 ALICE, BOB = "12D3KooWaliceALICE", "12D3KooWbobbbBOB"

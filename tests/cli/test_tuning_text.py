@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarmnode.client.tuning.plan import PlannedHop, TuningPlan
+from swarmnode.client.tuning.job import PlannedHop, TuningPlan
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tuning_messages import AdapterOpened
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe

@@ -14,26 +14,22 @@ import msgspec
 from msgspec import NODEFAULT
 from msgspec import inspect as types
 
-from swarmnode.codec.averaging_messages import Form, Group, MemberSpec, PathRate
+from swarmnode.codec.audit_messages import BlockTiles, Crossing, MicrobatchRecord
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.measuring_messages import DraftCount, TraceStep
-from swarmnode.codec.messages import BODIES, AdapterTicket, Branch
+from swarmnode.codec.messages import BODIES, AdapterTicket, Branch, StateEntry
 from swarmnode.codec.sampling import Grammar, Sampling
-from swarmnode.codec.spot_check_messages import BlockTiles, Crossing, MicrobatchRecord
-from swarmnode.codec.state_messages import StateEntry
 from swarmnode.codec.tensors import TensorInfo
-from swarmnode.codec.training_messages import Counted, Wait
+from swarmnode.codec.training_messages import Counted, Form, Group, MemberSpec, PathRate, Wait
 from swarmnode.swarm.records.adapter_record import AdapterRecord
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Certificate, Grant
 from swarmnode.swarm.records.invite import Invite, OwnedInvite
 from swarmnode.swarm.records.manifest import AdapterInfo, Manifest, ModelInfo
+from swarmnode.swarm.records.membership import RevocationList
 from swarmnode.swarm.records.receipt import Receipt, Voucher
-from swarmnode.swarm.records.recipe import ParameterGroup, Recipe
-from swarmnode.swarm.records.report import Report
-from swarmnode.swarm.records.revocation import RevocationList
-from swarmnode.swarm.records.run import Averaging, Compression, Run
-from swarmnode.swarm.records.statement import Commitment, Edge, Statement
+from swarmnode.swarm.records.run import Averaging, Compression, ParameterGroup, Recipe, Run
+from swarmnode.swarm.records.statement import Commitment, Edge, Report, Statement
 from swarmnode.swarm.storage.content import FileContent
 
 FOLDER = Path(__file__).parents[2] / "protocol" / "schema"

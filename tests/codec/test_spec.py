@@ -17,20 +17,20 @@ from msgspec import inspect as types
 
 from swarmnode.codec import (
     audit_messages,
-    averaging_messages,
     body,
-    credit_messages,
     frames,
     measuring_messages,
     messages,
     sampling,
-    spot_check_messages,
-    state_messages,
     tensors,
-    training_fields,
     training_messages,
     tuning_messages,
 )
+from swarmnode.codec import audit_messages as spot_check_messages
+from swarmnode.codec import messages as credit_messages
+from swarmnode.codec import messages as state_messages
+from swarmnode.codec import training_messages as averaging_messages
+from swarmnode.codec import training_messages as training_fields
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
 from swarmnode.swarm.peers import shards
@@ -40,10 +40,10 @@ from swarmnode.swarm.records import (
     certificate,
     invite,
     manifest,
+    membership,
     receipt,
-    report,
-    revocation,
     run,
+    statement,
 )
 from swarmnode.swarm.storage import content
 from tests.codec.schemas import NAMES, plain
@@ -74,8 +74,8 @@ MODULES = (
         shards,
         certificate,
         receipt,
-        report,
-        revocation,
+        statement,
+        membership,
     ),
 )
 Row = dict[str, str]

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from swarmnode.codec.averaging_messages import Group, MemberSpec, Reduce
 from swarmnode.codec.body import MAX_RUN_BYTES, MAX_STEP, MAX_UNITS
 from swarmnode.codec.frames import MAX_BODY_BYTES, FrameKind
 from swarmnode.codec.messages import decode_body, encode_body
-from swarmnode.codec.training_fields import MAX_KEPT_STEPS, MAX_LEASE, MAX_LEASES, MAX_MASK_BYTES, MAX_RANGES, MAX_TERM
-from swarmnode.codec.training_messages import Counted, Release, Status
+from swarmnode.codec.training_messages import (
+    MAX_KEPT_STEPS,
+    MAX_LEASE,
+    MAX_LEASES,
+    MAX_MASK_BYTES,
+    MAX_RANGES,
+    MAX_TERM,
+    Counted,
+    Group,
+    MemberSpec,
+    Reduce,
+    Release,
+    Status,
+)
 
 
 def test_the_largest_status_fits() -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.compress.alike import decode_alike, encode_alike, goes_together, info_of
-from swarmnode.compress.codecs import decode, encode
+from swarmnode.compress.codecs import decode, decode_alike, encode, encode_alike, goes_together, info_of
 
 SPARE_BYTES = 6  # behind each payload, as in a transfer
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.compute.device_fault import is_device_fault
-from swarmnode.compute.executor import Executor, Urgency, WorkItem
+from swarmnode.compute.executor import Executor, Urgency, WorkItem, is_device_fault
 from swarmnode.errors import ExecutorDied
 
 

@@ -16,8 +16,7 @@ from swarmnode.compute.capacity.speed import (
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
-from swarmnode.compute.stopwatch import BUDGET_S, MOST_PASSES
-from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.stopwatch import BUDGET_S, MOST_PASSES, Throttle
 from swarmnode.compute.training.lm import load_segment
 
 

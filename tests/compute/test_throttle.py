@@ -9,8 +9,7 @@ from swarmnode.compute.capacity.speed import measure_serving
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.stopwatch import Stopwatch
-from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.stopwatch import Stopwatch, Throttle
 
 
 class Watch:

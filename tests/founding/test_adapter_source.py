@@ -8,9 +8,8 @@ import pytest
 from safetensors.torch import load_file
 
 from swarmnode.errors import CheckpointError, UsageError
-from swarmnode.founding.bootstraps import Bootstraps
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
-from swarmnode.founding.swarm_creation import create_swarm, from_folders
+from swarmnode.founding.swarm_creation import Bootstraps, create_swarm, from_folders
 from swarmnode.swarm.records.manifest import GRAPH
 from swarmnode.swarm.storage.content import verify_file
 from swarmnode.swarm.storage.swarmfile import load_swarm, save_swarm

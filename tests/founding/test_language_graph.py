@@ -12,12 +12,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from swarmnode.client.training.preparation import prepare
 from swarmnode.compute.graph.segment import load_segment
-from swarmnode.compute.training.gather import write_module
 from swarmnode.compute.training.local import train_locally
+from swarmnode.compute.training.snapshot import write_module
 from swarmnode.errors import UsageError
-from swarmnode.founding.bootstraps import Bootstraps
 from swarmnode.founding.model_source import from_config
-from swarmnode.founding.swarm_creation import create_swarm
+from swarmnode.founding.swarm_creation import Bootstraps, create_swarm
 from swarmnode.swarm.records.manifest import GRAPH, TRAIN
 from swarmnode.swarm.records.run import Run
 
@@ -46,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def test_a_recurrent_family_trains_by_config_as_in_transformers(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("swarmnode.founding.language_graph.TOKENS", LENGTH)
+    monkeypatch.setattr("swarmnode.founding.graph_source.TOKENS", LENGTH)
     CONFIG_MAPPING[family](**COMMON, **FAMILIES[family]).save_pretrained(tmp_path / "config")
     source = from_config(tmp_path / "config", tmp_path / "founded", seed=1)
     assert (source.kind, source.model.family) == (GRAPH, family)

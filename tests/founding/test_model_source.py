@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from swarmnode.errors import UsageError
-from swarmnode.founding.bootstraps import Bootstraps
 from swarmnode.founding.model_source import from_checkpoint, from_config
-from swarmnode.founding.swarm_creation import create_swarm
+from swarmnode.founding.swarm_creation import Bootstraps, create_swarm
 from swarmnode.swarm.records.manifest import TRAIN
 from tests.llama import save_llama
 

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.client.model_config import context_limit
+from swarmnode.client.model_files import context_limit
 from swarmnode.compute.capacity.memory import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.founding import model_source
-from swarmnode.founding.bootstraps import Bootstraps
 from swarmnode.founding.model_source import from_checkpoint, from_model, outline
-from swarmnode.founding.swarm_creation import create_swarm
+from swarmnode.founding.swarm_creation import Bootstraps, create_swarm
 from swarmnode.swarm.storage.swarmfile import load_swarm, save_swarm
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.compute.model.test_hub import make_default, serving

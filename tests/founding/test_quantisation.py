@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing import quantise as rounding
+from swarmnode.compute.model.packing import repack as rounding
 from swarmnode.compute.model.packing.ggml import library
-from swarmnode.compute.model.packing.gguf_repack import GgufRepack
 from swarmnode.compute.model.packing.recipes import END, FORMATS, RECIPES, Matrix, choose, recipe_of
+from swarmnode.compute.model.packing.repack import GgufRepack
 from swarmnode.compute.model.span import load_model
 from swarmnode.config import EXACT, PLAIN
 from swarmnode.errors import CheckpointError, LocalError, UsageError

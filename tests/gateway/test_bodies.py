@@ -16,8 +16,7 @@ from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.generation.sampling_fields import Biases
 from swarmnode.gateway.http.api_error import ApiError
-from swarmnode.gateway.http.body_route import BodyRoute
-from swarmnode.gateway.http.json_bound import MAX_CONTAINERS, MAX_VALUES, Items, JsonBound
+from swarmnode.gateway.http.body_route import MAX_CONTAINERS, MAX_VALUES, BodyRoute, Items, JsonBound
 from swarmnode.gateway.openai.requests import Texts
 from swarmnode.gateway.page.page import Page
 from tests.gateway.conftest import MODEL, serving

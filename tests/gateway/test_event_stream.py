@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.gateway.http.client_watch import ClientGone, ClientWatch
-from swarmnode.gateway.http.event_stream import TextEvents
+from swarmnode.gateway.http.event_stream import ClientGone, ClientWatch, TextEvents
 from swarmnode.gateway.openai.replies import TextChoice
 from tests.net.virtual import in_virtual_time
 

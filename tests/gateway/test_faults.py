@@ -10,8 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from swarmnode.gateway.http.client_watch import ClientWatch
-from swarmnode.gateway.http.event_stream import EventStream
+from swarmnode.gateway.http.event_stream import ClientWatch, EventStream
 from tests.gateway.conftest import HALVES, MODEL, serving
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded

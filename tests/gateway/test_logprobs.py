@@ -10,7 +10,7 @@ import pytest
 
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.codec.sampling import TokenLogprob
-from swarmnode.gateway.generation.logprobs import TextSpeller, spell, spell_prompt
+from swarmnode.gateway.generation.choice_stream import TextSpeller, spell, spell_prompt
 from tests.gateway.conftest import HALVES, MODEL, serving
 from tests.gateway.speaking import save_speaking_llama
 from tests.net.virtual import in_virtual_time

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from swarmnode.client.model_config import generation_defaults, positions_of
-from swarmnode.gateway.generation.refused_fields import REFUSED
+from swarmnode.client.model_files import generation_defaults, positions_of
+from swarmnode.gateway.generation.sampling_fields import REFUSED
 from swarmnode.serving.client.generation import GenerateOptions
 from tests.gateway.conftest import MODEL, Served, found_on, serving
 from tests.gateway.speaking import save_speaking_llama

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from swarmnode.gateway.http.client_watch import TimeLimit
+from swarmnode.gateway.http.event_stream import TimeLimit
 from tests.net.virtual import in_virtual_time
 
 

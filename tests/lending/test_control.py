@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from swarmnode.errors import LocalError
-from swarmnode.lending import control_client, control_server
-from swarmnode.lending.control_client import NODES, is_listening, running_nodes, tell_node
-from swarmnode.lending.control_server import ControlServer
+from swarmnode.lending import control
+from swarmnode.lending.control import NODES, ControlServer, is_listening, running_nodes, tell_node
 from swarmnode.lending.lending import Keep, Lending, LendingEvent, LendingState
 from tests.cli.command import assert_clear, invoke
 
@@ -41,7 +40,7 @@ async def test_an_owner_pauses_and_resumes(tmp_path: Path) -> None:
         assert answer["state"] == "paused" and answer["reason"] == "a film" and answer["sessions"] == 2
         assert lending.keep is Keep.MEMORY
         assert (await tell(path, "resume"))["state"] == "waiting"
-        assert (await tell(path, "finish"))["reason"] == control_server.OWNER_ASKED
+        assert (await tell(path, "finish"))["reason"] == control.OWNER_ASKED
         await tell(path, "stop")
         assert stop.is_set()
     assert running_nodes(tmp_path) == {} and tell_node(path, "state") is None
@@ -62,9 +61,9 @@ async def test_what_is_no_command_is_told_so_and_changes_nothing(tmp_path: Path,
 
 
 async def test_who_sends_no_end_of_line_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_server, "REQUEST_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_S", 0.05)
     async with server_of(Lending()).listening(tmp_path, "a") as path:
-        for sent in (b"", b"x" * 3 * control_server.MAX_LINE_BYTES):
+        for sent in (b"", b"x" * 3 * control.MAX_LINE_BYTES):
             reader, writer = await asyncio.open_unix_connection(path)
             writer.write(sent)
             assert await reader.read() == b""
@@ -77,7 +76,7 @@ async def test_two_nodes_of_one_name_and_one_that_was_killed(tmp_path: Path) -> 
     killed.bind(str(tmp_path / "control" / "a.sock"))
     killed.close()
     async with server_of(Lending()).listening(tmp_path, "a") as first:
-        path = await asyncio.to_thread(control_server._free_path, tmp_path / NODES, "a")
+        path = await asyncio.to_thread(control._free_path, tmp_path / NODES, "a")
         assert first == tmp_path / "control" / "a.sock" and path == tmp_path / "control" / "a-2.sock"
 
 
@@ -85,7 +84,7 @@ async def test_the_socket_of_a_process_that_is_silent_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be stopped, or load a model: its owner shall still find it afterwards."""
-    monkeypatch.setattr(control_client, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(control, "ANSWER_TIMEOUT_S", 0.05)
     (tmp_path / "control").mkdir()
     path = tmp_path / "control" / "a.sock"
     with socket.socket(socket.AF_UNIX) as silent:

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from swarmnode.lending.cards import Cards
-from swarmnode.lending.energy import FILE, LOOK_S, RUNNING_S, Energy, EnergyMeter, energy_used
+from swarmnode.lending.cards import FILE, MEASURE_S, RUNNING_S, Cards, Energy, EnergyMeter, energy_used
 from tests.lending.test_card_guard import NvmlError, driver
 
 NOON = datetime.datetime(2026, 11, 22, 12).timestamp()
@@ -40,23 +39,23 @@ def test_it_counts_while_a_node_runs_and_not_between(tmp_path: Path) -> None:
     first.look(machine.counter_j)
     assert machine.used == Energy(0, 0), "what was drawn before is not ours"
     for _ in range(3):
-        machine.passes(LOOK_S / 2)
+        machine.passes(MEASURE_S / 2)
         first.look(machine.counter_j)
-        machine.passes(LOOK_S / 2)
+        machine.passes(MEASURE_S / 2)
         second.look(machine.counter_j)  # another node, on the same cards
-    assert machine.used == Energy(3 * LOOK_S * 100, 3 * LOOK_S * 100)
+    assert machine.used == Energy(3 * MEASURE_S * 100, 3 * MEASURE_S * 100)
     machine.passes(RUNNING_S + 1)  # nobody lends
     machine.meter().look(machine.counter_j)
-    assert machine.used == Energy(3 * LOOK_S * 100, 3 * LOOK_S * 100)
+    assert machine.used == Energy(3 * MEASURE_S * 100, 3 * MEASURE_S * 100)
     machine.now = NOON + 86400
-    assert machine.used == Energy(0, 3 * LOOK_S * 100) and "0.01 kWh in all" in str(machine.used)
+    assert machine.used == Energy(0, 3 * MEASURE_S * 100) and "0.01 kWh in all" in str(machine.used)
 
 
 @pytest.mark.parametrize("counter_j", [0.0, 4e6])
 def test_a_driver_that_was_loaded_anew_counts_from_nothing(tmp_path: Path, counter_j: float) -> None:
     machine = Machine(tmp_path)
     machine.meter().look(machine.counter_j)
-    machine.now, machine.counter_j = machine.now + LOOK_S, counter_j
+    machine.now, machine.counter_j = machine.now + MEASURE_S, counter_j
     machine.meter().look(machine.counter_j)
     assert machine.used == Energy(0, 0)
 

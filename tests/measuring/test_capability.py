@@ -18,8 +18,7 @@ from swarmnode.measuring.capability import (
     SpeedCache,
     serving_section,
 )
-from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP
-from swarmnode.swarm.records.sections import WorkSpeeds
+from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP, WorkSpeeds
 from tests.watch import Watch
 
 CONDITIONS = Conditions(

@@ -17,8 +17,7 @@ from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.peer.paths import Paths
 from swarmnode.swarm.records.announcement import VERSION as RECORD_VERSION
-from swarmnode.swarm.records.announcement import Announcement, peer_digest
-from swarmnode.swarm.records.sections import said
+from swarmnode.swarm.records.announcement import Announcement, peer_digest, said
 from tests.net.virtual import in_virtual_time
 
 HELLO = Hello(VERSION, bytes(32), "test")

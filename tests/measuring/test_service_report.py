@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
-from swarmnode.lending import energy
-from swarmnode.lending.energy import EnergyMeter
+from swarmnode.lending import cards
+from swarmnode.lending.cards import EnergyMeter
 from swarmnode.measuring.service_report import (
     FOLDER,
     LEAST_TOKENS,
@@ -149,7 +149,7 @@ def test_energy_is_told_where_a_card_measures_it(tmp_path: Path) -> None:
     meter = EnergyMeter(tmp_path, lambda: None, now=iter((0.0, 60.0, 60.0)).__next__)  # type: ignore[arg-type, return-value]
     for counter_j in (0.0, 1.8e6):
         meter.look(counter_j)
-    assert donation(tmp_path).energy_j == 1.8e6 and (tmp_path / energy.FILE).exists()
+    assert donation(tmp_path).energy_j == 1.8e6 and (tmp_path / cards.FILE).exists()
     assert str(Donation(1, 90.0, 0, 0, None)) == "1 answer in 2 minutes"
     assert str(Donation(0, 7200.0, 0, 1, None)) == "2.0 hours; in the last 30 days for 1 visit to open swarms"
     told = Donation(1234, 7200.0, 2, 0, 1.8e6)

@@ -17,8 +17,7 @@ from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.swarm.peers.record_validation import by_subkey, notice_rules
 from swarmnode.swarm.records.certificate import Role, admit_peer
-from swarmnode.swarm.records.membership import Membership
-from swarmnode.swarm.records.revocation import nobody, sign_list
+from swarmnode.swarm.records.membership import Membership, nobody, sign_list
 from swarmnode.swarm.storage.remembered import MembershipFile
 from tests.swarm.society import NOW, OWNER, STRANGER, SWARM, Ticket, listed
 

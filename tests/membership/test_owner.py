@@ -9,7 +9,7 @@ from swarmnode.membership.owner import InviteTerms, find_invite, make_invite, ne
 from swarmnode.swarm.records.certificate import Role, open_grant
 from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, sign_swarm
 from swarmnode.swarm.records.manifest import OPEN, PRIVATE, TRAIN, encode_manifest, swarm_id
-from swarmnode.swarm.records.revocation import MAX_PEERS, open_list
+from swarmnode.swarm.records.membership import MAX_REVOKED_PEERS, open_list
 from swarmnode.swarm.storage.issued_invites import IssuedInvites, open_issued_invites
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, new_swarm, save_swarm
 from tests.swarm.records.test_manifest import make_manifest
@@ -95,7 +95,7 @@ def test_lists_grow_and_go_on_from_the_newest(swarm: Swarm):
     with pytest.raises(UsageError, match="not the key of the owner"):
         revoke(swarm, STRANGER, first, peers=[BOB])
     with pytest.raises(UsageError, match="full"):
-        revoke(swarm, OWNER, first, peers=[f"peer {number}" for number in range(MAX_PEERS)])
+        revoke(swarm, OWNER, first, peers=[f"peer {number}" for number in range(MAX_REVOKED_PEERS)])
 
 
 def test_an_invite_is_found_only_where_it_is_meant(swarm: Swarm, book: IssuedInvites):

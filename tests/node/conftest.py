@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.compute.graph.costs.estimate import UnitEstimate
-from swarmnode.compute.graph.costs.span_estimate import estimate_span
+from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_span
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm

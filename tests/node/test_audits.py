@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnode.audits.hop_account import fetch_account
-from swarmnode.audits.reports import PROMPT_TOKENS, TEXTS
+from swarmnode.audits.audit_case import fetch_account
+from swarmnode.audits.auditor import PROMPT_TOKENS, TEXTS
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.audit_messages import SEED_BYTES
-from swarmnode.demo.lesson import write_untaught
+from swarmnode.demo import write_untaught
 from swarmnode.net.interfaces import PeerId
 from tests.net.virtual import in_virtual_time
 from tests.node.audited_swarm import (

@@ -13,7 +13,7 @@ import pytest
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.client.training.preparation import NO_DATA
-from swarmnode.codec.credit_messages import SignedReceipt
+from swarmnode.codec.messages import SignedReceipt
 from swarmnode.credit import priorities
 from swarmnode.credit.priorities import folder_credits
 from swarmnode.credit.receipts import CREDIT_PROTOCOL, GATHER_S, ReceiptIssuer, ReceiptKeeper

@@ -19,11 +19,11 @@ from swarmnode.ledger import Account
 from swarmnode.lending.lending import LendingState
 from swarmnode.measuring.draft_part import draft_name, open_draft
 from swarmnode.measuring.meters import by_proposer
-from swarmnode.measuring.timeline import Timeline
+from swarmnode.measuring.trace import Timeline
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.serving.client.generation import Generation
-from swarmnode.serving.drafting import draft_model
+from swarmnode.serving.drafting import model_drafter
 from swarmnode.serving.serving_stage import ServingStage
 from tests.mtp import WEIGHTS
 from tests.net.virtual import in_virtual_time
@@ -131,7 +131,7 @@ async def test_the_text_goes_on_at_another_node_with_a_draft_model(
 async def test_too_many_sessions_do_without_and_all_memory_is_given_back(
     founded: Founded, tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(draft_model, "MAX_SESSIONS", 1)
+    monkeypatch.setattr(model_drafter, "MAX_SESSIONS", 1)
     async with swarm_of(founded, tmp_path, TWO, draft_model=str(tiny.folder)) as (swarm, client):
         first = swarm.members["n0"]
         model, ledger = stage_of(first).draft, stage_of(first).hardware.lent[0].ledger

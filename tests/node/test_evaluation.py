@@ -18,8 +18,7 @@ from swarmnode.compute.training.local import train_locally
 from swarmnode.data.rules import DataRules
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.swarm.records.manifest import TRAIN
-from swarmnode.swarm.records.recipe import RECIPE, Recipe
-from swarmnode.swarm.records.run import Run, decode_run
+from swarmnode.swarm.records.run import RECIPE, Recipe, Run, decode_run
 from swarmnode.training.coordinator import coordinator
 from swarmnode.training.worker import stage
 from tests.compute.training.test_packing import EXPERTS, SIZES

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.codec.credit_messages import MAX_WORK_IDS
+from swarmnode.codec.messages import MAX_WORK_IDS
 from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
 from swarmnode.compress.codecs import Encoded, decode_values, encode_values, payload_of
 from swarmnode.credit.priorities import folder_credits

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.compute.model.mtp.eagle import EagleHead
+from swarmnode.compute.model.mtp import EagleHead
 from swarmnode.errors import UsageError
 from swarmnode.ledger import Account
 from swarmnode.serving.client.generation import Generation

@@ -24,10 +24,9 @@ from swarmnode.peer.host_config import HostConfig
 from swarmnode.peer.placement import Placement
 from swarmnode.plan.offline.plan_file import PlanFile
 from swarmnode.plan.view import Span
-from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.announcement import Place, State, TrainingNews
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.records.sections import Place, TrainingNews
 from swarmnode.training.coordinator.coordinator import OTHERS_S
 from swarmnode.training.organisation import step_load_of
 from tests.net.virtual import in_virtual_time

@@ -9,7 +9,7 @@ import pytest
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.model import linear
-from swarmnode.compute.model.packed import BlockedLinear
+from swarmnode.compute.model.linear import BlockedLinear
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.serving import serving_stage, span_part
 from tests.net.virtual import in_virtual_time

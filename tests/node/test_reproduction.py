@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.memory.medium import Pipe
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.net.memory.stream import Pipe
 from swarmnode.net.memory.virtual_time import run_virtual
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualSwarm

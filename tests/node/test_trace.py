@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from swarmnode.cli.use.trace import parse_trace_id
-from swarmnode.measuring.timeline import Timeline
+from swarmnode.measuring.trace import Timeline
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualSwarm

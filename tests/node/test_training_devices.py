@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from swarmnode.codec.averaging_messages import Reduce
+from swarmnode.codec.training_messages import Reduce
 from swarmnode.compute.capacity.memory import limit_bytes_for, training_sizes
 from swarmnode.compute.executor import Urgency, WorkItem
 from swarmnode.compute.model.checkpoint import Checkpoint

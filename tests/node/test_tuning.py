@@ -18,9 +18,8 @@ from torch.nn import functional
 
 from swarmnode.client.training.preparation import NO_DATA
 from swarmnode.client.tuning.client import ModuleParts, ModuleSettings, TuningClient
-from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob
+from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, TuningPlan
 from swarmnode.client.tuning.local import tune_here
-from swarmnode.client.tuning.plan import TuningPlan
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import ServerConfig
@@ -29,8 +28,7 @@ from swarmnode.errors import Busy, LeaderLost, NoRoute, NotFinite, UsageError
 from swarmnode.ledger import Account
 from swarmnode.net.memory.medium import Path as NetworkPath
 from swarmnode.swarm.records.manifest import FileContent
-from swarmnode.swarm.records.recipe import RECIPE, Recipe
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import RECIPE, Recipe, Run
 from swarmnode.tuning.client.tuned_route import TunedMicrobatch, TunedRoute
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded

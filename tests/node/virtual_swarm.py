@@ -29,9 +29,8 @@ from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import StageConfig
 from swarmnode.data.rules import DataRules, DataSummary
 from swarmnode.errors import CheckpointError
-from swarmnode.founding.bootstraps import Bootstraps
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
-from swarmnode.founding.swarm_creation import create_swarm
+from swarmnode.founding.swarm_creation import Bootstraps, create_swarm
 from swarmnode.net.clock import Clock
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.memory.medium import Path as NetworkPath

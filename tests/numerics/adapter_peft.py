@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from swarmnode.compute.training.adapters.layers import PROMPT
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.saved_folder import save_adapter
-from swarmnode.compute.training.adapters.starts import PROMPT
 from swarmnode.data.rows import NO_LABEL
 from tests.compute.training.adapters.trained import Batch, Route, batch_of, labels_of
 

@@ -18,7 +18,7 @@ from swarmnode.compute.model.adapters.adapter_file import AdapterFile, adapter_i
 from swarmnode.compute.model.adapters.changes import Lora
 from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packed import FbgemmLinear, Packing
+from swarmnode.compute.model.linear import FbgemmLinear, Packing
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span

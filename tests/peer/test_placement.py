@@ -15,8 +15,7 @@ from swarmnode.net.clock import Clock
 from swarmnode.peer.placement import Placement, PlacementConfig
 from swarmnode.plan.spans.placement import BY_THROUGHPUT, Move, MovePolicy, PlacementRule
 from swarmnode.plan.view import Span
-from swarmnode.swarm.records.announcement import VERSION, Announcement, State
-from swarmnode.swarm.records.sections import Machine, Section, said
+from swarmnode.swarm.records.announcement import VERSION, Announcement, Machine, Section, State, said
 from tests.net.virtual import in_virtual_time
 
 ME = "me"

@@ -31,7 +31,7 @@ from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.peer.paths import ObservedLatency
 from swarmnode.plan.routes.lattice import SessionSize
-from swarmnode.plan.serving.pass_cost import PassCost
+from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.plan.view import Span
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession

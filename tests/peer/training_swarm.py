@@ -23,14 +23,13 @@ from swarmnode.codec.messages import Hello
 from swarmnode.codec.training_messages import Condition, StepReport
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
-from swarmnode.compute.graph.costs.work import ComputeWork
+from swarmnode.compute.graph.costs.rates import ComputeWork
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.local import train_locally
 from swarmnode.ledger import MemoryLedger
 from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.links.gate import OPEN_GATE, Gate
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.net.links.link_config import OPEN_GATE, Gate, LinkConfig
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.plan.spans.flow import Floats

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from swarmnode.cli.main import app
 from swarmnode.errors import LocalError
 from swarmnode.localswarm import LocalSwarm, Process
-from swarmnode.net.libp2p.parent import die_with_parent
+from swarmnode.net.libp2p.daemon import die_with_parent
 
 IMPORTED = (
     "swarmnode.cli.lend.run",

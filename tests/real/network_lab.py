@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from swarmnode.net.libp2p.parent import die_with_parent
+from swarmnode.net.libp2p.daemon import die_with_parent
 
 Lab = TypeVar("Lab", bound="NetworkLab")
 HOLD = ("sh", "-c", "echo held; exec sleep infinity")

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.net.libp2p.parent import die_with_parent
+from swarmnode.net.libp2p.daemon import die_with_parent
 
 CONTRIB = Path(__file__).parents[2] / "contrib"
 SCRAPE_S = 1

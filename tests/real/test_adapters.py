@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.demo.lesson import generate_alone
+from swarmnode.demo import generate_alone
 from swarmnode.errors import LocalError
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.browser.chromium import Chromium, find_chromium

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from swarmnode.cli.options.gateway import PAGE_LINK
-from swarmnode.lending.control_client import running_gateways, tell_node
+from swarmnode.lending.control import running_gateways, tell_node
 from swarmnode.localswarm import STOP_TIMEOUT_S, NodeProcess
 from tests.browser.axe import serious_faults
 from tests.browser.chromium import BrowserPage, Chromium, find_chromium

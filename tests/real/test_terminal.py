@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.lending.control_client import running_nodes, tell_node
+from swarmnode.lending.control import running_nodes, tell_node
 from swarmnode.localswarm import START_TIMEOUT_S, STOP_TIMEOUT_S
 from tests.cli.command import ROOT, invoke
 from tests.real.forked import ForkedSwarm

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.demo.lesson import generate_alone
+from swarmnode.demo import generate_alone
 from swarmnode.localswarm import START_TIMEOUT_S, NodeProcess
 from tests.real.forked import ForkedSwarm
 from tests.training_results import assert_same_curve, assert_same_parameters

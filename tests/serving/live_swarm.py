@@ -23,13 +23,12 @@ from swarmnode.net.memory.network import FakeWorld
 from swarmnode.peer.paths import ObservedLatency, Paths
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
-from swarmnode.serving.client.directory_router import DirectoryRouter
 from swarmnode.serving.client.generation import GenerateOptions, Generation, RingStream
+from swarmnode.serving.client.router import DirectoryRouter
 from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing
-from swarmnode.swarm.records.announcement import State
-from swarmnode.swarm.records.sections import Place, ServingLoad, WorkSpeeds
+from swarmnode.swarm.records.announcement import Place, ServingLoad, State, WorkSpeeds
 from tests.peer.toy_swarm import HELLO, UNITS, Volunteer, link_config
 
 EPOCH_S = 1_800_000_000.0  # unix time at the start of a test

@@ -15,8 +15,7 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.client.generation import drafts_in
-from swarmnode.serving.drafting.drafter import Drafter
-from swarmnode.serving.drafting.told import MtpDrafter
+from swarmnode.serving.drafting.drafter import Drafter, MtpDrafter
 from swarmnode.serving.session.session_streams import ids_input
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_peer import HELLO

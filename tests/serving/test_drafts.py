@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swarmnode.swarm.records.sections import ServingLoad
+from swarmnode.swarm.records.announcement import ServingLoad
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_swarm import ToySwarm, expected
 from tests.serving.drafting import Drafts, toy_drafting

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
-from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame, FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import KIND_OF, Fault, decode_body, encode_body
-from swarmnode.codec.training_messages import Done, Failed
+from swarmnode.codec.training_messages import Done, Failed, Reduced
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import Buffer, Dht, Network, PeerId, Stream, StreamHandler
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld

@@ -10,10 +10,9 @@ from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
-from swarmnode.compute.training.averaging.gradient_compressor import Exchange
-from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.averaging.gradient_compressor import Exchange, make_gradient_compressor
 from swarmnode.compute.training.averaging.parts import LARGEST_PART, FlatVector, cut
-from swarmnode.compute.training.gradient_sketch import ContributionSketch, gradient_sketch
+from swarmnode.compute.training.recomputation import ContributionSketch, gradient_sketch
 from swarmnode.plan.audits.judgement import CONTRIBUTED, Judgement
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.training.spot_checks.examination import judge_contribution

@@ -13,19 +13,18 @@ import msgspec
 import pytest
 import torch
 
-from swarmnode.codec.averaging_messages import Reduce, Reduced
-from swarmnode.codec.frames import Frame, FrameKind
-from swarmnode.codec.messages import KIND_OF, Error, decode_body, encode_body
-from swarmnode.codec.spot_check_messages import (
+from swarmnode.codec.audit_messages import (
     Accusation,
     GetMicrobatch,
     GetSketches,
     SketchesReply,
 )
-from swarmnode.codec.training_messages import Backward, Forward
+from swarmnode.codec.frames import Frame, FrameKind
+from swarmnode.codec.messages import KIND_OF, Error, decode_body, encode_body
+from swarmnode.codec.training_messages import Backward, Forward, Reduce, Reduced
 from swarmnode.compress.codecs import decode_values, encode_values
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.gradient_sketch import additions_apart, gradient_sketch
+from swarmnode.compute.training.recomputation import additions_apart, gradient_sketch
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode

@@ -11,12 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import KIND_OF, decode_body, encode_body
-from swarmnode.codec.training_fields import MAX_TERM
-from swarmnode.codec.training_messages import Backward, Done, Failed, Status
+from swarmnode.codec.training_messages import MAX_TERM, Backward, Done, Failed, Reduced, Status
 from swarmnode.errors import ErrorCode
 from tests.peer.training_swarm import until
 from tests.training.sabotage import Ill, Saboteur

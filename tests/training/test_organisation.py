@@ -22,9 +22,8 @@ from swarmnode.plan.training.layout import STANDING_BY, StageLayout
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork, held_units
 from swarmnode.plan.view import PeerView, Span, View
-from swarmnode.swarm.records.announcement import State
+from swarmnode.swarm.records.announcement import State, StepLoad
 from swarmnode.swarm.records.run import Averaging, Run
-from swarmnode.swarm.records.sections import StepLoad
 from swarmnode.training.organisation import REMEMBERED_S, AnnouncedLoad, announced_network, step_load_of
 
 UNITS, HALF = 8, Span(0, 4)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from swarmnode.codec.averaging_messages import Part
 from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import decode_body
 from swarmnode.codec.tensors import Codec
+from swarmnode.codec.training_messages import Part
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.training.datasets.batches import ArrayBatches
 from swarmnode.net.interfaces import PeerId

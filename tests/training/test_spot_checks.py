@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swarmnode.codec.messages import Error
-from swarmnode.codec.spot_check_messages import (
+from swarmnode.codec.audit_messages import (
     SPOT_CHECK_PROTOCOL,
     Accusation,
     CommitmentReply,
@@ -26,6 +25,7 @@ from swarmnode.codec.spot_check_messages import (
     MicrobatchRecord,
     MicrobatchReply,
 )
+from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode, PeerError

@@ -20,11 +20,9 @@ from swarmnode.ledger import MemoryLedger
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.tuning.adapter_bytes import encode_recipe
-from swarmnode.tuning.adapter_parts import TuningDevice
+from swarmnode.tuning.adapter_parts import TuningDevice, TuningPace, encode_recipe
 from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import TunedMicrobatch, TunedRoute
-from swarmnode.tuning.pace import TuningPace
 from swarmnode.tuning.server import TuningServer
 from tests.compute.inline_executor import InlineExecutor
 from tests.peer.toy_peer import HELLO, ToyPeer

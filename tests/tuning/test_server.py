@@ -39,8 +39,8 @@ from swarmnode.compute.executor import Urgency, WorkItem
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.activation_size import ActivationSize
 from swarmnode.compute.training.adapters.recipe import METHODS, AdapterRecipe
+from swarmnode.compute.training.adapters.trainer import ActivationSize
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.ledger import Account, MemoryLedger
@@ -50,9 +50,7 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.serving.session.session_memory import Promise
 from swarmnode.tuning import server
-from swarmnode.tuning.adapter_bytes import encode_recipe
-from swarmnode.tuning.adapter_parts import TuningDevice
-from swarmnode.tuning.pace import TuningPace
+from swarmnode.tuning.adapter_parts import TuningDevice, TuningPace, encode_recipe
 from swarmnode.tuning.server import ADAPTERS, ADAPTERS_OF_PEER, TuningServer
 from tests.compute.inline_executor import InlineExecutor
 from tests.net.virtual import in_virtual_time

@@ -17,7 +17,7 @@ from swarmnode.errors import ErrorCode, PeerError, PeerRefused
 from swarmnode.net.identity import Identity
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.links.switchboard import Channel
-from swarmnode.peer.local_peer import board_of
+from swarmnode.peer.questions import board_of
 from swarmnode.swarm.records.adapter_record import DAY_S, AdapterRecord, Share, sign_adapter
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent
 from swarmnode.swarm.storage.own_adapters import (

@@ -20,7 +20,7 @@ from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo, encode_manifest
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, checkpoint_files, describe_files
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
-from swarmnode.weights.seeder import Seeder
+from swarmnode.weights.chunk_server import Seeder
 from swarmnode.weights.weights import Weights, header_chunks
 from tests.llama import save_llama
 from tests.peer.memory_network import MemoryNetwork

@@ -146,8 +146,7 @@ def create(
     model.check()
     if adapters and not model.serves_checkpoint:
         fail("--adapter needs --model and --mode serve", 2)
-    from swarmnode.founding.bootstraps import Bootstraps
-    from swarmnode.founding.swarm_creation import found, new_beside, new_swarm_file
+    from swarmnode.founding.swarm_creation import Bootstraps, found, new_beside, new_swarm_file
 
     path = new_swarm_file(name, force=force)
     bootstraps = of_same_names(Bootstraps, doors).settled()

@@ -21,13 +21,11 @@ from swarmnode.cli.options.owner import NewOwnerOptions, OwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
 from swarmnode.counting import counted
 from swarmnode.net.tasks import until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.console import EVENTS, HOME, LogOptions, Teller, command, fail, is_piped, run_async, say
 from swarmnode.terminal.formatting import parse_life
 from swarmnode.terminal.option import argument, of_same_names, option
 from swarmnode.terminal.process import beginning_anew
 from swarmnode.terminal.progress import bytes_bar, spinner
-from swarmnode.terminal.standard_input import is_piped
-from swarmnode.terminal.teller import Teller
 
 if TYPE_CHECKING:
     from swarmnode.founding.swarm_creation import NewOwner
@@ -174,8 +172,8 @@ class Founding:
         """Return the swarm of this model that an earlier call founded here, None if there is none, and its file. Ends the command
         if the file is missing or does not fit the request, or its GGUF file is missing or cut. `end_spinner` makes room for other
         output."""
+        from swarmnode.swarm.storage.small_files import is_user_file
         from swarmnode.swarm.storage.swarmfile import SUFFIX, load_swarm, swarm_path
-        from swarmnode.swarm.storage.user_file import is_user_file
 
         chosen = self.membership.chosen
         is_file = self.model.endswith(SUFFIX)
@@ -265,9 +263,8 @@ class Founding:
     def found(self, path: Path, end_spinner: Callable[[], None]) -> tuple[Swarm, NewOwner | None]:
         """Found the swarm; return it and its owner's key, None if it has no owner. `end_spinner` makes room for other output.
         Raises UsageError, CheckpointError, LocalError."""
-        from swarmnode.founding.bootstraps import Bootstraps
         from swarmnode.founding.model_source import from_model
-        from swarmnode.founding.swarm_creation import found, new_beside
+        from swarmnode.founding.swarm_creation import Bootstraps, found, new_beside
         from swarmnode.swarm.records.manifest import SERVE
 
         membership = self.membership.membership
@@ -372,7 +369,7 @@ class Welcome:
     async def tell_addresses(self, swarm: Swarm, invite: str, reached: list[str]) -> None:
         """Tell the host where new machines connect, and whether those addresses answer."""
         from swarmnode.net.addressing.addresses import is_loopback, is_public
-        from swarmnode.net.addressing.probe import answers
+        from swarmnode.net.addressing.reachability import answers
 
         tried = dict(zip(reached, await asyncio.gather(*(answers(each, TRY_S) for each in reached)), strict=True))
         lines = [f"Hosting {swarm.name}, {_article(_kind_of(swarm))} swarm. New machines connect to"]

@@ -16,7 +16,7 @@ from swarmnode.terminal.option import argument
 if TYPE_CHECKING:
     import torch
 
-    from swarmnode.compute.capacity.module_speed import ModelShape, ModuleSpeed
+    from swarmnode.compute.capacity.speed import ModelShape, ModuleSpeed
     from swarmnode.compute.device import Device
 
 POSITIONS = 64  # in a chunk of a prompt
@@ -63,7 +63,7 @@ def bench(
 
 
 def _shape_of(model: str) -> ModelShape:
-    from swarmnode.compute.capacity.module_speed import LLAMA_8B, ModelShape
+    from swarmnode.compute.capacity.speed import LLAMA_8B, ModelShape
 
     if not model:
         return LLAMA_8B
@@ -73,7 +73,7 @@ def _shape_of(model: str) -> ModelShape:
 
 
 def _measure(device: Device, dtype: torch.dtype, shape: ModelShape, home: Path) -> dict[str, Any]:
-    from swarmnode.compute.capacity.module_speed import KNOWN_MODELS, measure_modules, whole_layer
+    from swarmnode.compute.capacity.speed import KNOWN_MODELS, measure_modules, whole_layer
     from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
     from swarmnode.files import existing
 
@@ -112,7 +112,7 @@ def _models(
     """Yield for each model and format how much of it fits here, and its speed on machines like this one. `modules` were measured
     of layers of `timed`."""
     from swarmnode.compute.capacity.memory import most_anywhere
-    from swarmnode.compute.capacity.module_speed import measure_product_s
+    from swarmnode.compute.capacity.speed import measure_product_s
     from swarmnode.measuring.hardware import MEMORY_SHARE
     from swarmnode.plan.offline.fit import fit
 
@@ -174,7 +174,7 @@ def _cards(layer_parameters: int) -> list[dict[str, Any]]:
 def _show(title: str, shape: ModelShape, measured: dict[str, Any], cards: list[dict[str, Any]]) -> None:
     from rich.box import SIMPLE_HEAD
 
-    from swarmnode.terminal.tables import new_table, show
+    from swarmnode.terminal.formatting import new_table, show
 
     written, read = measured["disk_write_bytes_per_s"] / 1e9, measured["disk_read_bytes_per_s"] / 1e9
     say(f"{title}; the disk writes {written:.2f} GB/s and reads {read:.2f} GB/s.")

@@ -74,12 +74,12 @@ def config(
     if not show:
         say(f"All options are valid. --show prints them, from flags, the environment and {FILE} in the home folder.")
         return
-    from swarmnode.terminal import tables
+    from swarmnode.terminal import formatting
 
-    table = tables.new_table("", ("option", "value", "from"))
+    table = formatting.new_table("", ("option", "value", "from"))
     for row in rows:
         table.add_row(row["option"], _told(row["value"]), row["from"])
-    tables.show(table)
+    formatting.show(table)
 
 
 def _row(taken: Any, option: Any) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def credit(
     if not found:
         say("No receipts here yet. The clients that you work for sign them when an answer ends.")
         return
-    from swarmnode.terminal.tables import show
+    from swarmnode.terminal.formatting import show
 
     for one in found:
         say(wrapped(_sentence(one)))
@@ -63,7 +63,7 @@ def credit(
 
 def _today(home: Path) -> str:
     """Return a sentence on today's energy; empty if no card measures it."""
-    from swarmnode.lending.energy import JOULES_PER_KWH, energy_used
+    from swarmnode.lending.cards import JOULES_PER_KWH, energy_used
 
     energy = energy_used(home)
     return "" if energy is None else f" Today its GPUs drew {energy.today_j / JOULES_PER_KWH:.2f} kWh."
@@ -92,7 +92,7 @@ def _discount(credit: Credit) -> str:
 
 
 def _table(one: WorkerCredit) -> Table:
-    from swarmnode.terminal.tables import new_table
+    from swarmnode.terminal.formatting import new_table
 
     credit = one.credit
     total = credit.signed

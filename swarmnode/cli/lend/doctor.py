@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarmnode.errors import LocalError, NetworkDown
-from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, run_async, say
+from swarmnode.terminal.console import HOME, JSON, command, fail, is_piped, print_json, run_async, say
 from swarmnode.terminal.formatting import wrapped
 from swarmnode.terminal.option import argument, option
-from swarmnode.terminal.standard_input import is_piped
 
 if TYPE_CHECKING:
-    from swarmnode.examination.machine import Finding
+    from swarmnode.examination import Finding
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 SIGNS = {"good": "ok  ", "doubtful": "?   ", "bad": "BAD "}
@@ -44,13 +43,13 @@ def doctor(
         fail("--bandwidth tests with machines of a swarm: name it, as in swarmnode doctor friends --bandwidth", 2)
     if bandwidth and not yes:
         _ask_for_bandwidth(swarm)
-    from swarmnode.examination.machine import examine_machine
+    from swarmnode.examination import examine_machine
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
     loaded = load_swarm(swarm, home) if swarm else None
     findings = examine_machine(home)
     if online:
-        from swarmnode.examination.network import examine_network
+        from swarmnode.examination import examine_network
 
         findings += examine_network()
     if loaded is not None:
@@ -78,7 +77,7 @@ async def _examine_swarm(swarm: Swarm, home: Path, bandwidth: bool) -> list[Find
     """Examine a swarm's bootstrap peers from outside; then join as a client if one of them answers. An invite that this machine has
     not used yet is only looked at, since joining would count a use; a test of the bandwidth joins all the same."""
     from swarmnode.client.swarm_client import SwarmClient
-    from swarmnode.examination.machine import (
+    from swarmnode.examination import (
         Finding,
         examine_bootstraps,
         judge_bandwidth,

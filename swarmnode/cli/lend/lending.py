@@ -41,7 +41,7 @@ async def attended(
     """Serve the node's control socket, in the home folder, and its metrics while the context lasts. `name` is its name in `ps`; by
     default the swarm's. `options` are those that the owner may change meanwhile; by default the rules of the home folder. Raises
     LocalError if the folder cannot be written or the metrics cannot be served."""
-    from swarmnode.lending.control_server import ControlServer
+    from swarmnode.lending.control import ControlServer
 
     control = ControlServer(node.lending, stop, node.describe, node.why, options or LendingOptions(watch.home, node))
     async with watch.over(swarm, readings), control.listening(watch.home, name or swarm):
@@ -113,7 +113,7 @@ def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 
 
 def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any) -> None:
-    from swarmnode.lending.control_client import is_listening, running_nodes, tell_node
+    from swarmnode.lending.control import is_listening, running_nodes, tell_node
 
     nodes, failed = running_nodes(home), list[str]()
     if name and name not in nodes:
@@ -146,7 +146,7 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
 
     Example: swarmnode ps
     """
-    from swarmnode.lending.control_client import is_listening, running_gateways, running_nodes, tell_node
+    from swarmnode.lending.control import is_listening, running_gateways, running_nodes, tell_node
 
     sockets = [("run", *found) for found in running_nodes(home).items()]
     sockets += [("serve", *found) for found in running_gateways(home).items()]
@@ -163,7 +163,7 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
         return
     from rich.box import SIMPLE_HEAD
 
-    from swarmnode.terminal.tables import new_table, show
+    from swarmnode.terminal.formatting import new_table, show
 
     columns = ("node", "does", "swarm", "pid", "state", "layers", "texts")
     table = new_table("", columns, numbers=("pid", "texts"))

@@ -18,10 +18,9 @@ from swarmnode.cli.options.node_file import CONFIG, LendingOptions
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.errors import LocalError
-from swarmnode.terminal.console import EVENTS, LogOptions, command, has_terminal, heeds_hangup, run_async
+from swarmnode.terminal.console import EVENTS, LogOptions, Teller, command, has_terminal, heeds_hangup, run_async
 from swarmnode.terminal.option import option
 from swarmnode.terminal.process import CollectorPause, beginning_anew
-from swarmnode.terminal.teller import Teller
 
 if TYPE_CHECKING:
     from swarmnode.node.description import Tell

@@ -51,7 +51,7 @@ def why(
 
 
 def _ask_nodes(about: str, home: Path) -> list[dict[str, Any]]:
-    from swarmnode.lending.control_client import running_gateways, running_nodes, tell_node
+    from swarmnode.lending.control import running_gateways, running_nodes, tell_node
 
     asked = [*running_nodes(home).items()]
     asked += [(f"the gateway to {swarm}", path) for swarm, path in running_gateways(home).items()]

@@ -7,7 +7,7 @@ from typing import Any
 
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.files import may_write
-from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.swarm.storage.small_files import read_user_file
 from swarmnode.terminal.console import fail
 
 MAX_BYTES = 1 << 16

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.errors import NetworkDown
 from swarmnode.files import write_private
-from swarmnode.lending.control_client import GATEWAYS
+from swarmnode.lending.control import GATEWAYS
 from swarmnode.net.tasks import until_first
 from swarmnode.terminal.console import is_kept, print_json, say
 from swarmnode.terminal.formatting import origin
@@ -22,8 +22,8 @@ from swarmnode.terminal.formatting import origin
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.gateway.access.keys import KeyRing
-    from swarmnode.gateway.config import GatewayConfig
-    from swarmnode.lending.control_server import ControlRequest
+    from swarmnode.gateway.served_model import GatewayConfig
+    from swarmnode.lending.control import ControlRequest
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 LOOPBACK = "127.0.0.1"
@@ -69,11 +69,11 @@ class GatewayAddress:
         """Run a gateway to the swarms in `clients` while the context lasts, print its address, and yield the function that adds a
         swarm to it. Raises LocalError if the port is taken."""
         from swarmnode.gateway.app import build_app
-        from swarmnode.gateway.config import GatewayConfig
         from swarmnode.gateway.gateway import Gateway
         from swarmnode.gateway.http.http_server import serving_http
         from swarmnode.gateway.page.page import Page
-        from swarmnode.lending.control_server import CommandSocket
+        from swarmnode.gateway.served_model import GatewayConfig
+        from swarmnode.lending.control import CommandSocket
 
         gateway = Gateway(clients, keys, config or GatewayConfig(), home=self.home)
         page = Page(gateway, self.home)

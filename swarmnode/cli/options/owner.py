@@ -19,9 +19,8 @@ import typer
 from swarmnode.files import read_bounded
 from swarmnode.net.identity import SigningKey
 from swarmnode.swarm.storage.owner_key import SUFFIX, is_locked, load_owner_key, parse_owner_key
-from swarmnode.terminal.console import fail
+from swarmnode.terminal.console import fail, is_piped
 from swarmnode.terminal.option import option, path_option
-from swarmnode.terminal.standard_input import is_piped
 
 KEY_VARIABLE = "SWARMNODE_OWNER_KEY"
 PASSWORD_VARIABLE = "SWARMNODE_OWNER_PASSWORD"

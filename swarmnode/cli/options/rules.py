@@ -15,7 +15,7 @@ from typing import Any
 from swarmnode.cli.options.files import read_toml
 from swarmnode.cli.options.quantities import parse_bytes, parse_share
 from swarmnode.errors import UsageError
-from swarmnode.lending.rules import DAYS, Hours, Rules
+from swarmnode.lending.lending import DAYS, Hours, Rules
 from swarmnode.terminal.formatting import parse_duration
 from swarmnode.terminal.option import definitions, file_key, option, path_option
 

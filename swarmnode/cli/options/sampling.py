@@ -12,7 +12,7 @@ from swarmnode.codec.messages import LOOKUP
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.codec.tensors import AUTO, COMPRESSIONS
 from swarmnode.errors import UsageError
-from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.swarm.storage.small_files import read_user_file
 from swarmnode.terminal.option import of_same_names, option
 
 if TYPE_CHECKING:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.errors import SwarmnodeError
-from swarmnode.terminal.console import fail, say
+from swarmnode.terminal.console import STANDARD_INPUT, fail, read_line, say
 from swarmnode.terminal.option import argument
-from swarmnode.terminal.standard_input import STANDARD_INPUT, read_line
 
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm

@@ -14,7 +14,7 @@ from swarmnode.terminal.option import option
 
 if TYPE_CHECKING:
     from swarmnode.compute.training.local import StepSummary
-    from swarmnode.demo.story import DemoReport
+    from swarmnode.demo import DemoReport
 
 MIN_STEPS = 10
 
@@ -35,8 +35,7 @@ def demo(
     logs.begin()
     if 0 < steps < MIN_STEPS or steps < 0:
         fail(f"--steps {steps}: give at least {MIN_STEPS}, because a node is killed half-way", 2)
-    from swarmnode.demo.lesson import STEPS
-    from swarmnode.demo.story import Spectators, Story
+    from swarmnode.demo import STEPS, Spectators, Story
 
     async def play(stop: asyncio.Event) -> DemoReport | None:
         story = Story(Spectators() if as_json else _stage(), steps=steps or STEPS)
@@ -58,7 +57,7 @@ def _stage() -> Any:
     from rich.console import Console
     from rich.live import Live
 
-    from swarmnode.demo.story import Spectators
+    from swarmnode.demo import Spectators
     from swarmnode.terminal.training_view import curve_with_notes
 
     console = Console(highlight=False)

@@ -59,7 +59,7 @@ def fit(
     if as_json:
         print_json(rows)
         return
-    from swarmnode.terminal.tables import show
+    from swarmnode.terminal.formatting import show
 
     say(str(probed))
     show(*(_table([row for row in rows if row["model"] == model]) for model in models))
@@ -69,7 +69,7 @@ def fit(
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of one model: a row for each precision."""
-    from swarmnode.terminal.tables import new_table
+    from swarmnode.terminal.formatting import new_table
 
     model, context = rows[0]["model"], rows[0]["max_model_len"]
     title = f"{Path(model).name if Path(model).exists() else model}: {counted(rows[0]['units'], 'layer')}"
@@ -87,7 +87,7 @@ def _rows(
     model: str, device: Device, limit_bytes: int | None, rtt_s: float, folder: Path, kv: str | None
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each precision; for training, which caches nothing (`kv` None), one for each optimiser."""
-    from swarmnode.client.model_config import context_limit
+    from swarmnode.client.model_files import context_limit
     from swarmnode.compute.capacity.memory import most_anywhere
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.stopwatch import measure_read_rate
@@ -123,8 +123,7 @@ def _optimizers(source: Checkpoint | Graph) -> Iterator[tuple[str, UnitSizes]]:
     from swarmnode.compute.capacity.memory import run_sizes
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.errors import UsageError
-    from swarmnode.swarm.records.recipe import Recipe
-    from swarmnode.swarm.records.run import OPTIMIZERS, Run
+    from swarmnode.swarm.records.run import OPTIMIZERS, Recipe, Run
 
     if not isinstance(source, Checkpoint) or source.is_packed:
         raise UsageError("--train is for language models with plain weights: give a folder or a hub id of safetensors")

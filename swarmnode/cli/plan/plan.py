@@ -94,7 +94,7 @@ def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, ef
     """Plan which device holds which layers. Raises UsageError if the model cannot be read or does not fit."""
     from swarmnode.plan.cost import HOLDERS
     from swarmnode.plan.offline.hosting import Planner
-    from swarmnode.simulate.environment.graph_model import load_model
+    from swarmnode.simulate.environment.model import load_model
     from swarmnode.terminal.plan_view import describe_span, hosting_summary, hosting_table
 
     network = _with_cards(network, options.gpu)
@@ -191,7 +191,7 @@ def plan(
     Example: swarmnode plan network.json --model ./llama --report plan.html
     """
     from swarmnode.plan.offline.scenario import Scenario
-    from swarmnode.terminal.tables import show
+    from swarmnode.terminal.formatting import show
 
     effort = Effort(seconds, seed, quiet=as_json)
     network = Scenario.load(scenario)

@@ -109,7 +109,7 @@ def simulate(
     if as_json:
         print_json(figures)
         return
-    from swarmnode.terminal.tables import show
+    from swarmnode.terminal.formatting import show
 
     show(_table(figures))
     if left_out:
@@ -131,7 +131,7 @@ def _simulation(
     rebalance: bool,
 ) -> Simulation:
     """Return a simulation, ready to run. Raises UsageError if the scenario, model and plan do not fit together."""
-    from swarmnode.simulate.environment.graph_model import load_model
+    from swarmnode.simulate.environment.model import load_model
     from swarmnode.simulate.settings import ServeSettings, Settings, SwarmSettings, TrainSettings
     from swarmnode.simulate.simulation import Simulation
 
@@ -197,7 +197,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[float, float], None]]:
 
 def _table(figures: dict[str, Any]) -> Table:
     """Return the summary as a table, with a row for each figure."""
-    from swarmnode.terminal.tables import new_table
+    from swarmnode.terminal.formatting import new_table
 
     numbers = ("total or count", "mean", "p50", "p90", "p99")
     table = new_table(

@@ -14,7 +14,7 @@ from swarmnode.errors import UsageError
 from swarmnode.terminal.option import Definition, definitions, file_key, option, path_option
 
 if TYPE_CHECKING:
-    from swarmnode.swarm.records.recipe import ParameterGroup, Recipe
+    from swarmnode.swarm.records.run import ParameterGroup, Recipe
 
 T = TypeVar("T")
 GROUPS = "groups"
@@ -48,7 +48,7 @@ class RecipeOptions:
         is not valid."""
         import msgspec
 
-        from swarmnode.swarm.records.recipe import NO_DECAY, ParameterGroup, Recipe
+        from swarmnode.swarm.records.run import NO_DECAY, ParameterGroup, Recipe
 
         frozen = [{"match": pattern, "frozen": True} for pattern in self.freeze]
         given = [*msgspec.convert(frozen, list[ParameterGroup]), *groups]
@@ -68,7 +68,7 @@ def read_recipe(path: Path | None) -> tuple[dict[str, Any], list[ParameterGroup]
     """
     import msgspec
 
-    from swarmnode.swarm.records.recipe import ParameterGroup
+    from swarmnode.swarm.records.run import ParameterGroup
 
     if path is None:
         return {}, []

@@ -73,7 +73,7 @@ class ScheduleOptions:
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a Run with a recipe. Steps of 0, which follow from the epochs, are 1."""
-        from swarmnode.swarm.records.recipe import RECIPE
+        from swarmnode.swarm.records.run import RECIPE
 
         fields = dataclasses.asdict(self)
         defaults = USUAL | PUBLISHED.get(self.optimizer, {})

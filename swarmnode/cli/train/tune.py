@@ -86,8 +86,7 @@ class TuneSteps:
     def run(self) -> Run:
         """Return the settings of a run. Steps of 0, which follow from the epochs, are 1. Raises UsageError."""
         from swarmnode.client.training.preparation import NO_DATA
-        from swarmnode.swarm.records.recipe import RECIPE, Recipe
-        from swarmnode.swarm.records.run import Run
+        from swarmnode.swarm.records.run import RECIPE, Recipe, Run
 
         fields = {**dataclasses.asdict(self), "steps": self.steps or 1, "schedule": RECIPE}
         return Run(data=NO_DATA, recipe=Recipe(self.schedule, groups=()), **fields)
@@ -216,8 +215,8 @@ def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdap
     """Tune until the end or Ctrl-C."""
     from swarmnode.client.training.listener import TrainerMeter
     from swarmnode.client.tuning.client import TuningClient
+    from swarmnode.client.tuning.job import TuningPlan
     from swarmnode.client.tuning.local import tune_here
-    from swarmnode.client.tuning.plan import TuningPlan
     from swarmnode.terminal.tuning_text import change_lines, plan_lines
 
     watch, name, plans = place.watch, place.swarm.name, list[TuningPlan]()

@@ -20,17 +20,20 @@ from swarmnode.errors import SwarmnodeError
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.terminal.console import (
     HOME,
+    STANDARD_INPUT,
     Verbosity,
     command,
     fail,
+    is_piped,
     print_json,
+    read_line,
+    read_text,
     run_async,
     say,
     unless_stopped,
 )
 from swarmnode.terminal.formatting import one_line
 from swarmnode.terminal.option import option
-from swarmnode.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient

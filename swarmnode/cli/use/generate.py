@@ -16,17 +16,20 @@ from swarmnode.cli.options.swarm import SWARM
 from swarmnode.terminal.console import (
     HOME,
     JSON,
+    STANDARD_INPUT,
     LogOptions,
     command,
     fail,
+    is_piped,
     print_json,
     ranges,
+    read_line,
+    read_text,
     run_async,
     say,
     unless_stopped,
 )
 from swarmnode.terminal.option import argument, option
-from swarmnode.terminal.standard_input import STANDARD_INPUT, is_piped, read_line, read_text
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient

@@ -12,9 +12,19 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnode.counting import counted
-from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.terminal.console import (
+    HOME,
+    JSON,
+    MAX_LINE_BYTES,
+    STANDARD_INPUT,
+    command,
+    fail,
+    is_piped,
+    print_json,
+    read_line,
+    say,
+)
 from swarmnode.terminal.option import argument, option
-from swarmnode.terminal.standard_input import MAX_LINE_BYTES, STANDARD_INPUT, is_piped, read_line
 
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -103,7 +113,7 @@ def leave(
 
 def _running(swarm: bytes, home: Path) -> int | None:
     """Return the process id of a node or gateway of the swarm; None if none runs with this home, or none answers."""
-    from swarmnode.lending.control_client import running_gateways, running_nodes, tell_node
+    from swarmnode.lending.control import running_gateways, running_nodes, tell_node
 
     for path in (*running_nodes(home).values(), *running_gateways(home).values()):
         state = tell_node(path, "state")
@@ -134,7 +144,7 @@ def _invite(text: str) -> str:
     """Return the invite: the argument itself, or the line in a file, on standard input or from the prompt. Ends the command if
     there is none."""
     from swarmnode.swarm.records.invite import looks_like_invite
-    from swarmnode.swarm.storage.user_file import read_user_file
+    from swarmnode.swarm.storage.small_files import read_user_file
 
     if text in ("", STANDARD_INPUT):
         text = _line(ask=not text and not is_piped())

@@ -45,7 +45,7 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
     if not known:
         say("No swarm has a name here yet. To join one: swarmnode join; to start one: swarmnode host MODEL")
         return
-    from swarmnode.terminal.tables import new_table, show
+    from swarmnode.terminal.formatting import new_table, show
 
     table = new_table("", ("swarm", "model", "what it does", "layers", "GB", "who"), numbers=("layers", "GB"))
     table.columns[0].min_width = max(len(one.name) for one in known)

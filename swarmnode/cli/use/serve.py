@@ -75,7 +75,7 @@ def serve(
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.codec.tensors import check_compression
     from swarmnode.gateway.access.keys import KeyFile, KeyRing
-    from swarmnode.gateway.config import GatewayConfig
+    from swarmnode.gateway.served_model import GatewayConfig
     from swarmnode.net.addressing.addresses import check_can_listen
 
     if gateway.keys is None and gateway.host not in LOOPBACK:

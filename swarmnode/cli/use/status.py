@@ -143,7 +143,7 @@ def status(
             elif as_json:
                 print_json(status_of())
             else:
-                from swarmnode.terminal.tables import show
+                from swarmnode.terminal.formatting import show
 
                 show(status_table(status_of()))
 
@@ -183,7 +183,7 @@ async def _watch(client: SwarmClient, status_of: Callable[[], dict[str, Any]], h
 def reroutes_here(home: Path, swarm_id: str) -> Counter[str]:
     """Return how often this home's gateways to a swarm have moved a text to another route, by cause. Blocks while the gateways
     answer."""
-    from swarmnode.lending.control_client import running_gateways, tell_node
+    from swarmnode.lending.control import running_gateways, tell_node
 
     answers = [tell_node(path, "state") or {} for path in running_gateways(home).values()]
     reroutes: Counter[str] = Counter()
@@ -209,7 +209,7 @@ def status_table(status: dict[str, Any]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.text import Text
 
-    from swarmnode.terminal.tables import new_table
+    from swarmnode.terminal.formatting import new_table
 
     units = status["units"]
     step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""

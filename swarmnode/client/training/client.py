@@ -25,7 +25,7 @@ from swarmnode.data.rules import DataRules
 from swarmnode.errors import PeerError, UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining
-from swarmnode.peer.local_peer import board_of
+from swarmnode.peer.questions import board_of
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.records.run import Run, differences

@@ -16,12 +16,10 @@ from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import causal_class
-from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
+from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches, SampleBatches, WithHeldOut
 from swarmnode.compute.training.datasets.corpus import passed_over, token_batches
-from swarmnode.compute.training.datasets.held_out import WithHeldOut
-from swarmnode.compute.training.datasets.sample_batches import SampleBatches
 from swarmnode.compute.training.lm import can_pack
-from swarmnode.compute.training.losses.routers import check_routers
+from swarmnode.compute.training.losses import check_routers
 from swarmnode.compute.training.segment import check_objective
 from swarmnode.data.arrays import read_arrays
 from swarmnode.data.formats import PAIR, TEXT
@@ -40,8 +38,7 @@ from swarmnode.data.samples import (
 from swarmnode.errors import UsageError
 from swarmnode.plan.compression import is_allowed
 from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
-from swarmnode.swarm.records.recipe import RECIPE, Recipe
-from swarmnode.swarm.records.run import MAX_MICROBATCHES, SCHEDULES, Run, check_run
+from swarmnode.swarm.records.run import MAX_MICROBATCHES, RECIPE, SCHEDULES, Recipe, Run, check_run
 from swarmnode.swarm.storage.content import has_tokenizer
 
 NO_DATA = bytes(32)

@@ -14,27 +14,26 @@ from torch import Tensor
 
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.listener import Listener
-from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, check_tunes
-from swarmnode.client.tuning.plan import TuningPlan
+from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, TuningPlan, check_tunes
 from swarmnode.codec.body import MAX_ROWS
 from swarmnode.codec.tensors import check_compression, codec_named
 from swarmnode.codec.tuning_messages import MAX_TUNED_POSITIONS, MAX_WINDOW, TUNE_PROTOCOL
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.training.adapters.held_ends import HeldEnds
+from swarmnode.compute.training.adapters.layers import check_targets
 from swarmnode.compute.training.adapters.recipe import NO_METHOD, AdapterRecipe
 from swarmnode.compute.training.adapters.saved_folder import load_adapter, recipe_of
-from swarmnode.compute.training.adapters.targets import check_targets
 from swarmnode.counting import counted
 from swarmnode.errors import PeerError, UsageError
 from swarmnode.ledger import Account
 from swarmnode.net.addressing.addresses import without_peer
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining
-from swarmnode.peer.local_peer import board_of
+from swarmnode.peer.questions import board_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.serving.client.directory_router import DirectoryRouter
+from swarmnode.serving.client.router import DirectoryRouter
 from swarmnode.swarm.peers.standing import EVERYBODY, Trust
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.certificate import Role

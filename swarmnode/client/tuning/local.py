@@ -12,8 +12,7 @@ import torch
 from swarmnode.client.training.listener import Listener
 from swarmnode.client.training.local import founders_folder
 from swarmnode.client.tuning.client import TuningClient
-from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, check_tunes
-from swarmnode.client.tuning.plan import TuningPlan
+from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, TuningPlan, check_tunes
 from swarmnode.compute.device import probe_device, set_threads
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint

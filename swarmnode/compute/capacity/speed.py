@@ -1,13 +1,24 @@
-"""Speed at which this machine computes its layers, measured on the loaded layers in less than half a second."""
+"""Speed at which this machine computes its layers, measured on the loaded layers in less than half a second.
+
+Speed of each module of a transformer layer on a device, as arXiv 2311.03687 breaks layers down: by itself, in plain torch.
+
+The weights are made up and nothing is loaded, so that a host can tell a card's worth before it holds any model.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
+from swarmnode.compute.capacity.memory import QUANTIZED_BYTES, UnitSizes
+from swarmnode.compute.device import Device
+from swarmnode.compute.model.quantize import quantize_layers
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.runner import WANT_LAST, WANT_NOTHING, StageRunner, StepInput
 from swarmnode.compute.stopwatch import Clock, best_s
@@ -91,3 +102,198 @@ def _inputs(span: ModelSpan, unit: int, positions: int) -> Tensor:
     if unit == 0:
         return torch.zeros((1, positions), dtype=torch.int64)
     return torch.zeros((1, positions, span.hidden_size), dtype=span.dtype)
+
+
+Module = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Shape of a layer with grouped-query attention and a gated feed-forward network, in elements.
+
+    The defaults are Llama 2 7B's.
+    """
+
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 32
+    head_size: int = 128
+    feed_forward: int = 11_008
+
+    @classmethod
+    def of_config(cls, config: Any) -> LayerShape:
+        """Return the layer shape of a transformers config."""
+        heads = int(config.num_attention_heads)
+        return cls(
+            hidden=int(config.hidden_size),
+            heads=heads,
+            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_size=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            feed_forward=int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size),
+        )
+
+    @property
+    def qkv(self) -> int:
+        """Width of queries, keys and values together."""
+        return (self.heads + 2 * self.kv_heads) * self.head_size
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements of the layer's matrices."""
+        return self.hidden * (self.qkv + self.heads * self.head_size + 3 * self.feed_forward)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Shape of a language model: `layers` equal layers between an embedding and a head, both of `vocabulary` rows."""
+
+    name: str
+    layers: int
+    layer: LayerShape
+    vocabulary: int
+
+    @classmethod
+    def of_config(cls, name: str, config: Any) -> ModelShape:
+        """Return the shape in a transformers config."""
+        return cls(name, int(config.num_hidden_layers), LayerShape.of_config(config), int(config.vocab_size))
+
+    @property
+    def head_parameters(self) -> int:
+        """Number of elements of the head; the embedding has as many."""
+        return self.vocabulary * self.layer.hidden
+
+    def sizes(self, itemsize: int, quantize: str) -> UnitSizes:
+        """Return the sizes of the units in elements of `itemsize` bytes, with the layers' matrices quantised if asked."""
+        layer_bytes = int(self.layer.parameters * QUANTIZED_BYTES.get(quantize, itemsize))
+        end_bytes, cache_bytes = (
+            self.head_parameters * itemsize,
+            2 * self.layer.kv_heads * self.layer.head_size * itemsize,
+        )
+        return UnitSizes((end_bytes, *[layer_bytes] * self.layers, end_bytes), (0, *[cache_bytes] * self.layers, 0))
+
+
+LLAMA_8B = ModelShape("Llama 3 8B", 32, LayerShape(4096, 32, 8, 128, 14_336), 128_256)
+KNOWN_MODELS = (
+    ModelShape("Llama 3.2 1B", 16, LayerShape(2048, 32, 8, 64, 8192), 128_256),
+    LLAMA_8B,
+    ModelShape("Qwen3 32B", 64, LayerShape(5120, 64, 8, 128, 25_600), 151_936),
+    ModelShape("Llama 3 70B", 80, LayerShape(8192, 64, 8, 128, 28_672), 128_256),
+)
+"""Shapes from the models' published configs."""
+
+
+@dataclass(frozen=True)
+class ModuleSpeed:
+    """Seconds of one pass of a module: of a single position, of a prompt chunk, and of a chunk forward and backward."""
+
+    name: str
+    decode_s: float
+    prompt_s: float
+    training_s: float
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A module of the layer: a function of `inputs(positions)` and of weights of these shapes."""
+
+    name: str
+    run: Module
+    inputs: Callable[[int], Sequence[tuple[int, ...]]]
+    weights: Sequence[tuple[int, ...]] = ()
+
+
+def measure_modules(
+    device: Device,
+    dtype: torch.dtype,
+    shape: LayerShape = LayerShape(),
+    *,
+    positions: int = 64,
+    context: int = 512,
+    clock: Clock = time.perf_counter,
+) -> Iterator[ModuleSpeed]:
+    """Measure each module by itself: one position after `context` others, then chunks of `positions`. Takes some seconds in all."""
+    for part in _parts(shape, context):
+        weights = [_drawn(size, device, dtype) for size in part.weights]
+        one, many = ([_drawn(size, device, dtype) for size in part.inputs(count)] for count in (1, positions))
+        with torch.inference_mode():
+            decode_s, prompt_s = (_pass_s(part.run, inputs, weights, device, clock) for inputs in (one, many))
+        yield ModuleSpeed(part.name, decode_s, prompt_s, _training_s(part.run, many, weights, device, clock))
+
+
+def measure_product_s(
+    device: Device, dtype: torch.dtype, width: int, quantize: str, clock: Clock = time.perf_counter
+) -> float:
+    """Measure the seconds per element of the product of one position with a square matrix of `width`, quantised as nodes do it.
+    Raises LocalError if this device cannot compute in that format."""
+    product = nn.Linear(width, width, bias=False, dtype=dtype, device=device.torch_device)
+    nn.init.constant_(product.weight, 0.01)
+    matrix = nn.Sequential(product)
+    if quantize != "none":
+        quantize_layers(matrix, quantize, device.torch_device)
+    with torch.inference_mode():
+        return _pass_s(matrix, [_drawn((1, 1, width), device, dtype)], [], device, clock) / width**2
+
+
+def whole_layer(modules: Sequence[ModuleSpeed]) -> ModuleSpeed:
+    """Return the sums of all modules' seconds: the time of a whole layer."""
+    sums = (sum(getattr(one, field) for one in modules) for field in ("decode_s", "prompt_s", "training_s"))
+    return ModuleSpeed("layer", *sums)
+
+
+def _parts(shape: LayerShape, context: int) -> tuple[_Part, ...]:
+    heads, kv_heads, size = shape.heads, shape.kv_heads, shape.head_size
+
+    def attention_inputs(count: int) -> Sequence[tuple[int, ...]]:
+        keys = context + 1 if count == 1 else count
+        return (1, heads, count, size), (1, kv_heads, keys, size), (1, kv_heads, keys, size)
+
+    def hidden(count: int) -> Sequence[tuple[int, ...]]:
+        return ((1, count, shape.hidden),)
+
+    attended = heads * size
+    return (
+        _Part("normalise (twice)", _normalise, hidden, [(shape.hidden,)] * 2),
+        _Part("queries, keys, values", functional.linear, hidden, [(shape.qkv, shape.hidden)]),
+        _Part("attend", _attend, attention_inputs),
+        _Part("attention's output", functional.linear, lambda count: ((1, count, attended),), [(shape.hidden, attended)]),
+        _Part(
+            "feed forward", _feed_forward, hidden,
+            [(shape.feed_forward, shape.hidden)] * 2 + [(shape.hidden, shape.feed_forward)],
+        ),
+    )  # fmt: skip
+
+
+def _normalise(hidden_BTH: Tensor, first_H: Tensor, second_H: Tensor) -> Tensor:
+    width = hidden_BTH.shape[-1:]
+    return functional.rms_norm(functional.rms_norm(hidden_BTH, width, first_H), width, second_H)
+
+
+def _attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attend, with tensors of (rows, heads, positions, head size). Keys and values are repeated for their group of heads."""
+    groups = queries.shape[1] // keys.shape[1]
+    keys, values = (each.repeat_interleave(groups, dim=1) for each in (keys, values))
+    return functional.scaled_dot_product_attention(queries, keys, values, is_causal=queries.shape[2] > 1)
+
+
+def _feed_forward(hidden_BTH: Tensor, gate_FH: Tensor, up_FH: Tensor, down_HF: Tensor) -> Tensor:
+    gated = functional.silu(functional.linear(hidden_BTH, gate_FH)) * functional.linear(hidden_BTH, up_FH)
+    return functional.linear(gated, down_HF)
+
+
+def _drawn(size: tuple[int, ...], device: Device, dtype: torch.dtype) -> Tensor:
+    return torch.full(size, 0.01, dtype=dtype, device=device.torch_device)
+
+
+def _pass_s(run: Module, inputs: Sequence[Tensor], weights: Sequence[Tensor], device: Device, clock: Clock) -> float:
+    return best_s(lambda: run(*inputs, *weights), device.torch_device, clock)
+
+
+def _training_s(
+    run: Module, inputs: Sequence[Tensor], weights: Sequence[Tensor], device: Device, clock: Clock
+) -> float:
+    learnt = [value.detach().requires_grad_() for value in (*inputs, *weights)]
+
+    def there_and_back() -> None:
+        torch.autograd.grad(run(*learnt).float().sum(), learnt)
+
+    return best_s(there_and_back, device.torch_device, clock)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.model.packing.matrix_blocks import Block, frozen_product, tiles
+from swarmnode.compute.model.packing.packed_weight import Block, frozen_product, tiles
 from swarmnode.counting import format_bytes
 from swarmnode.errors import LocalError
 

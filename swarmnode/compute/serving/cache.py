@@ -2,7 +2,7 @@
 
 A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory. For layers
 with a sliding window (`window.py`) it reserves at most the size of their buffers. It also reserves the largest layer once more,
-plain: for regrouping, and for reading a layer that is kept in 8 bits (`kv_store.py`).
+plain: for regrouping, and for reading a layer that is kept in 8 bits (`cohort.py`).
 
 Buffers grow with the session. A cohort may hold padding beyond its members' reservations while there is room. Without room it is
 dissolved into its sessions, which always fit.
@@ -19,8 +19,7 @@ from typing import TypeVar
 import torch
 
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.serving.cohort import CachedSession, Cohort, copy_beginning, regroup
-from swarmnode.compute.serving.kv_store import STORES
+from swarmnode.compute.serving.cohort import STORES, CachedSession, Cohort, copy_beginning, regroup
 from swarmnode.compute.serving.window import LONGEST_SHARED, MAX_LAG, Window, Windows, sliding_layers
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError, SwarmnodeError

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.device_fault import card_answers, forget_traceback
+from swarmnode.compute.executor import card_answers, forget_traceback
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import Cohort
 from swarmnode.compute.serving.flat_program import Recorder

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarmnode.compute.model.packing.ggml import GgmlMatrix, library, threads
-from swarmnode.compute.model.packing.joined_products import MOST_JOINED, FixedProduct, JoinedProducts
+from swarmnode.compute.model.packing.packed_weight import MOST_JOINED, FixedProduct, JoinedProducts
 
 Call = Callable[[], object]
 REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmnode.compute.device_fault import forget_traceback, is_device_fault
-from swarmnode.compute.model.mtp.guessing_layer import GuessingLayer
+from swarmnode.compute.executor import forget_traceback, is_device_fault
+from swarmnode.compute.model.mtp import GuessingLayer
 from swarmnode.compute.serving.cache import OutOfCache
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.stopwatch import Throttle
 from swarmnode.ledger import MemoryLedger
 
 log = logging.getLogger(__name__)

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.device import trim_heap
-from swarmnode.compute.device_fault import forget_traceback, is_device_fault
+from swarmnode.compute.executor import forget_traceback, is_device_fault
 from swarmnode.compute.model.family import switching_position
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
-from swarmnode.compute.serving.captured_works import CapturedWorks
 from swarmnode.compute.serving.cohort import CachedSession, Cohort
+from swarmnode.compute.serving.device_transfers import CapturedWorks
 from swarmnode.compute.serving.experts import ExpertCounts, marks
 from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
-from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.stopwatch import Throttle
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger

@@ -18,19 +18,16 @@ from torch.nn import functional
 
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.linear import speed_up_linears
-from swarmnode.compute.model.packed import let_go
+from swarmnode.compute.model.linear import let_go, speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.loading import check_family
 from swarmnode.compute.serving.window import AttentionCache, sliding_layers
-from swarmnode.compute.training.losses.next_token import next_token_loss
-from swarmnode.compute.training.losses.routers import RouterWatch, busiest_share, router_losses
+from swarmnode.compute.training.losses import RouterWatch, busiest_share, next_token_loss, router_losses
 from swarmnode.compute.training.randomness import CounterDropout, draws_dropout, reseed
 from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.data.rows import NO_LABEL
 from swarmnode.errors import ProtocolError
-from swarmnode.swarm.records.recipe import Recipe
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import Recipe, Run
 
 MOST_PACKED = 4096
 PACKING_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "olmo2", "phi3", "gemma"})

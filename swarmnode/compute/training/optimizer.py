@@ -21,8 +21,7 @@ from swarmnode.compute.training.optimizers.lion import lion
 from swarmnode.compute.training.optimizers.muon import is_matrix, muon
 from swarmnode.compute.training.optimizers.muon import working_bytes as muon_bytes
 from swarmnode.compute.training.optimizers.schedule_free import schedule_free
-from swarmnode.swarm.records.recipe import Treatment
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import Run, Treatment
 
 CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
 FUSED_DEVICES = ("cpu", "cuda")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
-from swarmnode.swarm.records.recipe import Recipe
-from swarmnode.swarm.records.run import MAX_MICROBATCHES, Run
+from swarmnode.swarm.records.run import MAX_MICROBATCHES, Recipe, Run
 
 Shares = tuple[float, ...]
 """Factors of the means over labels in a microbatch's loss, one for each mean; empty if the means have no factors."""

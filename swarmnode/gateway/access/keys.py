@@ -20,7 +20,7 @@ from pathlib import Path
 
 from swarmnode.errors import UsageError
 from swarmnode.files import write_private
-from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.swarm.storage.small_files import read_user_file
 
 log = logging.getLogger(__name__)
 

@@ -27,10 +27,9 @@ from swarmnode.gateway.generation.tool_use import (
     function_tool,
 )
 from swarmnode.gateway.http.api_error import bad_request
-from swarmnode.gateway.http.body_route import BodyRoute
+from swarmnode.gateway.http.body_route import BodyRoute, Items
 from swarmnode.gateway.http.event_stream import NamedEvent
-from swarmnode.gateway.http.json_bound import Items
-from swarmnode.gateway.openai.conversation import (
+from swarmnode.gateway.openai.requests import (
     MAX_MESSAGES,
     ContentPart,
     check_turns,

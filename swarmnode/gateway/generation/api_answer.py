@@ -19,12 +19,10 @@ from starlette.responses import Response
 
 from swarmnode.errors import SwarmnodeError
 from swarmnode.gateway.gateway import gateway_of
-from swarmnode.gateway.generation.choice_stream import ChoiceStream, Piece, pieces_of
-from swarmnode.gateway.generation.logprobs import SpelledChoice
+from swarmnode.gateway.generation.choice_stream import ChoiceStream, Piece, SpelledChoice, pieces_of
 from swarmnode.gateway.generation.parts import Parts, TokenUsage
 from swarmnode.gateway.http.api_error import ApiError, api_error
-from swarmnode.gateway.http.client_watch import ClientWatch
-from swarmnode.gateway.http.event_stream import EventStream, event
+from swarmnode.gateway.http.event_stream import ClientWatch, EventStream, event
 
 REQUEST_ID = "X-Request-Id"
 UNIQUE_BYTES = 6

@@ -17,7 +17,7 @@ from swarmnode.codec.measuring_messages import TRACE_ID_BYTES
 from swarmnode.data.conversation import SYSTEM
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.gateway.generation.choice_stream import LENGTH, STOP
-from swarmnode.measuring.timeline import Stop, Timeline
+from swarmnode.measuring.trace import Stop, Timeline
 from swarmnode.serving.client.generation import GenerateOptions, Generation
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, INFER
 from swarmnode.version import __version__

@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
-from swarmnode.gateway.generation.choice_stream import Piece
-from swarmnode.gateway.generation.logprobs import ChatLogprobs
+from swarmnode.gateway.generation.choice_stream import ChatLogprobs, Piece
 from swarmnode.gateway.generation.parts import PartKind
 from swarmnode.gateway.generation.response_parser import CallPart
 from swarmnode.gateway.http.body_route import BodyRoute

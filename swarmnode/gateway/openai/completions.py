@@ -13,12 +13,10 @@ from starlette.responses import Response
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
-from swarmnode.gateway.generation.choice_stream import Piece
-from swarmnode.gateway.generation.logprobs import SpelledChoice, TextSpeller, spell_prompt
+from swarmnode.gateway.generation.choice_stream import Piece, SpelledChoice, TextSpeller, spell_prompt
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute
-from swarmnode.gateway.http.client_watch import ClientWatch
-from swarmnode.gateway.http.event_stream import DONE, TextEvents
+from swarmnode.gateway.http.event_stream import DONE, ClientWatch, TextEvents
 from swarmnode.gateway.openai.replies import CompletionReply, TextChoice, Usage
 from swarmnode.gateway.openai.requests import CompletionRequest
 from swarmnode.gateway.served_model import ServedModel

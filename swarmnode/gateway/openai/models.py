@@ -9,11 +9,9 @@ from fastapi import APIRouter, Request
 from swarmnode.gateway.gateway import gateway_of
 from swarmnode.gateway.generation.tool_use import ToolUse
 from swarmnode.gateway.http.api_error import bad_request
-from swarmnode.gateway.http.body_route import BodyRoute
-from swarmnode.gateway.http.json_bound import MAX_VALUES
-from swarmnode.gateway.openai.conversation import templated
+from swarmnode.gateway.http.body_route import MAX_VALUES, BodyRoute
 from swarmnode.gateway.openai.replies import DetokenizeReply, ModelCard, ModelList, TokenizeReply
-from swarmnode.gateway.openai.requests import DetokenizeRequest, TokenizeRequest, offered_tools
+from swarmnode.gateway.openai.requests import DetokenizeRequest, TokenizeRequest, offered_tools, templated
 
 router = APIRouter(route_class=BodyRoute)
 

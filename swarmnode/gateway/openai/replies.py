@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
-from swarmnode.gateway.generation.logprobs import ChatLogprobs, TextLogprobs
+from swarmnode.gateway.generation.choice_stream import ChatLogprobs, TextLogprobs
 from swarmnode.gateway.generation.parts import TokenUsage
 
 

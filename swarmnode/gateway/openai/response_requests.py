@@ -13,15 +13,15 @@ from swarmnode.data.conversation import ASSISTANT, ROLES, template_call
 from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ResponseFormat, ToolUse, function_tool
 from swarmnode.gateway.http.api_error import bad_request
-from swarmnode.gateway.http.json_bound import Items
-from swarmnode.gateway.openai.conversation import (
+from swarmnode.gateway.http.body_route import Items
+from swarmnode.gateway.openai.kept_responses import Item, ItemPart
+from swarmnode.gateway.openai.requests import (
     MAX_MESSAGES,
     ContentPart,
     arguments_of,
     check_turns,
     text_of,
 )
-from swarmnode.gateway.openai.kept_responses import Item, ItemPart
 
 LOGPROBS = "message.output_text.logprobs"
 COMPLETED = "completed"

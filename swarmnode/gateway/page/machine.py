@@ -11,11 +11,11 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, StringConstraints
 
 from swarmnode.gateway.http.api_error import ApiError
-from swarmnode.gateway.http.json_bound import Items, at_most
+from swarmnode.gateway.http.body_route import Items, at_most
 from swarmnode.gateway.page.page import OWNED, Page
 from swarmnode.gateway.page.replies import ChangeReply, LendingOptionsReply, MachineReply, NodeReply
 from swarmnode.lending.cards import Cards
-from swarmnode.lending.control_client import running_nodes, tell_node
+from swarmnode.lending.control import running_nodes, tell_node
 
 MAX_REASON_CHARS = 200
 MAX_OPTIONS, MAX_ITEMS, MAX_OPTION_CHARS = 32, 32, 100

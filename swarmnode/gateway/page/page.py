@@ -19,9 +19,9 @@ from swarmnode.gateway.access.guard import LOOPBACK_NAMES
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.page.feed import SwarmFeed, SwarmHistory
-from swarmnode.lending.control_client import running_nodes, tell_node
+from swarmnode.lending.control import running_nodes, tell_node
 from swarmnode.net.tasks import Tasks
-from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.swarm.storage.small_files import read_user_file
 
 FILE = "page-token"
 HEADER = "X-Swarmnode-Owner"

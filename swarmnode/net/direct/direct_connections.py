@@ -18,8 +18,15 @@ from typing import Any, Protocol, cast
 from swarmnode.errors import PeerLost, ProtocolError
 from swarmnode.net.addressing.addresses import host_of, is_relayed
 from swarmnode.net.deadlines import Backoff, Deadline
-from swarmnode.net.direct.direct_stream import DirectStream
-from swarmnode.net.direct.records import PUBLIC_KEY_BYTES, TOKEN_BYTES, Agreement, DirectionKey, KeyPair, Occasion
+from swarmnode.net.direct.direct_stream import (
+    PUBLIC_KEY_BYTES,
+    TOKEN_BYTES,
+    Agreement,
+    DirectionKey,
+    DirectStream,
+    KeyPair,
+    Occasion,
+)
 from swarmnode.net.interfaces import PeerId, Stream
 from swarmnode.net.limits.address_group import address_group
 

@@ -2,17 +2,21 @@
 
 Its sockets live in a private folder in the temp directory. The folder's name has the process id, and it holds a locked file, so
 that the folders of killed processes can be recognised and removed at the next start.
+
+A child process that ends with the process that started it, however that one ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import itertools
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -22,8 +26,24 @@ from typing import Any
 
 from swarmnode.errors import LocalError, with_advice
 from swarmnode.files import lock_alone
-from swarmnode.net.libp2p.parent import die_with_parent
 from swarmnode.net.tasks import cancel_and_wait
+
+PR_SET_PDEATHSIG = 1
+
+# Looked up before there is a fork: between fork and exec nothing may be loaded or locked.
+_prctl = ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that forked it ends; for `preexec_fn`. Does nothing on systems other than
+    Linux."""
+    if _prctl is None or sys.platform == "win32":
+        return
+    parent = os.getppid()
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died between the fork and the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
 
 log = logging.getLogger(__name__)
 

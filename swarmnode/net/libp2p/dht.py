@@ -1,4 +1,10 @@
-"""The DHT of the real network: the table of `net/table` over p2pd's calls."""
+"""The DHT of the real network: the table of `net/table` over p2pd's calls.
+
+The table's calls over p2pd: PING, STORE and FIND, in hivemind's messages.
+
+Data from others is bounded here, and counted for its sender. Only records that are valid under their key are kept. There is no
+cache: a keeper gives the records that were stored with it.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +14,253 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
+import msgspec
+
+from swarmnode.codec.body import DECODE_ERRORS
 from swarmnode.errors import NetworkDown
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Dht, Enough, PeerId, Record, RecordValidator
-from swarmnode.net.libp2p.from_hivemind import P2P
-from swarmnode.net.libp2p.peers import AddressGroups
-from swarmnode.net.libp2p.table_calls import TableCalls
+from swarmnode.net.libp2p.from_hivemind import P2P, dht_pb2
+from swarmnode.net.libp2p.p2pd_control import AddressGroups, hivemind_id, peer_bytes, peer_name
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.table.keepers import REPLICAS, Keepers, Population
-from swarmnode.net.table.lookup import EnoughThere, LookUp, Records
-from swarmnode.net.table.record_store import RecordStore
-from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable, id_bytes, key_id, node_id
+from swarmnode.net.limits.fair_share import FairPace, Pace, Recent
+from swarmnode.net.table.lookup import MAX_FIND_KEYS, EnoughThere, FoundThere, LookUp, Records
+from swarmnode.net.table.record_store import MAX_SUBKEYS, RecordStore
+from swarmnode.net.table.routing_table import (
+    BUCKET_PEERS,
+    ID_BITS,
+    REPLICAS,
+    Keepers,
+    Population,
+    RoutingTable,
+    id_bytes,
+    key_id,
+    node_id,
+)
+from swarmnode.net.tasks import Tasks
 
 log = logging.getLogger(__name__)
+
+PING, STORE, FIND = "Table.ping", "Table.store", "Table.find"
+MAX_STORES = 32  # records in one call
+MAX_ANSWER_BYTES = 768 * 1024  # together with the neighbours below the 1 MiB that p2pd takes as one message
+CALLS = Pace(40, 200), Pace(400, 2000)  # of a peer, of an address group
+ANSWERS_BYTES = Pace(128 << 10, 2 << 20), Pace(1 << 20, 16 << 20)
+PATIENCE_S = 1.0  # a call that would have to wait longer is refused
+FAILED_S, MAX_FAILED_S = 5.0, 80.0  # pause after a call without an answer, doubled up to the maximum
+MAX_REMEMBERED = 512  # peers that failed, and peers that were handed their records
+KEY_BYTES = ID_BITS // 8
+
+_decoder = msgspec.msgpack.Decoder(list[tuple[bytes, bytes, float]])
+
+
+class TableCalls:
+    """Calls to other peers of the table, and answers to theirs; a client only calls. Made anew with each p2pd."""
+
+    def __init__(
+        self,
+        p2p: P2P,
+        store: RecordStore,
+        routing_table: RoutingTable,
+        valid: RecordValidator | None,
+        groups: AddressGroups,
+        *,
+        client_mode: bool,
+        timeout_s: float,
+    ) -> None:
+        self._p2p = p2p
+        self._store = store
+        self._routing_table = routing_table
+        self._valid = valid
+        self._groups = groups
+        self._client_mode = client_mode
+        self._timeout_s = timeout_s
+        self._calls = FairPace(*CALLS)
+        self._answers_bytes = FairPace(*ANSWERS_BYTES)
+        self._failed: Recent[PeerId, tuple[float, float]] = Recent(MAX_REMEMBERED)  # (end of the pause, its seconds)
+        self._handed_over: Recent[PeerId, None] = Recent(MAX_REMEMBERED)
+        self._tasks = Tasks("table calls", on_crash=None)
+        self._closed = False
+        own = b"" if client_mode else id_bytes(node_id(p2p.peer_id.to_base58()))
+        self._info = dht_pb2.NodeInfo(node_id=own)
+
+    def __repr__(self) -> str:
+        return f"<TableCalls with {self._store!r}, {self._routing_table!r}>"
+
+    async def serve(self) -> None:
+        """Start to answer calls. A client answers none."""
+        if self._client_mode:
+            return
+        for name, answer, request in (
+            (PING, self._answer_ping, dht_pb2.PingRequest),
+            (STORE, self._answer_store, dht_pb2.StoreRequest),
+            (FIND, self._answer_find, dht_pb2.FindRequest),
+        ):
+            await self._p2p.add_protobuf_handler(name, answer, request)
+
+    async def close(self) -> None:
+        """Cancel the tasks in the background."""
+        self._closed = True
+        await self._tasks.close()
+
+    # -- asking
+
+    async def ping(self, peer: PeerId) -> float | None:
+        """Return the clock of a peer (unix time in seconds); None if it has no place in the table or does not answer."""
+        answer = await self._call(peer, PING, dht_pb2.PingRequest(peer=self._info), dht_pb2.PingResponse)
+        if answer is None or not answer.peer.node_id:
+            return None
+        return float(answer.dht_time)
+
+    async def store(self, peer: PeerId, key: int, records: Sequence[tuple[bytes, Record]]) -> list[bool] | None:
+        """Ask a peer to keep records under a key; return for each record whether it was kept. None if the peer does not answer."""
+        request = dht_pb2.StoreRequest(
+            keys=[id_bytes(key)] * len(records),
+            subkeys=[subkey for subkey, _ in records],
+            values=[record.value for _, record in records],
+            expiration_time=[record.expires_at for _, record in records],
+            peer=self._info,
+        )
+        answer = await self._call(peer, STORE, request, dht_pb2.StoreResponse)
+        return None if answer is None else list(answer.store_ok)
+
+    async def find(self, peer: PeerId, keys: Sequence[int]) -> list[FoundThere] | None:
+        """Return the peer's valid records under each key and the peers that it knows near the key. None if it does not answer, or
+        is left alone after a failure."""
+        until_s, _ = self._failed.get(peer, (0.0, 0.0))
+        if time.monotonic() < until_s:
+            return None
+        request = dht_pb2.FindRequest(keys=list(map(id_bytes, keys)), peer=self._info)
+        answer = await self._call(peer, FIND, request, dht_pb2.FindResponse)
+        if answer is None or len(answer.results) != len(keys):
+            return None
+        await self._groups.learn(peer)
+        return [self._read(key, result) for key, result in zip(keys, answer.results, strict=True)]
+
+    def _read(self, key: int, result: Any) -> FoundThere:
+        nearer = [peer_name(raw) for raw in result.nearest_peer_ids[:BUCKET_PEERS]]
+        records: dict[bytes, Record] = {}
+        if result.type == dht_pb2.FOUND_DICTIONARY:
+            try:
+                packed = _decoder.decode(result.value)[:MAX_SUBKEYS]
+                records = {subkey: Record(value, expires_at) for subkey, value, expires_at in packed}
+            except DECODE_ERRORS as error:
+                log.debug("an answer of the table cannot be read: %s", error)
+        valid = {subkey: record for subkey, record in records.items() if self._is_valid(key, subkey, record)}
+        return FoundThere(valid, [peer for peer in nearer if peer])
+
+    async def _call(self, peer: PeerId, name: str, request: Any, answer_type: type) -> Any:
+        try:
+            calling = self._p2p.call_protobuf_handler(hivemind_id(peer), name, request, answer_type)
+            answer = await asyncio.wait_for(calling, self._timeout_s)
+        except Exception as error:  # hivemind raises many kinds of errors: asyncio's, the other side's, its own
+            log.debug("peer %s does not answer for the table: %s", peer, error)
+            self._routing_table.lost(peer)
+            self._note_failure(peer)
+            return None
+        self._failed.pop(peer, None)
+        if answer.peer.node_id:
+            await self._heard(peer)
+        return answer
+
+    def _note_failure(self, peer: PeerId) -> None:
+        _, lasted_s = self._failed.get(peer, (0.0, FAILED_S / 2))
+        lasted_s = min(MAX_FAILED_S, 2 * lasted_s)
+        self._failed[peer] = (time.monotonic() + lasted_s, lasted_s)
+
+    # -- known peers
+
+    async def _heard(self, peer: PeerId) -> None:
+        """Note a call or answer of a peer of the table: enter it into the routing table, and give a newcomer the records that it
+        should keep."""
+        group = await self._groups.learn(peer)
+        if self._closed:
+            return
+        new = peer not in self._routing_table
+        doubtful = self._routing_table.heard(peer, group)
+        if doubtful is not None:
+            self._tasks.spawn(self.ping(doubtful), f"ask whether {doubtful} lives")
+        if new and not self._client_mode and peer not in self._handed_over:
+            self._handed_over[peer] = None
+            self._tasks.spawn(self._hand_over(peer), f"hand over to {peer}")
+
+    async def _hand_over(self, peer: PeerId) -> None:
+        """Give a newcomer the records to whose keys it is among the nearest peers, unless another known peer is nearer than this
+        one."""
+        own = node_id(self._p2p.peer_id.to_base58())
+        due: dict[int, list[tuple[bytes, Record]]] = {}
+        for key, subkey, record in list(self._store.items()):
+            others = [other for other in self._routing_table.nearest(key, BUCKET_PEERS) if other != peer]
+            distances = [node_id(other) ^ key for other in others]
+            ours = not distances or own ^ key < distances[0]
+            if ours and (len(distances) < BUCKET_PEERS or node_id(peer) ^ key < max(distances)):
+                due.setdefault(key, []).append((subkey, record))
+        for key, records in due.items():
+            for start in range(0, len(records), MAX_STORES):
+                if await self.store(peer, key, records[start : start + MAX_STORES]) is None:
+                    return
+
+    def _is_valid(self, key: int, subkey: bytes, record: Record) -> bool:
+        return self._valid is None or self._valid(id_bytes(key), subkey, record.value, record.expires_at)
+
+    # -- answering
+
+    async def _admit(self, context: Any, info: Any) -> Claimant:
+        """Return the calling peer and its address group. Raises PermissionError if it calls too often."""
+        peer: PeerId = context.remote_id.to_base58()
+        claimant = Claimant(await self._groups.learn(peer), peer)
+        await _take_turn(self._calls, claimant)
+        if info.node_id:
+            await self._heard(peer)
+        return claimant
+
+    async def _answer_ping(self, request: dht_pb2.PingRequest, context: Any) -> dht_pb2.PingResponse:
+        await self._admit(context, request.peer)
+        return dht_pb2.PingResponse(peer=self._info, dht_time=time.time())
+
+    async def _answer_store(self, request: dht_pb2.StoreRequest, context: Any) -> dht_pb2.StoreResponse:
+        claimant = await self._admit(context, request.peer)
+        rows = list(zip(request.keys, request.subkeys, request.values, request.expiration_time, strict=True))
+        if len(rows) > MAX_STORES or any(len(key) != KEY_BYTES for key, *_ in rows):
+            raise ValueError(f"more than {MAX_STORES} records, or keys of a wrong length")
+        taken = [self._keep(int.from_bytes(key, "big"), *rest, claimant=claimant) for key, *rest in rows]
+        return dht_pb2.StoreResponse(store_ok=taken, peer=self._info)
+
+    def _keep(self, key: int, subkey: bytes, value: bytes, expires_at: float, *, claimant: Claimant) -> bool:
+        valid = self._is_valid(key, subkey, Record(value, expires_at))
+        return valid and self._store.store(key, subkey, value, expires_at, claimant)
+
+    async def _answer_find(self, request: dht_pb2.FindRequest, context: Any) -> dht_pb2.FindResponse:
+        claimant = await self._admit(context, request.peer)
+        if len(request.keys) > MAX_FIND_KEYS or any(len(key) != KEY_BYTES for key in request.keys):
+            raise ValueError(f"more than {MAX_FIND_KEYS} keys, or keys of a wrong length")
+        answer = dht_pb2.FindResponse(peer=self._info)
+        keys = list(dict.fromkeys(int.from_bytes(raw, "big") for raw in request.keys))
+        left_bytes = MAX_ANSWER_BYTES
+        for number, key in enumerate(keys):
+            answer.results.append(self._find_here(key, claimant.peer, left_bytes // (len(keys) - number)))
+            left_bytes -= len(answer.results[-1].value)
+        await _take_turn(self._answers_bytes, claimant, answer.ByteSize())
+        return answer
+
+    def _find_here(self, key: int, asker: PeerId, room_bytes: int) -> Any:
+        """Return the own records under a key, as many as fit, and the known peers near it without the asking one."""
+        result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
+        records = self._store.some(key, room_bytes)
+        if records:
+            packed = msgspec.msgpack.encode([(subkey, each.value, each.expires_at) for subkey, each in records.items()])
+            result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=packed)
+        nearest = [peer for peer in self._routing_table.nearest(key, BUCKET_PEERS + 1) if peer != asker]
+        result.nearest_peer_ids.extend(peer_bytes(peer) for peer in nearest[:BUCKET_PEERS])
+        return result
+
+
+async def _take_turn(pace: FairPace, claimant: Claimant, amount: float = 1.0) -> None:
+    wait_s = pace.wait_s(claimant, amount, within_s=PATIENCE_S)
+    if wait_s > PATIENCE_S:
+        raise PermissionError("too many calls; slower")
+    if wait_s:
+        await asyncio.sleep(wait_s)
+
 
 MAX_CLOCK_SKEW_S = 3.0
 MAX_WARNINGS = 8  # of clocks: the peers with another time may be many

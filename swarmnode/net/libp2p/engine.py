@@ -26,8 +26,7 @@ from swarmnode.net.addressing.addresses import (
     with_peer,
     with_ports,
 )
-from swarmnode.net.addressing.probe import answering
-from swarmnode.net.addressing.reachability import is_hidden, own_interfaces
+from swarmnode.net.addressing.reachability import answering, is_hidden, own_interfaces
 from swarmnode.net.deadlines import Backoff
 from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_connections import LOWEST_PORT, DirectConnections
@@ -35,11 +34,9 @@ from swarmnode.net.interfaces import Dht, Network, PeerId, Stream, StreamHandler
 from swarmnode.net.libp2p.daemon import Daemon, SocketFolder, raise_descriptor_limit
 from swarmnode.net.libp2p.dht import EngineDht
 from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
-from swarmnode.net.libp2p.p2pd_control import Inbox, P2pdControl
-from swarmnode.net.libp2p.peers import AddressGroups
-from swarmnode.net.limits.fair_share import Recent
-from swarmnode.net.limits.stream_limits import StreamLimits
-from swarmnode.net.links.gate import OPEN_GATE, Gate
+from swarmnode.net.libp2p.p2pd_control import AddressGroups, Inbox, P2pdControl
+from swarmnode.net.limits.fair_share import Recent, StreamLimits
+from swarmnode.net.links.link_config import OPEN_GATE, Gate
 from swarmnode.net.network_config import NetworkConfig
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.net.transport_stream import TransportStream

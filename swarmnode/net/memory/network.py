@@ -34,10 +34,9 @@ from swarmnode.net.interfaces import (
     key_digest,
 )
 from swarmnode.net.limits.address_group import address_group
-from swarmnode.net.limits.stream_limits import StreamLimits
-from swarmnode.net.links.gate import OPEN_GATE, Gate
-from swarmnode.net.memory.medium import Island, Medium
-from swarmnode.net.memory.stream import FakeStream, connect
+from swarmnode.net.limits.fair_share import StreamLimits
+from swarmnode.net.links.link_config import OPEN_GATE, Gate
+from swarmnode.net.memory.medium import FakeStream, Island, Medium, connect
 from swarmnode.net.network_config import NetworkConfig
 from swarmnode.net.tasks import Supervisor, Tasks, cancel_and_wait
 

@@ -17,9 +17,8 @@ from operator import itemgetter
 import msgspec
 import numpy as np
 
-from swarmnode.codec.averaging_messages import MOST_SHARE, USUAL_SHARE, Group, How
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
-from swarmnode.codec.training_fields import MAX_CLUSTERS
+from swarmnode.codec.training_messages import MAX_CLUSTERS, MOST_SHARE, USUAL_SHARE, Group, How
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import encoded_bytes
 from swarmnode.plan.offline.grid import dendrogram

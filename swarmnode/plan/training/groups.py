@@ -16,9 +16,9 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from swarmnode.codec.averaging_messages import Form, Group, How, MemberSpec
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
+from swarmnode.codec.training_messages import Form, Group, How, MemberSpec
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import LADDER, encoded_bytes
 from swarmnode.plan.training.averaging import part_shares

@@ -21,8 +21,7 @@ from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.spans.placement import REAL_CHANGE
 from swarmnode.plan.training.averaging import AveragingNetwork, fastest, part_shares, sharings_of
 from swarmnode.plan.training.step_model import passing_s
-from swarmnode.plan.training.transfers import Transfers
-from swarmnode.plan.training.wiring import Replica
+from swarmnode.plan.training.wiring import Replica, Transfers
 from swarmnode.plan.view import Span
 
 COMPUTE_SHARPNESS, AVERAGING_SHARPNESS = 8, 16

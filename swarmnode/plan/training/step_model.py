@@ -20,8 +20,7 @@ from enum import IntEnum
 from functools import partial
 
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.training.transfers import Transfers
-from swarmnode.plan.training.wiring import Replica, Wire, book, keep_busy, wire
+from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, keep_busy, wire
 from swarmnode.plan.virtual_clock import Action, VirtualClock
 
 FULL_PLAY = 128  # microbatches that go through; further ones take what those in the middle take

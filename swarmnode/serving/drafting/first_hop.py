@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from swarmnode.measuring.meters import ACCEPTED, WASTED
-from swarmnode.serving.drafting.drafter import DraftBudget, Drafter, LiveDrafter, SuggestedDrafter
-from swarmnode.serving.drafting.told import ForcedDrafter
+from swarmnode.serving.drafting.drafter import DraftBudget, Drafter, ForcedDrafter, LiveDrafter, SuggestedDrafter
 
 
 class Flight(NamedTuple):

@@ -50,14 +50,20 @@ from swarmnode.net.links.hop import Hop, until
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.drafting.first_hop import DraftLead
-from swarmnode.serving.drafting.last_hop import GuessedJobs
-from swarmnode.serving.drafting.overtaken import TakenBack
+from swarmnode.serving.drafting.last_hop import GuessedJobs, TakenBack
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
 from swarmnode.serving.link_codecs import LinkCodecs
 from swarmnode.serving.session.opening import check_input, is_last, text_of, units_of
 from swarmnode.serving.session.session_host import SessionHost, SessionPipeline
-from swarmnode.serving.session.session_streams import InputCursor, OutputStream, Ring, ids_in, ids_input, output_of
-from swarmnode.serving.session.transcript import Transcript
+from swarmnode.serving.session.session_streams import (
+    InputCursor,
+    OutputStream,
+    Ring,
+    Transcript,
+    ids_in,
+    ids_input,
+    output_of,
+)
 
 log = logging.getLogger(__name__)
 

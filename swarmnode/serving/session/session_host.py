@@ -8,8 +8,8 @@ from typing import Protocol
 from swarmnode.config import ServerConfig
 from swarmnode.measuring.meters import StageMeter
 from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.peer.local_peer import LocalPeer
-from swarmnode.plan.serving.pass_cost import PassCost
+from swarmnode.peer.questions import LocalPeer
+from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.serving.drafting.drafter import Drafting
 from swarmnode.serving.job import Job, Pass
 from swarmnode.serving.link_codecs import CodecRules

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.stopwatch import Throttle
 from swarmnode.errors import UsageError
 from swarmnode.plan.offline.gpus import LayerTimes, find_gpu, layer_times
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.view import Span
-from swarmnode.simulate.environment.graph_model import GraphModel
-from swarmnode.simulate.environment.model import WEIGHT_BYTES, Model
+from swarmnode.simulate.environment.model import WEIGHT_BYTES, GraphModel, Model
 
 FLOPS_SHARE = 0.4
 BANDWIDTH_SHARE = 0.7

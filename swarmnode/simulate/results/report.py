@@ -7,9 +7,8 @@ from html import escape
 from typing import Any
 
 from swarmnode.counting import counted
-from swarmnode.simulate.results.machines import IDLE, Machines
 from swarmnode.simulate.results.measures import PERCENTILES, percentile
-from swarmnode.simulate.results.network_map import network_map, network_matrix
+from swarmnode.simulate.results.network_map import IDLE, Machines, network_map, network_matrix
 from swarmnode.simulate.results.page import bars, curves, legend, page, spans, table
 from swarmnode.simulate.simulation import SimulationResult
 

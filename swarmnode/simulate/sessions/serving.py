@@ -16,9 +16,7 @@ from swarmnode.plan.routes.routing import find_route, shortlist
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
-from swarmnode.simulate.sessions.executor import SimulatedExecutor
-from swarmnode.simulate.sessions.fluid import FluidSession
-from swarmnode.simulate.sessions.session import RingSession, Session, SimulatedHop
+from swarmnode.simulate.sessions.session import FluidSession, RingSession, Session, SimulatedExecutor, SimulatedHop
 from swarmnode.simulate.settings import EXACT_PEERS, ServeSettings
 
 RETRY_S = 2.0  # delay that a full peer tells its clients; see ServerConfig

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 from msgspec.structs import replace
 
-from swarmnode.codec.averaging_messages import Group, How
+from swarmnode.codec.training_messages import Group, How
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.averaging import AveragingNetwork, averaged_bytes, gathering
 from swarmnode.simulate.environment.links import Links

@@ -28,13 +28,14 @@ from swarmnode.swarm.records.announcement import (
     MAX_LIFE_S,
     VERSION,
     Announcement,
+    Section,
     State,
     Vouch,
     announcement_reader,
     fit,
+    said,
     sign_announcement,
 )
-from swarmnode.swarm.records.sections import Section, said
 from swarmnode.swarm.records.signed import Sign, Verify
 from swarmnode.swarm.storage.remembered import KnownPeers
 

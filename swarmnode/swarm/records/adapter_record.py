@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from swarmnode.codec.body import MAX_ADAPTER_CHARS, MAX_ADAPTER_RECORD_BYTES, Root
 from swarmnode.codec.messages import AdapterTicket, Open
-from swarmnode.codec.training_fields import Peer
+from swarmnode.codec.training_messages import Peer
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.certificate import MAX_SKEW_S, SwarmId, UnixTime

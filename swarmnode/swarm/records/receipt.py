@@ -12,8 +12,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from swarmnode.codec.credit_messages import MAX_RECEIPT_BYTES
-from swarmnode.codec.training_fields import Peer
+from swarmnode.codec.messages import MAX_RECEIPT_BYTES
+from swarmnode.codec.training_messages import Peer
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.signed import PeerSigned, Signable, Verify

@@ -3,6 +3,11 @@ own key.
 
 Format: `protocol/records.md`. A hop makes a statement only when asked, from what it keeps anyway for sending again. Any
 peer that has the statement can show it to others. It binds the hop to its input, its output, and the sketches of both.
+
+Report that a peer computes falsely: signed by the peer that found it, with the accused peer's own signed statement.
+
+Format: `protocol/records.md`. No user wrote the text: its beginning is random, the rest was drawn by the swarm. A
+reader of a report has the accused and other peers compute such a text, and believes only that result.
 """
 
 from __future__ import annotations
@@ -12,12 +17,20 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from swarmnode.codec.audit_messages import MAX_SKETCHED, MAX_STATEMENT_BYTES, Seed
-from swarmnode.codec.body import MAX_POSITIONS, Position, SessionId, Step, Unit
-from swarmnode.codec.spot_check_messages import DIGEST_BYTES, MAX_COMMITMENT_BYTES, MAX_ENTRIES, Digest
-from swarmnode.codec.training_fields import Peer, RunId
+from swarmnode.codec.audit_messages import (
+    DIGEST_BYTES,
+    MAX_COMMITMENT_BYTES,
+    MAX_ENTRIES,
+    MAX_SKETCHED,
+    MAX_STATEMENT_BYTES,
+    Digest,
+    Seed,
+)
+from swarmnode.codec.body import MAX_POSITIONS, Position, SessionId, Step, TokenId, Unit
+from swarmnode.codec.training_messages import Peer, RunId
+from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.records.announcement import MAX_FORMAT_CHARS
-from swarmnode.swarm.records.signed import PeerSigned, Signable
+from swarmnode.swarm.records.signed import PeerSigned, Signable, Verify
 
 DOMAIN = b"swarmnode statement 1\n"
 COMMITMENT_DOMAIN = b"swarmnode commitment 1\n"
@@ -25,7 +38,7 @@ COMMITMENT_DOMAIN = b"swarmnode commitment 1\n"
 
 class Commitment(Signable, frozen=True):
     """Signed promise of a training peer about the `count` microbatches that it has computed in a step, given before spot checks.
-    `entries` is the SHA-256 of their records (`codec/spot_check_messages.py`)."""
+    `entries` is the SHA-256 of their records (`codec/audit_messages.py`)."""
 
     swarm: bytes
     peer: Peer
@@ -96,3 +109,42 @@ def _is_edge(edge: Edge, statement: Statement) -> bool:
 
 _KIND = PeerSigned("statement", Statement, domain=DOMAIN, max_bytes=MAX_STATEMENT_BYTES, author="peer")
 sign_statement, open_statement = _KIND.sign, _KIND.open
+
+
+REPORT_DOMAIN = b"swarmnode report 1\n"
+MAX_REPORT_BYTES = 3072
+MAX_IDS = 128
+
+
+class Report(Signable, frozen=True):
+    """Accusation about the text `ids`, whose first `prompt` tokens were drawn at random. `statement` is what the
+    accused signed."""
+
+    swarm: bytes
+    author: Peer
+    accused: Peer
+    at: Annotated[float, Meta(gt=0, lt=1e18)]  # unix time, seconds
+    prompt: Annotated[int, Meta(ge=1)]
+    ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_IDS)]
+    statement: Annotated[bytes, Meta(min_length=1, max_length=MAX_STATEMENT_BYTES)]
+
+    def __repr__(self) -> str:
+        return f"<Report by {self.author[-8:]} of {self.accused[-8:]}>"
+
+    def rules(self) -> dict[str, bool]:
+        return {"accused": self.accused != self.author, "text": self.prompt < len(self.ids)}
+
+
+_REPORT_KIND = PeerSigned("report", Report, domain=REPORT_DOMAIN, max_bytes=MAX_REPORT_BYTES, author="author")
+sign_report = _REPORT_KIND.sign
+
+
+def open_report(raw: bytes, swarm: bytes, verify: Verify) -> tuple[Report, Statement]:
+    """Open a report and the accused's statement in it. Raises ProtocolError if either is not signed, or the statement
+    does not fit."""
+    report = _REPORT_KIND.open(raw, swarm, verify)
+    statement = open_statement(report.statement, swarm, verify)
+    if statement.peer != report.accused or statement.first + statement.count >= len(report.ids):
+        text = "its report contains a statement about something else"
+        raise ProtocolError(text, code=ErrorCode.REFUSED, peer=report.author)
+    return report, statement

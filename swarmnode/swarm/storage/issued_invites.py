@@ -17,7 +17,7 @@ import msgspec
 from swarmnode.files import write_private
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.certificate import Grant
-from swarmnode.swarm.storage.user_file import VersionedFile, parse_user_file, read_user_file
+from swarmnode.swarm.storage.small_files import VersionedFile, parse_user_file, read_user_file
 
 SUFFIX = ".guests"
 FORMAT = 1

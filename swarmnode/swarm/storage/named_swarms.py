@@ -18,7 +18,7 @@ import msgspec
 from swarmnode.errors import UsageError
 from swarmnode.files import make_private, write_private
 from swarmnode.swarm.records.invite import decode_invite
-from swarmnode.swarm.storage.user_file import VersionedFile, parse_user_file, parse_versioned, read_user_file
+from swarmnode.swarm.storage.small_files import VersionedFile, parse_user_file, parse_versioned, read_user_file
 
 FOLDER = "swarms"
 SUFFIX = ".invite"

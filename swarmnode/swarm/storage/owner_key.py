@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 from swarmnode.errors import UsageError
 from swarmnode.files import write_private
 from swarmnode.net.identity import SigningKey
-from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.swarm.storage.small_files import read_user_file
 
 SUFFIX = ".owner"
 MAX_FILE_BYTES = 1 << 14

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from swarmnode.codec.credit_messages import MAX_RECEIPT_BYTES
+from swarmnode.codec.messages import MAX_RECEIPT_BYTES
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError
 from swarmnode.files import read_bounded, write_private
 from swarmnode.net.interfaces import PeerId

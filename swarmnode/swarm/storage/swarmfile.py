@@ -30,7 +30,7 @@ from swarmnode.swarm.records.invite import (
 from swarmnode.swarm.records.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
 from swarmnode.swarm.storage.named_swarms import JoinedSwarms, known_swarms
-from swarmnode.swarm.storage.user_file import VersionedFile, is_user_file, parse_versioned, read_user_file
+from swarmnode.swarm.storage.small_files import VersionedFile, is_user_file, parse_versioned, read_user_file
 
 FORMAT = 1
 SUFFIX = ".swarm"

@@ -19,18 +19,22 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.audit_messages import SEED_BYTES
-from swarmnode.codec.averaging_messages import Form, Group, How, Pull, Reduce
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
+from swarmnode.codec.training_messages import Form, Group, How, Pull, Reduce
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor, Rounds
-from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.averaging.gradient_compressor import (
+    Exchange,
+    GradientCompressor,
+    Rounds,
+    make_gradient_compressor,
+)
 from swarmnode.compute.training.averaging.parts import FlatVector, Forms
 from swarmnode.compute.training.averaging.robust_aggregation import LEAST_MEMBERS, History, OutlierDetector, suspect
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.gradient_sketch import ContributionSketch
+from swarmnode.compute.training.recomputation import ContributionSketch
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard

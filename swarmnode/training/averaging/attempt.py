@@ -26,8 +26,7 @@ from typing import Any, TypeVar, Union
 
 import msgspec
 
-from swarmnode.codec.averaging_messages import Part
-from swarmnode.codec.training_fields import MAX_PULLED
+from swarmnode.codec.training_messages import MAX_PULLED, Part
 from swarmnode.compute.training.averaging.parts import Contribution, Encoded, reduce_part
 from swarmnode.compute.training.averaging.round import Round
 from swarmnode.errors import ProtocolError

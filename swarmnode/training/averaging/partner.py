@@ -18,12 +18,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from swarmnode.codec.averaging_messages import Part, Pull, Waiting
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error
-from swarmnode.codec.training_fields import MAX_MEMBERS, MAX_PULLED
-from swarmnode.codec.training_messages import Failed
+from swarmnode.codec.training_messages import MAX_MEMBERS, MAX_PULLED, Failed, Part, Pull, Waiting
 from swarmnode.compute.training.averaging.parts import LARGEST_PART, Encoded
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from swarmnode.codec.averaging_messages import Group, How, Reduce, Reduced
+from swarmnode.codec.training_messages import Group, How, Reduce, Reduced
 from swarmnode.net.interfaces import PeerId
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from swarmnode.codec.averaging_messages import Group, How, PathRate
 from swarmnode.codec.body import SHARED
+from swarmnode.codec.training_messages import Group, How, PathRate
 from swarmnode.counting import layers
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.net.interfaces import PeerId

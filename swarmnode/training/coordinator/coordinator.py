@@ -6,6 +6,8 @@ next one asks them again and goes on. A term numbers the coordinators: stages fo
 The state machine of `plan/training/coordination.py` holds the phase and the actions after each event. Each message and each
 tick of the clock updates the coordinator's knowledge and then calls `_advance`, which looks for events that have come
 about; nothing here waits.
+
+Rendezvous: it finds the step to go on from, given the holdings that all stages report.
 """
 
 from __future__ import annotations
@@ -20,26 +22,78 @@ from typing import Any
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import End, Error
-from swarmnode.codec.training_fields import KEY_BYTES, MAX_LEFT_OUT
-from swarmnode.codec.training_messages import Done, Failed, ProgressReport, Status, Wait, Work
+from swarmnode.codec.training_messages import KEY_BYTES, MAX_LEFT_OUT, Done, Failed, ProgressReport, Status, Wait, Work
 from swarmnode.decisions import Topic
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.plan.training.coordination import Action, Coordination, Event, Phase
-from swarmnode.plan.training.recovery import RecoveryPlan
-from swarmnode.swarm.records.run import Run, decode_run
-from swarmnode.training.coordinator.answer_times import SAVE_S
+from swarmnode.plan.training.coordination import (
+    Action,
+    Coordination,
+    Event,
+    Phase,
+    RecoveryPlan,
+    plan_anew,
+    plan_recovery,
+)
+from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.training.coordinator.averaging_groups import AveragingGroups
-from swarmnode.training.coordinator.dispatcher import Dispatcher
-from swarmnode.training.coordinator.rendezvous import Rendezvous, furthest_run
+from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections, TrainerLine
 from swarmnode.training.coordinator.step_loop import Office, StepLoop
-from swarmnode.training.coordinator.strikes import OUT
-from swarmnode.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
+from swarmnode.training.coordinator.timeouts import OUT, SAVE_S
 from swarmnode.training.coordinator.waits import longest_waits
 from swarmnode.training.coordinator.worker_group import WorkerGroup, WorkerHandle, WorkerState
 from swarmnode.training.worker.following import MAX_TERM_JUMP
+
+ANSWERS_S = 3.0
+ANEW_AFTER_S = 60.0  # before a first run that nothing is left of begins anew: a holder may only be away
+ROLL_BACK_AFTER_S = 3.0  # before steps on disk count while units are missing: a peer may only have been slow
+
+
+class Rendezvous:
+    """A rendezvous of the stages. It goes on until they together hold all `units`; `missing` are the layers without a holder."""
+
+    def __init__(self, units: int, clock: Callable[[], float]) -> None:
+        self.missing: tuple[int, ...] = ()
+        self._units = units
+        self._clock = clock
+        self._began_s = clock()
+        self._missing_since_s: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Rendezvous, {len(self.missing)} of {self._units} units missing>"
+
+    @property
+    def waited(self) -> bool:
+        """Whether ANSWERS_S have passed: stages that have not answered are not waited for if the others hold all layers."""
+        return self._clock() - self._began_s >= ANSWERS_S
+
+    def find(self, members: Iterable[WorkerHandle], run: Run) -> RecoveryPlan | None:
+        """Return the step to go on from and each member's way there; None while layers are missing. All `members` must have
+        answered."""
+        members = list(members)
+        fresh = all(member.is_as_founded for member in members)
+        reports = {member.peer: member.report(encode_run(run), fresh=fresh) for member in members}
+        now_s = self._clock()
+        waited_s = 0.0 if self._missing_since_s is None else now_s - self._missing_since_s
+        alone = not any(report.ready for report in reports.values())
+        found = plan_recovery(self._units, reports, roll_back=alone or waited_s >= ROLL_BACK_AFTER_S)
+        if found.missing and waited_s >= ANEW_AFTER_S:
+            found = plan_anew(self._units, reports, kept_from=run.checkpoint_steps) or found
+        self.missing = found.missing
+        if not found.missing:
+            return found
+        self._missing_since_s = now_s - waited_s
+        return None
+
+
+def furthest_run(members: Iterable[WorkerHandle]) -> Run | None:
+    """Return the run that has come furthest at any stage; None if no stage has begun one."""
+    begun = [member.status for member in members if member.has_begun and member.status is not None]
+    furthest = max(begun, key=lambda status: (status.condition, status.step, max(status.kept, default=0)), default=None)
+    return None if furthest is None else decode_run(furthest.run)
+
 
 log = logging.getLogger(__name__)
 

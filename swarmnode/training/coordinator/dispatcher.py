@@ -2,6 +2,8 @@
 
 The leases of a step are in its ledger (`plan/training/step_ledger.py`) only. The dispatcher keeps the rest, which outlives
 a step: the key of the seals, the loads of links, the durations of leases, and the trainers that have proven themselves.
+
+Trainer connections: a coordinator's trainers, the work that each takes, and the news that all of them receive.
 """
 
 from __future__ import annotations
@@ -10,25 +12,92 @@ import itertools
 import logging
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 
-from swarmnode.codec.body import HopSpec
+from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import FrameKind
-from swarmnode.codec.training_messages import Done, Failed, Lease, Release
+from swarmnode.codec.training_messages import Done, Failed, Lease, ProgressReport, Release, StepReport, Stopped
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.links.switchboard import Channel
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.step_model import passing_s
-from swarmnode.plan.training.transfers import Transfers
-from swarmnode.plan.training.wiring import Replica, Wire, book, keep_busy, wire
+from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, keep_busy, wire
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.coordinator.answer_times import AnswerTimes
 from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.coordinator.seal import seal_lease
-from swarmnode.training.coordinator.strikes import OUT, FailedAttempts, Strikes
-from swarmnode.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
+from swarmnode.training.coordinator.timeouts import OUT, AnswerTimes, FailedAttempts, Strikes
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
+
+HISTORY_STEPS = 1024
+
+
+@dataclass(eq=False)
+class TrainerLine:
+    """A trainer at work: the run that it feeds, and the number of microbatches that it takes at a time."""
+
+    channel: Channel
+    run: Run
+    want: int
+
+    @property
+    def peer(self) -> PeerId:
+        """Id of the trainer's peer."""
+        return self.channel.peer
+
+    def send(self, body: Body) -> None:
+        """Send a message to the trainer. Does nothing if the link is cut: its loss is about to be noticed."""
+        if self.channel.open:
+            self.channel.send(body)
+
+
+class TrainerConnections:
+    """The connected trainers and the news of the run: a trainer that joins later receives the steps that it has missed."""
+
+    def __init__(self) -> None:
+        self.stopped: Stopped | None = None
+        self.history: deque[StepReport] = deque(maxlen=HISTORY_STEPS)
+        self._lines: dict[Channel, TrainerLine] = {}
+
+    def __repr__(self) -> str:
+        return f"<TrainerConnections of {len(self._lines)} trainers, {len(self.history)} steps told>"
+
+    def __iter__(self) -> Iterator[TrainerLine]:
+        return iter(list(self._lines.values()))
+
+    def add(self, line: TrainerLine, since: int) -> None:
+        """Add a trainer. Send it the kept reports of the steps from `since` on, and the end of the run if it has ended."""
+        self._lines[line.channel] = line
+        for report in self.history:
+            if report.step >= since:
+                line.send(report)
+        if self.stopped is not None:
+            line.send(self.stopped)
+
+    def of(self, peer: PeerId) -> TrainerLine | None:
+        """Return the connection of `peer`, or None if it is no trainer."""
+        return next((line for line in self if line.peer == peer), None)
+
+    def remove(self, channel: Channel) -> bool:
+        """Remove a trainer. Returns False if it was not connected."""
+        return self._lines.pop(channel, None) is not None
+
+    def tell(self, news: StepReport | Stopped | ProgressReport) -> None:
+        """Send news to all trainers. Step reports and the end of the run are kept for trainers that come later."""
+        if isinstance(news, Stopped):
+            self.stopped = news
+        elif isinstance(news, StepReport):
+            self.history.append(news)
+        for line in self:
+            line.send(news)
+
+    def begin_anew(self) -> None:
+        """Forget the reports and the end of the last run."""
+        self.history.clear()
+        self.stopped = None
+
 
 log = logging.getLogger(__name__)
 

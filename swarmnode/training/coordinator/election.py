@@ -21,11 +21,10 @@ from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import State, peer_digest
-from swarmnode.training.coordinator.answer_times import STALLED_S
 from swarmnode.training.coordinator.coordinator import TERM_BITS, Coordinator
 from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.coordinator.step_loop import Office
-from swarmnode.training.coordinator.strikes import Strikes
+from swarmnode.training.coordinator.timeouts import STALLED_S, Strikes
 from swarmnode.training.coordinator.worker_group import Line, Loopback
 from swarmnode.training.worker.stage import TrainingStage
 from swarmnode.training.worker.stage_state import check_positions

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.codec.training_fields import SEAL_BYTES
-from swarmnode.codec.training_messages import Forward, Labels
+from swarmnode.codec.training_messages import SEAL_BYTES, Forward, Labels
 from swarmnode.net.interfaces import PeerId
 
 

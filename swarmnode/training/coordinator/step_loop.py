@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from swarmnode.codec.averaging_messages import Reduced
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.training_messages import (
@@ -24,6 +23,7 @@ from swarmnode.codec.training_messages import (
     Discard,
     Failed,
     ProgressReport,
+    Reduced,
     Restore,
     Status,
     StepReport,
@@ -34,20 +34,25 @@ from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import slowest_link_s
-from swarmnode.plan.training.coordination import Event
-from swarmnode.plan.training.recovery import RecoveryPlan
+from swarmnode.plan.training.coordination import Event, RecoveryPlan
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.step_model import ExpectedStep
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.training.coordinator.all_reduce_attempt import AllReduceAttempt
-from swarmnode.training.coordinator.answer_times import SAVE_S, AnswerTimes
 from swarmnode.training.coordinator.averaging_groups import AveragingGroups
-from swarmnode.training.coordinator.dispatcher import Dispatcher
+from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections
 from swarmnode.training.coordinator.link_times import LinkTimes
-from swarmnode.training.coordinator.strikes import ALL_REDUCE, ATTEMPTS, OUT, FailedAttempts, Strikes
-from swarmnode.training.coordinator.trainer_connections import TrainerConnections
+from swarmnode.training.coordinator.timeouts import (
+    ALL_REDUCE,
+    ATTEMPTS,
+    OUT,
+    SAVE_S,
+    AnswerTimes,
+    FailedAttempts,
+    Strikes,
+)
 from swarmnode.training.coordinator.worker_group import Dial, WorkerGroup, WorkerHandle, WorkerState
-from swarmnode.training.worker.status import masks_of
+from swarmnode.training.worker.stage_state import masks_of
 
 log = logging.getLogger(__name__)
 

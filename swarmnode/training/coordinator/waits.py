@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from swarmnode.codec.frames import FrameKind
-from swarmnode.codec.training_fields import MAX_WAITS
-from swarmnode.codec.training_messages import ProgressReport, Wait
+from swarmnode.codec.training_messages import MAX_WAITS, ProgressReport, Wait
 from swarmnode.plan.training.step_ledger import OutstandingLease
-from swarmnode.training.coordinator.strikes import Strikes
+from swarmnode.training.coordinator.timeouts import Strikes
 from swarmnode.training.coordinator.worker_group import WorkerHandle
 
 WORTH_TELLING_S = 2.0  # shorter waits are normal

@@ -18,12 +18,11 @@ from swarmnode.errors import PeerError, PeerLost, SwarmnodeError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.plan.training.recovery import HoldingReport
+from swarmnode.plan.training.coordination import HoldingReport
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import decode_run
-from swarmnode.training.coordinator.answer_times import AnswerTimes
-from swarmnode.training.coordinator.strikes import Strikes
+from swarmnode.training.coordinator.timeouts import AnswerTimes, Strikes
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ from random import Random
 import torch
 from torch import Tensor
 
-from swarmnode.codec.audit_messages import SEED_BYTES, SKETCH_BYTES, SKETCH_VALUES
-from swarmnode.codec.body import SHARED
-from swarmnode.codec.spot_check_messages import (
+from swarmnode.codec.audit_messages import (
+    SEED_BYTES,
+    SKETCH_BYTES,
+    SKETCH_VALUES,
     CommitmentReply,
     GetCommitment,
     GetMicrobatch,
@@ -24,21 +25,23 @@ from swarmnode.codec.spot_check_messages import (
     MicrobatchReply,
     SketchesReply,
 )
+from swarmnode.codec.body import SHARED
 from swarmnode.codec.tensors import Codec, TensorInfo, payload_bytes
-from swarmnode.codec.training_fields import check_rules
+from swarmnode.codec.training_messages import check_rules
 from swarmnode.compress.codecs import as_decoded, decode_values
 from swarmnode.compute.serving.sketch import deviations, read_sketch, read_sketches, rows_sketched, sketches
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.gradient_sketch import (
+from swarmnode.compute.training.recomputation import (
     LARGEST_TILE,
     LEAST,
     BlockSketches,
     ContributionSketch,
+    Recomputation,
     additions_apart,
+    recompute,
     step_seed,
     tile_count,
 )
-from swarmnode.compute.training.recomputation import Recomputation, recompute
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId

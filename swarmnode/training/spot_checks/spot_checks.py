@@ -18,23 +18,21 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import KW_ONLY, dataclass, field
 
-from swarmnode.codec.averaging_messages import How, Reduce
+from swarmnode.codec.audit_messages import SPOT_CHECK_PROTOCOL, Accusation
 from swarmnode.codec.body import SHARED
-from swarmnode.codec.spot_check_messages import SPOT_CHECK_PROTOCOL, Accusation
 from swarmnode.codec.tensors import Codec
-from swarmnode.codec.training_messages import Forward
+from swarmnode.codec.training_messages import Forward, How, Reduce
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.gradient_sketch import ContributionSketch, step_seed
 from swarmnode.compute.training.label_queue import ReceivedLabels
+from swarmnode.compute.training.recomputation import ContributionSketch, step_seed
 from swarmnode.errors import NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
-from swarmnode.peer.local_peer import LocalPeer, board_of
-from swarmnode.peer.questions import ask
+from swarmnode.peer.questions import LocalPeer, ask, board_of
 from swarmnode.plan.audits.judgement import CONTRIBUTED, Calibration, Judgement
 from swarmnode.plan.audits.selection import AuditBudget, SessionCost
 from swarmnode.swarm.peers.standing import Standing

@@ -18,9 +18,7 @@ from functools import partial
 import msgspec
 from torch import Tensor
 
-from swarmnode.codec.frames import MAX_BODY_BYTES
-from swarmnode.codec.messages import End, Error
-from swarmnode.codec.spot_check_messages import (
+from swarmnode.codec.audit_messages import (
     MAX_RECORDS,
     SPOT_CHECK_PROTOCOL,
     Accusation,
@@ -34,19 +32,20 @@ from swarmnode.codec.spot_check_messages import (
     MicrobatchReply,
     SketchesReply,
 )
+from swarmnode.codec.frames import MAX_BODY_BYTES
+from swarmnode.codec.messages import End, Error
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.codecs import Encoded, decode_values, payload_of
 from swarmnode.compute.serving.sketch import sketch_bytes, sketches
-from swarmnode.compute.training.gradient_sketch import BlockSketches, gradient_sketch, step_seed
 from swarmnode.compute.training.label_queue import ReceivedLabels
 from swarmnode.compute.training.learner import Learner
+from swarmnode.compute.training.recomputation import BlockSketches, gradient_sketch, step_seed
 from swarmnode.errors import ErrorCode
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.peer.local_peer import LocalPeer
-from swarmnode.peer.questions import Answer, QuestionServer
+from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.signed import Sign, Verify
 from swarmnode.swarm.records.statement import Commitment, sign_commitment

@@ -9,8 +9,7 @@ from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import Forward, Labels
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.recipe import MAX_ROUTER_SUMS
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import MAX_ROUTER_SUMS, Run
 from swarmnode.training.coordinator.seal import is_sealed
 
 

@@ -13,7 +13,7 @@ from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import OnCrash, Tasks
-from swarmnode.training.coordinator.answer_times import SILENCE_S, STALLED_S
+from swarmnode.training.coordinator.timeouts import SILENCE_S, STALLED_S
 from swarmnode.training.coordinator.worker_group import Line
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from swarmnode.codec.tensors import TensorInfo, gradients_fit
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.codecs import Buffer, Encoded, decode_values
 from swarmnode.compute.executor import Urgency
-from swarmnode.compute.throttle import BACKWARD_WORK, FORWARD_WORK
+from swarmnode.compute.stopwatch import BACKWARD_WORK, FORWARD_WORK
 from swarmnode.compute.training.label_queue import LabelQueue, ReceivedLabels
 from swarmnode.compute.training.saved_activations import LARGEST_VALUE, Gradients, has_nan, is_finite, is_within
 from swarmnode.compute.training.segment import Values, moved
@@ -45,7 +45,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.plan.view import Span
-from swarmnode.training.coordinator.answer_times import CLEANUP
+from swarmnode.training.coordinator.timeouts import CLEANUP
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.training.worker.activation_compressor import ActivationCompressor

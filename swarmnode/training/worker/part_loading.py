@@ -10,14 +10,12 @@ from collections.abc import Callable, Sequence
 import torch
 
 from swarmnode.compute.capacity.speed import Speeds, measure_training
-from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_units
+from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_span, estimate_units
 from swarmnode.compute.graph.costs.rates import measure_rates
-from swarmnode.compute.graph.costs.span_estimate import estimate_span
 from swarmnode.compute.graph.segment import load_segment as load_graph_segment
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.stopwatch import Stopwatch, synchronize
-from swarmnode.compute.throttle import TRAINING_WORK, Throttle
+from swarmnode.compute.stopwatch import TRAINING_WORK, Stopwatch, Throttle, synchronize
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
 from swarmnode.compute.training.segment import Segment, Values, moved

@@ -14,7 +14,7 @@ import torch
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
 from swarmnode.compute.graph.costs.rates import MEASURING_BYTES, Rates
-from swarmnode.compute.throttle import TRAINING_WORK, Throttle
+from swarmnode.compute.stopwatch import TRAINING_WORK, Throttle
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.passes import autocast_dtype
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError

@@ -14,12 +14,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.codec.averaging_messages import PathRate, Pull, Reduce, Reduced
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import KIND_OF, End, Error, Fault
-from swarmnode.codec.training_fields import MAX_RATES
 from swarmnode.codec.training_messages import (
+    MAX_RATES,
     Begin,
     Commit,
     Condition,
@@ -28,7 +27,11 @@ from swarmnode.codec.training_messages import (
     Forward,
     Labels,
     Lead,
+    PathRate,
     ProgressReport,
+    Pull,
+    Reduce,
+    Reduced,
     Release,
     Restore,
     Status,
@@ -40,10 +43,10 @@ from swarmnode.errors import ErrorCode, NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.peer.local_peer import LocalPeer, board_of
+from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.swarm.records.run import decode_run
 from swarmnode.training.averaging.all_reduce import AllReducer
-from swarmnode.training.coordinator.answer_times import SAVE_S
+from swarmnode.training.coordinator.timeouts import SAVE_S
 from swarmnode.training.coordinator.worker_group import Line
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.worker.activation_compressor import ActivationCompressor

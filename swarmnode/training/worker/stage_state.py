@@ -1,6 +1,8 @@
 """Stage state: run and step of a stage, its ways to another step, and the steps that a listener has missed.
 
 Shared state changes on the event loop without an await in between; the learner's tensors live on the executor.
+
+Masks of counted microbatches as a STATUS carries them: runs of layers with the same mask.
 """
 
 from __future__ import annotations
@@ -8,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import TypeVar
 
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.codec.averaging_messages import Group, How, Reduce
-from swarmnode.codec.training_messages import Commit, Condition, Status
+from swarmnode.codec.training_messages import Commit, Condition, Counted, Group, How, Reduce, Status, packed_mask
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.segment import Segment
@@ -24,8 +26,30 @@ from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.training.averaging.all_reduce import Agreed
-from swarmnode.training.worker.status import counted_of
 from swarmnode.training.worker.training_parts import TrainingParts
+
+
+def counted_of(masks: Mapping[int, int]) -> tuple[Counted, ...]:
+    """Return the masks by layer as runs of adjoining layers; layers with an empty mask are left out."""
+    runs: list[Counted] = []
+    for _, run in groupby(sorted(masks.items()), key=lambda item: (item[1], item[0] - sorted(masks).index(item[0]))):
+        units = list(run)
+        mask = units[0][1]
+        if mask:
+            runs.append(Counted(units[0][0], units[-1][0] + 1, packed_mask(mask)))
+    return tuple(runs)
+
+
+def masks_of(counted: Iterable[Counted], everything: int) -> dict[int, int]:
+    """Return the masks by layer. Raises ProtocolError if one contains a microbatch that is not in `everything`."""
+    masks: dict[int, int] = {}
+    for entry in counted:
+        mask = int.from_bytes(entry.mask, "little")
+        if mask & ~everything:
+            raise ProtocolError("it reports microbatches that the step does not have")
+        masks.update(dict.fromkeys(range(entry.start, entry.end), mask))
+    return masks
+
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

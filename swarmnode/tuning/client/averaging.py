@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
-from swarmnode.codec.training_fields import MAX_NORM
+from swarmnode.codec.training_messages import MAX_NORM
 from swarmnode.codec.tuning_messages import MAX_SHARE_LABELS, PIECE_BYTES, SharePiece
 from swarmnode.compress.codecs import decode_values, encode_values, payload_of
 from swarmnode.compute.training.averaging.gradient_compressor import ACCOUNTED
@@ -27,7 +27,7 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.swarm.records.run import Run
-from swarmnode.tuning.adapter_bytes import decode_state
+from swarmnode.tuning.adapter_parts import decode_state
 from swarmnode.tuning.client.output import WEIGHT
 from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import AdapterState

@@ -36,10 +36,10 @@ from swarmnode.errors import (
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
-from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.invite import ID_BYTES, MAX_ADDRESS_CHARS, MAX_BOOTSTRAPS, as_text, from_text
 from swarmnode.swarm.records.run import decode_run
-from swarmnode.tuning.adapter_bytes import decode_recipe
+from swarmnode.tuning.adapter_parts import decode_recipe
 from swarmnode.tuning.client.averaging import (
     Ended,
     Moved,

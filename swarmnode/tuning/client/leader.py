@@ -34,9 +34,9 @@ from swarmnode.net.interfaces import Buffer
 from swarmnode.net.limits.address_group import is_relayed_group, is_wide
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks, cancel_and_wait
-from swarmnode.peer.local_peer import LocalPeer
+from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.run import encode_run
-from swarmnode.tuning.adapter_bytes import encode_recipe, pieces_of
+from swarmnode.tuning.adapter_parts import encode_recipe, pieces_of
 from swarmnode.tuning.client.averaging import (
     SharedRun,
     TrainerPart,

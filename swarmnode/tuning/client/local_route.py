@@ -16,9 +16,8 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import NetworkDown, PeerError
 from swarmnode.plan.view import Span
-from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice, unchanged
+from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice, TuningPace, unchanged
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
-from swarmnode.tuning.pace import TuningPace
 
 HERE = "this machine"
 

@@ -12,11 +12,9 @@ from torch import Tensor
 from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.training.adapters.adapter_weights import VECTORS
-from swarmnode.compute.training.adapters.layers import A, file_name
+from swarmnode.compute.training.adapters.layers import A, file_name, start_of_a, target_layers
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.saved_folder import save_adapter
-from swarmnode.compute.training.adapters.starts import start_of_a
-from swarmnode.compute.training.adapters.targets import target_layers
 from swarmnode.tuning.client.tuned_route import AdapterState
 
 WEIGHT = f"{VECTORS[0]}/"

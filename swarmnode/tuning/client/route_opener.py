@@ -19,7 +19,7 @@ from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.serving.client.blame import ARGUABLE, MILD, Blame, Verdict
 from swarmnode.serving.client.router import Router
-from swarmnode.tuning.adapter_bytes import encode_recipe
+from swarmnode.tuning.adapter_parts import encode_recipe
 from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import AdapterState, HopFault, TunedRoute
 

@@ -14,14 +14,12 @@ from swarmnode.compute.model.adapters.adapter_file import units_of_layer
 from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.training.adapters.adapter_weights import STEP, VECTORS
-from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, Shapes, shapes_of
+from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, PROMPT, Shapes, shapes_of, target_layers
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.compute.training.adapters.starts import PROMPT
-from swarmnode.compute.training.adapters.targets import target_layers
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.net.interfaces import Buffer
-from swarmnode.tuning.adapter_bytes import SLACK_BYTES, decode_state
+from swarmnode.tuning.adapter_parts import SLACK_BYTES, decode_state
 
 WEIGHTS, *_, SQUARES = VECTORS
 

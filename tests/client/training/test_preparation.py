@@ -19,8 +19,7 @@ from swarmnode.compute.graph.serialise import write_graph
 from swarmnode.data.rules import DataRules
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.manifest import CAUSAL_LM, GRAPH, SERVE, TRAIN, Manifest, ModelInfo
-from swarmnode.swarm.records.recipe import RECIPE, Recipe
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import RECIPE, Recipe, Run
 from swarmnode.swarm.storage.content import FileContent
 
 SETTINGS = Run(data=NO_DATA, steps=3, batch=8, microbatch=0)

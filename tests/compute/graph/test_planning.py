@@ -15,8 +15,8 @@ from swarmnode.compute.graph.serialise import GraphCheckpoint, read_graph
 from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
 from swarmnode.measuring.hardware import Hardware
-from swarmnode.simulate.environment.graph_model import GraphModel, load_model
-from swarmnode.swarm.records.sections import StepLoad
+from swarmnode.simulate.environment.model import GraphModel, load_model
+from swarmnode.swarm.records.announcement import StepLoad
 from swarmnode.training.organisation import SAMPLES, training_load
 from tests.cli.command import assert_clear, invoke
 

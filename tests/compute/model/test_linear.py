@@ -12,8 +12,15 @@ from torch import nn
 from torch.nn import functional
 
 from swarmnode.compute.model import linear
-from swarmnode.compute.model.linear import TIMED_ROWS, TimedLinear, speed_up_linears
-from swarmnode.compute.model.packed import FORMS, BlockedLinear, PackedLinear, packed_bytes
+from swarmnode.compute.model.linear import (
+    FORMS,
+    TIMED_ROWS,
+    BlockedLinear,
+    PackedLinear,
+    TimedLinear,
+    packed_bytes,
+    speed_up_linears,
+)
 
 INPUTS, OUTPUTS = 300, 260
 

@@ -14,7 +14,7 @@ import pytest
 
 from swarmnode.client.tokenizer import Tokenizer, stop_ids
 from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
-from swarmnode.compute.model.dequantize.pre_tokenizer import PRE_TOKENIZERS, as_pipeline, pre_tokenizer
+from swarmnode.compute.model.dequantize.gguf_tokenizer import PRE_TOKENIZERS, as_pipeline, pre_tokenizer
 from swarmnode.errors import CheckpointError
 from tests.compute.model.llama_gguf import WORDS, save_llama_gguf
 

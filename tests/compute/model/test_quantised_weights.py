@@ -17,7 +17,7 @@ from swarmnode.compute.model.dequantize.methods import method_of
 from swarmnode.compute.model.dequantize.packed_matrix import PackedMatrix
 from swarmnode.compute.model.packing.ggml import FORMATS, dequantise, library
 from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by
-from swarmnode.compute.model.packing.quantised_folders.blocks import WHOLE_NUMBERS, mxfp4_rows
+from swarmnode.compute.model.packing.quantised_matrix import WHOLE_NUMBERS, mxfp4_rows
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.model.tensor_check import check_tensors
 from swarmnode.compute.serving.loading import load_span

@@ -17,8 +17,7 @@ from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import StaticColumns
-from swarmnode.compute.serving.cohort import CachedSession, Cohort
-from swarmnode.compute.serving.kv_store import STORES, quantise
+from swarmnode.compute.serving.cohort import STORES, CachedSession, Cohort, quantise
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window

@@ -14,14 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.mtp.eagle import check_eagle, load_eagle
-from swarmnode.compute.model.mtp.layer import MtpLayer, load_mtp, mtp_bytes, mtp_tensors
+from swarmnode.compute.model.mtp import MtpLayer, check_eagle, load_eagle, load_mtp, mtp_bytes, mtp_tensors
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving import mtp_guesses
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.mtp_guesses import GUESSES, PATIENCE, RETRY, DrawnStates, MtpGuesses
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.stopwatch import Throttle
 from swarmnode.errors import CheckpointError
 from swarmnode.ledger import Account, MemoryLedger
 from tests.llama import save_llama

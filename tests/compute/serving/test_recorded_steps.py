@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.packing.ggml import library
-from swarmnode.compute.model.packing.joined_products import JoinedProducts
+from swarmnode.compute.model.packing.packed_weight import JoinedProducts
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS, StaticColumns
 from swarmnode.compute.serving.flat_program import CannotBeRecorded, Recorder

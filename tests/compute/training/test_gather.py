@@ -15,9 +15,8 @@ from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.segment import load_segment
 from swarmnode.compute.graph.serialise import write_graph
 from swarmnode.compute.model.checkpoint import Checkpoint, read_entries
-from swarmnode.compute.training.gather import gather, write_language_model, write_module, write_shards
 from swarmnode.compute.training.learner import Learner
-from swarmnode.compute.training.snapshot import write_step
+from swarmnode.compute.training.snapshot import gather, write_language_model, write_module, write_shards, write_step
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.states import StateStore
 from tests.compute.training.conftest import build, learners, make_run, train

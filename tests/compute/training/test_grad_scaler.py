@@ -12,11 +12,10 @@ from torch import Tensor
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training import learner as learner_module
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.gradient_sketch import gradient_sketch
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.passes import FIRST_EXPONENT, GROWTH_PASSES, GradScaler
-from swarmnode.compute.training.recomputation import recompute
+from swarmnode.compute.training.recomputation import gradient_sketch, recompute
 from swarmnode.errors import NotFinite
 from tests.compute.training.conftest import LENGTH, SAMPLES, learners, make_run, train
 from tests.compute.training.toy import ToySegment, toy_values

@@ -17,8 +17,7 @@ from swarmnode.compute.training.optimizer import Optimizer, memory_bytes
 from swarmnode.compute.training.optimizers.eva import LayerWatch
 from swarmnode.compute.training.optimizers.muon import COEFFICIENTS, ITERATIONS, orthogonalize
 from swarmnode.compute.training.optimizers.schedule_free import newest_share
-from swarmnode.swarm.records.recipe import RECIPE, ParameterGroup, Recipe
-from swarmnode.swarm.records.run import Run, check_run
+from swarmnode.swarm.records.run import RECIPE, ParameterGroup, Recipe, Run, check_run
 from tests.compute.training.conftest import MICROBATCHES, commit_all, learners, make_run, pass_through, train
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment, toy_values
 

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.datasets import batches
-from swarmnode.compute.training.datasets.held_out import WithHeldOut
-from swarmnode.compute.training.datasets.sample_batches import SampleBatches
+from swarmnode.compute.training.datasets.batches import SampleBatches, WithHeldOut
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import PACKING_FAMILIES, can_pack, load_segment
 from swarmnode.data.rows import NO_LABEL, make_rows

@@ -12,14 +12,12 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.gather import gather
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
-from swarmnode.compute.training.losses.next_token import next_token_loss
+from swarmnode.compute.training.losses import next_token_loss
 from swarmnode.compute.training.optimizer import memory_bytes
-from swarmnode.compute.training.snapshot import write_block
-from swarmnode.swarm.records.recipe import RECIPE, ParameterGroup, Recipe
-from swarmnode.swarm.records.run import Run
+from swarmnode.compute.training.snapshot import gather, write_block
+from swarmnode.swarm.records.run import RECIPE, ParameterGroup, Recipe, Run
 from tests.compute.training.conftest import (
     MICROBATCHES,
     VOCABULARY,

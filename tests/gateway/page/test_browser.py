@@ -17,7 +17,7 @@ from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.http_server import serving_http
 from swarmnode.gateway.page.page import Page
-from swarmnode.lending.control_server import ControlServer
+from swarmnode.lending.control import ControlServer
 from swarmnode.net.identity import Identity
 from swarmnode.node.node import Node
 from swarmnode.node.node_config import NodeConfig

@@ -20,9 +20,8 @@ from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.page import feed
 from swarmnode.gateway.page.page import FILE, HEADER, OwnerAccess, Page
-from swarmnode.lending.control_server import ControlServer
-from swarmnode.lending.lending import Lending, LendingEvent
-from swarmnode.lending.rules import Hours, Rules
+from swarmnode.lending.control import ControlServer
+from swarmnode.lending.lending import Hours, Lending, LendingEvent, Rules
 from swarmnode.node.node import Node
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig

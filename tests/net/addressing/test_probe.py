@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from swarmnode.net.addressing.addresses import free_port
-from swarmnode.net.addressing.probe import answering
+from swarmnode.net.addressing.reachability import answering
 
 
 async def test_only_those_that_answer_unless_none_does() -> None:

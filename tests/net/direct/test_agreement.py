@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from swarmnode.errors import ProtocolError
-from swarmnode.net.direct.records import KeyPair, Occasion
+from swarmnode.net.direct.direct_stream import KeyPair, Occasion
 
 OCCASION = Occasion("alice", "bob", "/test/echo/1")
 

@@ -20,10 +20,9 @@ from swarmnode.net.direct.direct_connections import (
     DirectConnections,
     Prologue,
 )
-from swarmnode.net.direct.direct_stream import DirectStream
-from swarmnode.net.direct.records import TOKEN_BYTES, KeyPair
+from swarmnode.net.direct.direct_stream import TOKEN_BYTES, DirectStream, KeyPair
 from swarmnode.net.interfaces import PeerId, Stream, StreamHandler
-from swarmnode.net.limits.stream_limits import HALF_OPEN_OF_PEER
+from swarmnode.net.limits.fair_share import HALF_OPEN_OF_PEER
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 
 ECHO = "/test/echo/1"

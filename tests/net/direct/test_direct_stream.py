@@ -7,8 +7,14 @@ import asyncio
 import pytest
 
 from swarmnode.errors import PeerLost
-from swarmnode.net.direct.direct_stream import LINGER_S, MAX_UNREAD_BYTES, DirectStream
-from swarmnode.net.direct.records import MAX_CONTENT_BYTES, READ_BYTES, DirectionKey
+from swarmnode.net.direct.direct_stream import (
+    LINGER_S,
+    MAX_CONTENT_BYTES,
+    MAX_UNREAD_BYTES,
+    READ_BYTES,
+    DirectionKey,
+    DirectStream,
+)
 from swarmnode.net.transport_stream import CLOSE_TIMEOUT_S, WRITE_HIGH_BYTES
 from tests.net.virtual import in_virtual_time
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from swarmnode.errors import ProtocolError
-from swarmnode.net.direct.records import (
+from swarmnode.net.direct.direct_stream import (
     HEAD,
     MAX_CONTENT_BYTES,
     MAX_RECORD_BYTES,

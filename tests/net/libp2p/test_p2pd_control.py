@@ -14,8 +14,7 @@ from swarmnode.errors import NetworkDown, ProtocolError
 from swarmnode.net.identity import Identity
 from swarmnode.net.libp2p import p2pd_control
 from swarmnode.net.libp2p.from_hivemind import HivemindMultiaddr, p2pd_pb2
-from swarmnode.net.libp2p.p2pd_control import P2pdControl, write_varint
-from swarmnode.net.libp2p.peers import peer_bytes
+from swarmnode.net.libp2p.p2pd_control import P2pdControl, peer_bytes, write_varint
 
 PEERS = [Identity(bytes([number % 256, number // 256] * 16)).peer_id for number in range(1000)]
 ADDRESS = HivemindMultiaddr("/ip4/203.0.113.7/tcp/31337").to_bytes()

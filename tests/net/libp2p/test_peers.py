@@ -6,7 +6,7 @@ import base58
 import pytest
 
 from swarmnode.net.identity import Identity
-from swarmnode.net.libp2p.peers import peer_bytes, peer_name
+from swarmnode.net.libp2p.p2pd_control import peer_bytes, peer_name
 from tests.swarm.society import ALICE
 
 RSA = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"  # libp2p specs, "Peer Ids and Keys"

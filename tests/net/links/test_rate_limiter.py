@@ -13,7 +13,7 @@ from swarmnode.codec.messages import Ready
 from swarmnode.errors import PeerLost
 from swarmnode.net.links.link import Link
 from swarmnode.net.links.rate_limiter import BURST_S, CLOSE_TIMEOUT_S, RateLimiter
-from swarmnode.net.measuring.traffic import ThroughputMeter
+from swarmnode.net.measuring.link_statistics import ThroughputMeter
 from swarmnode.net.memory.medium import Path
 from tests.net.links.test_link import CONFIG, HELLO, Pair, now_s
 from tests.net.virtual import in_virtual_time

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.net.table.keepers import SAMPLES, Population
-from swarmnode.net.table.routing_table import BUCKET_PEERS, node_id
+from swarmnode.net.table.routing_table import BUCKET_PEERS, SAMPLES, Population, node_id
 
 
 def look(population, peers, times=SAMPLES):

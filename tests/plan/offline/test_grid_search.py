@@ -12,8 +12,7 @@ import pytest
 
 from swarmnode.plan.offline import grid_search
 from swarmnode.plan.offline.grid import Grid, MicrobatchTraffic, Problem
-from swarmnode.plan.offline.grid_search import SURVIVORS, Search
-from swarmnode.plan.offline.swaps import Arrangement
+from swarmnode.plan.offline.grid_search import SURVIVORS, Arrangement, Search
 from tests.plan.networks import GPT3_XL, instances, noisy_regions, random_problem
 
 

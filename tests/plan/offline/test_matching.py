@@ -7,7 +7,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from swarmnode.plan.offline.swaps import bottleneck_matching
+from swarmnode.plan.offline.grid_search import bottleneck_matching
 
 
 @pytest.mark.parametrize("size", range(1, 7))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.offline.grid import Grid
-from swarmnode.plan.offline.swaps import Arrangement
+from swarmnode.plan.offline.grid_search import Arrangement
 from tests.plan.networks import random_problem
 
 SHAPES = [(3, 3, 9), (3, 3, 11), (1, 4, 6), (5, 1, 7), (2, 2, 4), (4, 2, 9), (2, 1, 2), (4, 4, 18)]

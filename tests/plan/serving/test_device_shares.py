@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.plan.serving.pass_cost import PassCost
 from swarmnode.plan.serving.scheduler import (
     ALLOWED_POSITIONS,
     MAX_OWNERS,
     SLOWDOWN,
     USUAL_CHUNK,
     DeviceShares,
+    PassCost,
     PassScheduler,
 )
 from tests.plan.serving.stage import OTHERS, cost_s, open_greedy, p99_s, with_others

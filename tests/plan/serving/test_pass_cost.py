@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.plan.serving.pass_cost import PassCost
+from swarmnode.plan.serving.scheduler import PassCost
 
 
 def noted(*passes: tuple[int, float]) -> PassCost:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from swarmnode.plan.training.transfers import Transfers
+from swarmnode.plan.training.wiring import Transfers
 
 
 def links(peers: str, *, delay_s: float = 0.0, sending_s: float = 0.0) -> Transfers:

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from swarmnode.codec.averaging_messages import Group, How, MemberSpec
 from swarmnode.codec.tensors import Codec
+from swarmnode.codec.training_messages import Group, How, MemberSpec
 from swarmnode.compute.training.averaging.parts import cut
 from swarmnode.plan.training.averaging import (
     REST,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.codec.averaging_messages import Group, How
 from swarmnode.codec.body import SHARED
+from swarmnode.codec.training_messages import Group, How
 from swarmnode.plan.training.groups import Holder, make_groups
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Averaging, Run

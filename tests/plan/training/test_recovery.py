@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.plan.training.recovery import HoldingReport, plan_anew, plan_recovery
+from swarmnode.plan.training.coordination import HoldingReport, plan_anew, plan_recovery
 from swarmnode.plan.view import Span
 
 UNITS = 3

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from swarmnode.codec.averaging_messages import MOST_SHARE, USUAL_SHARE
+from swarmnode.codec.training_messages import MOST_SHARE, USUAL_SHARE
 from swarmnode.plan.training.averaging import LEAST_SHARE, part_shares
 
 

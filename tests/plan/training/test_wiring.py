@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.plan.training.transfers import Transfers
-from swarmnode.plan.training.wiring import Replica, Wire, book, wire
+from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, wire
 from swarmnode.plan.view import Span
 
 UNITS = 4

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost
-from swarmnode.serving.drafting.choice import DrafterChoice
-from swarmnode.serving.drafting.drafter import Drafter, Weighed
-from swarmnode.serving.drafting.told import MtpDrafter
+from swarmnode.serving.drafting.drafter import Drafter, MtpDrafter, Weighed
+from swarmnode.serving.drafting.proposers import DrafterChoice
 
 
 class Listed:

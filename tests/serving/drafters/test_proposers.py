@@ -9,8 +9,7 @@ import pytest
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.plan.serving.draft_budget import MeasuredBudget, RowCost
-from swarmnode.serving.drafting.choice import DrafterChoice
-from swarmnode.serving.drafting.proposers import Proposers
+from swarmnode.serving.drafting.proposers import DrafterChoice, Proposers
 
 ROUTE = (HopSpec("a", 0, 4), HopSpec("b", 4, 8))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 from swarmnode.measuring.meters import ACCEPTED, WASTED
+from swarmnode.serving.drafting.drafter import ForcedDrafter
 from swarmnode.serving.drafting.first_hop import DraftLead
 from swarmnode.serving.drafting.lookup import LookupDrafter
-from swarmnode.serving.drafting.told import ForcedDrafter
 
 
 def suggested() -> ForcedDrafter:

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.stopwatch import Throttle
 from swarmnode.errors import UsageError
 from swarmnode.plan.offline.gpus import LAYER_PARAMETERS, find_gpu, layer_times
 from swarmnode.plan.view import Span

@@ -1,6 +1,6 @@
 import dataclasses
 
-from swarmnode.plan.spans.capacity_index import CapacityIndex
+from swarmnode.plan.spans.placement import CapacityIndex
 from swarmnode.plan.view import PeerView, Span
 from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.directory import SimulatedDirectory

@@ -11,8 +11,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.founding.model_source import from_checkpoint
 from swarmnode.founding.quantisation import quantise_model
 from swarmnode.plan.view import Span
-from swarmnode.simulate.environment.graph_model import load_model
-from swarmnode.simulate.environment.model import Model
+from swarmnode.simulate.environment.model import Model, load_model
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.llama import save_llama
 

@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.offline.scenario import Scenario
-from swarmnode.simulate.results.machines import MOST, Machines, planned_machines
-from swarmnode.simulate.results.network_map import coordinates, network_map, network_matrix
+from swarmnode.simulate.results.network_map import (
+    MOST,
+    Machines,
+    coordinates,
+    network_map,
+    network_matrix,
+    planned_machines,
+)
 from tests.simulate.results.page_parser import ParsedPage
 
 

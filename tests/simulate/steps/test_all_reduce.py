@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from swarmnode.codec.averaging_messages import USUAL_SHARE, Group, MemberSpec
+from swarmnode.codec.training_messages import USUAL_SHARE, Group, MemberSpec
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.training.averaging import AveragingClusters, part_shares
 from swarmnode.simulate.environment.links import Links

@@ -11,8 +11,7 @@ from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.record_validation import record_validator
-from swarmnode.swarm.records.announcement import State
-from swarmnode.swarm.records.sections import Introduction, Place
+from swarmnode.swarm.records.announcement import Introduction, Place, State
 from tests.net.virtual import in_virtual_time
 
 SWARM = bytes(range(32))

@@ -5,8 +5,7 @@ import pytest
 
 from swarmnode.metrics import table
 from swarmnode.swarm.peers.directory import KEY_BYTES, Directory, DirectoryConfig
-from swarmnode.swarm.records.announcement import MAX_LIFE_S, State, sign_announcement
-from swarmnode.swarm.records.sections import Introduction, Place, ServingLoad
+from swarmnode.swarm.records.announcement import MAX_LIFE_S, Introduction, Place, ServingLoad, State, sign_announcement
 from swarmnode.swarm.storage.remembered import KnownPeers
 from tests.swarm.clock import FakeClock, settle
 from tests.swarm.memory_dht import MemoryDht, MemoryNetwork

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.errors import ErrorCode, ProtocolError
-from swarmnode.swarm.records.least_products import check_products
 from swarmnode.swarm.records.manifest import (
     GRAPH,
     MAX_MANIFEST_BYTES,
@@ -15,6 +14,7 @@ from swarmnode.swarm.records.manifest import (
     TRAIN,
     Manifest,
     ModelInfo,
+    check_products,
     decode_manifest,
     encode_manifest,
     swarm_id,

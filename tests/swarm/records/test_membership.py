@@ -5,8 +5,7 @@ import pytest
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import MAX_SKEW_S, Role
-from swarmnode.swarm.records.membership import MAX_PEERS_OF_A_HOME, RACE_S, Membership
-from swarmnode.swarm.records.revocation import open_list
+from swarmnode.swarm.records.membership import MAX_PEERS_OF_A_HOME, RACE_S, Membership, open_list
 from tests.swarm.society import (
     ALICE,
     ANOTHER_HOME,
@@ -70,7 +69,7 @@ def test_revoked_peers_and_invites_lose_their_membership_and_older_lists_change_
 
 
 def test_only_the_owner_revokes():
-    from swarmnode.swarm.records.revocation import nobody, sign_list
+    from swarmnode.swarm.records.membership import nobody, sign_list
 
     membership = private()
     with pytest.raises(ProtocolError):

@@ -11,8 +11,19 @@ import torch
 from transformers import optimization
 
 from swarmnode.errors import ProtocolError, UsageError
-from swarmnode.swarm.records.recipe import NO_DECAY, RECIPE, ParameterGroup, Recipe, Treatment
-from swarmnode.swarm.records.run import SCHEDULES, Run, check_run, decode_run, differences, encode_run
+from swarmnode.swarm.records.run import (
+    NO_DECAY,
+    RECIPE,
+    SCHEDULES,
+    ParameterGroup,
+    Recipe,
+    Run,
+    Treatment,
+    check_run,
+    decode_run,
+    differences,
+    encode_run,
+)
 
 STEPS, WARMUP, DECAY = 23, 4, 7
 BARE = Run(data=bytes(32), steps=STEPS, batch=4, microbatch=2, warmup_steps=WARMUP, learning_rate=0.5)

@@ -16,8 +16,16 @@ from swarmnode.swarm.peers.record_validation import (
     report_subkey,
     reports_in,
 )
-from swarmnode.swarm.records.report import MAX_IDS, MAX_REPORT_BYTES, Report, open_report, sign_report
-from swarmnode.swarm.records.statement import Edge, Statement, sign_statement
+from swarmnode.swarm.records.statement import (
+    MAX_IDS,
+    MAX_REPORT_BYTES,
+    Edge,
+    Report,
+    Statement,
+    open_report,
+    sign_report,
+    sign_statement,
+)
 
 SWARM, OTHER = bytes(32), bytes([1] * 32)
 NOW = 1e9

@@ -7,8 +7,7 @@ from typing import get_type_hints
 
 from msgspec import UnsetType
 
-from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.sections import SECTIONS, Introduction, Place, ServingLoad, said
+from swarmnode.swarm.records.announcement import SECTIONS, Announcement, Introduction, Place, ServingLoad, said
 
 ENVELOPE = {
     "version",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmnode.swarm.records.sections import StepLoad, middle_load
+from swarmnode.swarm.records.announcement import StepLoad, middle_load
 
 
 def test_the_middle_one_counts_figure_by_figure() -> None:

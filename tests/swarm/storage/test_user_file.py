@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.errors import UsageError
-from swarmnode.swarm.storage.user_file import read_user_file
+from swarmnode.swarm.storage.small_files import read_user_file
 
 
 def read(path: Path) -> bytes | None:

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from swarmnode.codec.averaging_messages import USUAL_SHARE, Group, MemberSpec, Pull, Reduce
 from swarmnode.codec.body import VERSION, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Error, Hello
+from swarmnode.codec.training_messages import USUAL_SHARE, Group, MemberSpec, Pull, Reduce
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment, Values

@@ -8,12 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from swarmnode.codec.averaging_messages import How, Part, Pull, Waiting
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.codec.training_messages import Failed
+from swarmnode.codec.training_messages import Failed, How, Part, Pull, Waiting
 from swarmnode.compute.training.averaging.parts import LARGEST_PART
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError
 from swarmnode.net.links.switchboard import Channel

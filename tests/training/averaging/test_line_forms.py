@@ -9,8 +9,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from swarmnode.codec.averaging_messages import Form, Group
 from swarmnode.codec.tensors import Codec
+from swarmnode.codec.training_messages import Form, Group
 from swarmnode.compute.training.averaging.parts import LARGEST_PART
 from swarmnode.errors import ProtocolError
 from swarmnode.net.memory.medium import Path

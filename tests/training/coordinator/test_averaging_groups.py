@@ -9,8 +9,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from swarmnode.codec.averaging_messages import PathRate
 from swarmnode.codec.tensors import Codec
+from swarmnode.codec.training_messages import PathRate
 from swarmnode.decisions import DecisionLog
 from swarmnode.plan.compression import LADDER
 from swarmnode.plan.training.averaging import REST

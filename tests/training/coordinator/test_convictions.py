@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.codec.averaging_messages import Group, MemberSpec, Reduced
+from swarmnode.codec.training_messages import Group, MemberSpec, Reduced
 from swarmnode.net.interfaces import PeerId
 from swarmnode.training.coordinator.all_reduce_attempt import AllReduceAttempt
 

@@ -13,9 +13,8 @@ from swarmnode.errors import ErrorCode
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.wiring import Replica
 from swarmnode.plan.view import Span
-from swarmnode.training.coordinator.dispatcher import Dispatcher
-from swarmnode.training.coordinator.strikes import Strikes
-from swarmnode.training.coordinator.trainer_connections import TrainerConnections, TrainerLine
+from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections, TrainerLine
+from swarmnode.training.coordinator.timeouts import Strikes
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
 from tests.peer.training_swarm import NoLinkTimes
 from tests.training.scene import KEY, RUN

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from swarmnode.codec.training_messages import Condition, Status
 from swarmnode.swarm.records.run import Run, encode_run
-from swarmnode.training.coordinator.rendezvous import ANEW_AFTER_S, ROLL_BACK_AFTER_S, Rendezvous, furthest_run
+from swarmnode.training.coordinator.coordinator import ANEW_AFTER_S, ROLL_BACK_AFTER_S, Rendezvous, furthest_run
 from swarmnode.training.coordinator.worker_group import WorkerHandle
 
 UNITS = 4

@@ -6,8 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from swarmnode.codec.averaging_messages import Group, How, MemberSpec
-from swarmnode.codec.training_messages import Sync
+from swarmnode.codec.training_messages import Group, How, MemberSpec, Sync
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.training.coordinator.averaging_groups import WarmStarts
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState

@@ -14,7 +14,7 @@ from swarmnode.codec.training_messages import Condition, Discard, Status
 from swarmnode.errors import PeerLost
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
-from swarmnode.training.coordinator.strikes import Strikes
+from swarmnode.training.coordinator.timeouts import Strikes
 from swarmnode.training.coordinator.worker_group import Loopback, WorkerGroup, WorkerHandle, WorkerState
 
 

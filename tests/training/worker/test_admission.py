@@ -9,8 +9,7 @@ from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.training_messages import Forward
 from swarmnode.errors import ErrorCode
-from swarmnode.swarm.records.recipe import MAX_ROUTER_SUMS, RECIPE, Recipe
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import MAX_ROUTER_SUMS, RECIPE, Recipe, Run
 from swarmnode.training.coordinator.seal import seal_lease
 from swarmnode.training.worker.admission import refusal_of
 

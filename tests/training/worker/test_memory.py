@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
-from swarmnode.compute.graph.costs.work import ComputeWork
+from swarmnode.compute.graph.costs.rates import ComputeWork
 from swarmnode.compute.training import optimizer
 from swarmnode.compute.training.learner import Learner
 from swarmnode.ledger import Account, MemoryLedger

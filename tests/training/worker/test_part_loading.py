@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swarmnode.compute.capacity.speed import Speeds
-from swarmnode.compute.throttle import Throttle
+from swarmnode.compute.stopwatch import Throttle
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache
 from swarmnode.training.worker import part_loading
 from swarmnode.training.worker.part_loading import measure_part

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
-from swarmnode.compute.graph.costs.rates import REFERENCE, Rates
-from swarmnode.compute.graph.costs.work import MATMUL, ComputeWork
-from swarmnode.compute.throttle import PREFILL_GAIN, Throttle
+from swarmnode.compute.graph.costs.rates import MATMUL, REFERENCE, ComputeWork, Rates
+from swarmnode.compute.stopwatch import PREFILL_GAIN, Throttle
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import CheckpointError, NotFinite
 from swarmnode.ledger import MemoryLedger

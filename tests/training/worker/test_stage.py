@@ -7,11 +7,24 @@ import asyncio
 import msgspec
 import pytest
 
-from swarmnode.codec.averaging_messages import Group, How, MemberSpec, Reduce, Reduced
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import End, Error, Fault
-from swarmnode.codec.training_messages import Backward, Commit, Counted, Discard, Failed, Lead, Release, Status
+from swarmnode.codec.training_messages import (
+    Backward,
+    Commit,
+    Counted,
+    Discard,
+    Failed,
+    Group,
+    How,
+    Lead,
+    MemberSpec,
+    Reduce,
+    Reduced,
+    Release,
+    Status,
+)
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.training.worker.following import CLAIM_S, MAX_TERM_JUMP
 from tests.training.scene import KEY, RUN, TERM, Scene, in_scene

@@ -10,7 +10,7 @@ from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import decode_body, encode_body
 from swarmnode.codec.training_messages import Counted, Status
 from swarmnode.errors import ProtocolError
-from swarmnode.training.worker.status import counted_of, masks_of
+from swarmnode.training.worker.stage_state import counted_of, masks_of
 
 EVERYTHING = (1 << 20) - 1
 masks = st.dictionaries(st.integers(0, 30), st.one_of(st.just(5), st.integers(0, EVERYTHING)))

@@ -14,7 +14,7 @@ import torch
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import Error, decode_body, encode_body
 from swarmnode.codec.tensors import Codec
-from swarmnode.codec.training_fields import MAX_NORM
+from swarmnode.codec.training_messages import MAX_NORM
 from swarmnode.codec.tuning_messages import (
     COTUNE_PROTOCOL,
     MAX_SHARE_LABELS,

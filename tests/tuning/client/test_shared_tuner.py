@@ -26,8 +26,7 @@ from swarmnode.errors import LeaderLost, NetworkDown, PeerError, PeerLost
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.swarm.records.recipe import RECIPE, Recipe
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import RECIPE, Recipe, Run
 from swarmnode.tuning.client.averaging import Partners, SharedRun, VectorLayout
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import FLOOR_S, TuningLeader

@@ -11,10 +11,9 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from swarmnode.compute.graph.archive import load_program
-from swarmnode.compute.graph.exporting.complaint import source_of
 from swarmnode.compute.graph.exporting.export import Example, check_example, export_module
 from swarmnode.compute.graph.exporting.gradient_check import check_gradients
-from swarmnode.compute.graph.exporting.reader import Exported
+from swarmnode.compute.graph.exporting.reader import Exported, source_of
 from swarmnode.errors import UsageError
 
 PROGRAM_SUFFIX = ".pt2"

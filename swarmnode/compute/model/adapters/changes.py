@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.model.packed import PackedLinear
-from swarmnode.compute.model.packing.matrix_blocks import Block, probed, tiles
-from swarmnode.compute.model.packing.packed_weight import PackedWeight
+from swarmnode.compute.model.linear import PackedLinear
+from swarmnode.compute.model.packing.packed_weight import Block, PackedWeight, probed, tiles
 from swarmnode.compute.model.quantize import Int8Linear
 
 REPLACEABLE = frozenset({"weight", "bias"})

@@ -2,22 +2,187 @@
 
 The model's own layers are not changed. Each layer that some adapter changes has a hook that adds the chosen adapters' products.
 So an adapter costs its own two small products, and a pass without an adapter only a look-up at each of these layers.
+
+Passes whose rows go through different adapters: one grouped product for all of them, or each adapter's rows apart.
+
+A grouped product multiplies row r of the pass with matrices of its own: a batch of as many small products as there are rows, as
+Punica (arXiv 2310.18547) and S-LoRA (arXiv 2311.03285) group them. Their kernels gather the matrices from where they are. Here the
+matrices lie side by side in the rows' order, copied once for many passes. No number of one row enters another row's product.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.model.adapters.changes import Change, Lora, Whole, moved_to
-from swarmnode.compute.model.adapters.shared_pass import Added, SharedPass, share_pass
+from swarmnode.compute.model.adapters.changes import Change, Lora, Whole, moved_to, scaled
 from swarmnode.errors import ErrorCode, ProtocolError
-from swarmnode.ledger import Account, MemoryLedger, Reservation
+from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+
+FEW_PARTS = 2
+"""Parts of a pass (neighbouring rows with one adapter) up to which going part by part costs no more than a grouped product"""
+
+Reserve = Callable[[int], Reservation]
+"""Function that reserves bytes for copies of matrices; raises Full if they do not fit"""
+
+
+class Added(Protocol):
+    """Change of a layer's result for all rows of a pass."""
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return `y` (rows first), the layer's own result for `x`, as the rows' adapters change it, in the dtype of `y`."""
+        ...
+
+
+class AdapterRows(NamedTuple):
+    """Neighbouring rows [start, end) with one adapter's change of a layer; None if it does not change this layer."""
+
+    start: int
+    end: int
+    change: Added | None
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Change of each part of the pass in turn. `rows` is the number of rows of the pass."""
+
+    parts: Sequence[AdapterRows]
+    rows: int
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return `y` (rows first), the layer's own result for `x`, as the rows' adapters change it, in the dtype of `y`."""
+        x_by_row = x.reshape(self.rows, -1, x.shape[-1]) if x.is_floating_point() else x  # an embedding's are ids
+        y_by_row = y.reshape(self.rows, -1, y.shape[-1])
+        pieces = [
+            _changed(part.change, x_by_row[part.start : part.end], y_by_row[part.start : part.end])
+            for part in self.parts
+        ]
+        return torch.cat(pieces).view(y.shape)
+
+
+def _changed(change: Added | None, x: Tensor, y: Tensor) -> Tensor:
+    return y if change is None else change.add(x, y)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Low-rank matrices of all rows, each row's in its own place: transposed views `a_BIR` and copies `b_BRO`.
+
+    `gain_B1O` and `bias_O` are DoRA's, None if no row has it. Rows without an adapter, and ranks below the largest, have zeros.
+    """
+
+    a_BIR: Tensor
+    b_BRO: Tensor
+    gain_B1O: Tensor | None
+    bias_O: Tensor | None
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return `y` (rows first), the layer's own result for `x`, as the rows' adapters change it, in the dtype of `y`."""
+        rows = len(self.a_BIR)
+        x_BTI = x.reshape(rows, -1, x.shape[-1]).to(self.a_BIR.dtype)
+        y_BTO = scaled(y.reshape(rows, -1, y.shape[-1]), self.gain_B1O, self.bias_O)
+        low_BTR = torch.bmm(x_BTI, self.a_BIR)
+        if y.dtype is self.b_BRO.dtype:
+            return torch.baddbmm(y_BTO, low_BTR, self.b_BRO).view(y.shape)
+        return (y_BTO + torch.bmm(low_BTR, self.b_BRO).to(y.dtype)).view(y.shape)
+
+
+@dataclass(eq=False)
+class SharedPass:
+    """Changes of all layers for a pass whose rows go through the adapters `names`, and the memory that their copies take."""
+
+    names: tuple[str, ...]
+    layers: Mapping[str, Added]
+    memory: Reservation | None
+
+    def __repr__(self) -> str:
+        form = "apart" if self.memory is None else "grouped"
+        return f"<SharedPass of {len(self.names)} rows, {len(set(self.names))} adapters, {form}>"
+
+
+def share_pass(names: tuple[str, ...], loaded: Mapping[str, Mapping[str, Added]], reserve: Reserve) -> SharedPass:
+    """Return the changes for a pass whose row r goes through the adapter names[r], "" for none.
+
+    Matrices are copied side by side if that is faster and `reserve` has room for them.
+    """
+    parts = _parts(names)
+    layers = {layer: [loaded.get(name, {}).get(layer) for name in names] for layer in _layers(names, loaded)}
+    groupable = {layer for layer, changes in layers.items() if all(isinstance(one, Lora | None) for one in changes)}
+    size_bytes = sum(_grouped_bytes(_loras(layers[layer]), len(names)) for layer in groupable)
+    memory = _room(size_bytes, reserve) if len(parts) > FEW_PARTS else None
+    added: dict[str, Added] = {}
+    for layer, changes in layers.items():
+        if memory is not None and layer in groupable:
+            added[layer] = _grouped(changes)
+        else:
+            added[layer] = Apart([AdapterRows(start, end, changes[start]) for start, end in parts], len(names))
+    shared = SharedPass(names, added, memory)
+    if memory is not None:
+        weakref.finalize(shared, memory.release)
+    return shared
+
+
+def _room(size_bytes: int, reserve: Reserve) -> Reservation | None:
+    """Reserve room for copies; None if there is none."""
+    try:
+        return reserve(size_bytes)
+    except Full:
+        return None
+
+
+def _parts(names: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the ranges of neighbouring rows with the same adapter."""
+    ranges, start = [], 0
+    for _, rows in groupby(names):
+        end = start + len(list(rows))
+        ranges.append((start, end))
+        start = end
+    return ranges
+
+
+def _layers(names: Sequence[str], loaded: Mapping[str, Mapping[str, Added]]) -> list[str]:
+    """Return the layers that some of the adapters change."""
+    return sorted({layer for name in names if name for layer in loaded[name]})
+
+
+def _loras(changes: Sequence[Added | None]) -> list[Lora]:
+    return [change for change in changes if isinstance(change, Lora)]
+
+
+def _grouped_bytes(loras: Sequence[Lora], rows: int) -> int:
+    """Return the bytes of `_grouped`'s copies for a layer and a number of rows."""
+    rank = max(len(lora.a_RI) for lora in loras)
+    (inputs, outputs), gains = (
+        (loras[0].a_RI.shape[1], len(loras[0].b_OR)),
+        any(lora.gain_O is not None for lora in loras),
+    )
+    return rows * loras[0].a_RI.dtype.itemsize * (rank * (inputs + outputs) + (outputs if gains else 0))
+
+
+def _grouped(changes: Sequence[Added | None]) -> Grouped:
+    """Return a layer's matrices side by side. Some row has an adapter, and all are low-rank."""
+    loras = _loras(changes)
+    like, rank = loras[0], max(len(lora.a_RI) for lora in loras)
+    a_BRI = like.a_RI.new_zeros(len(changes), rank, like.a_RI.shape[1])
+    b_BRO = like.b_OR.new_zeros(len(changes), rank, len(like.b_OR))
+    gains = [lora for lora in loras if lora.gain_O is not None]
+    gain_B1O = like.b_OR.new_zeros(len(changes), 1, len(like.b_OR)) if gains else None
+    for row, lora in enumerate(changes):
+        if isinstance(lora, Lora):
+            a_BRI[row, : len(lora.a_RI)] = lora.a_RI
+            b_BRO[row, : len(lora.a_RI)] = lora.b_OR.t()
+            if gain_B1O is not None and lora.gain_O is not None:
+                gain_B1O[row, 0] = lora.gain_O
+    return Grouped(a_BRI.transpose(1, 2), b_BRO, gain_B1O, gains[0].bias_O if gains else None)
+
 
 NOTHING: Mapping[str, Added] = {}
 KEPT = 4

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint
 from swarmnode.compute.model.family import KEYS, family_of, plain_config
-from swarmnode.compute.model.packing.quantised_folders.quantised_tensors import QuantisedTensors, dequantised
+from swarmnode.compute.model.packing.quantised_weights import QuantisedTensors, dequantised
 from swarmnode.compute.model.tensor_file import ShardWriter
 from swarmnode.errors import CheckpointError
 from swarmnode.files import parse_json

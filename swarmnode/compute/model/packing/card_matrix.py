@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarmnode.compute.device_fault import card_answers
+from swarmnode.compute.executor import card_answers
 from swarmnode.compute.model.packing.block_values import values_of
 from swarmnode.compute.model.packing.ggml import DTYPES, FORMATS, Format
 

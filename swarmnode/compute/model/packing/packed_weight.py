@@ -2,13 +2,19 @@
 
 A module keeps its own code: `functional.linear(x, weight, bias)` and `functional.embedding(ids, weight)` find a `PackedWeight` in
 the place of the parameter, and torch calls its `__torch_function__`.
+
+Matrices of frozen linear layers, read in blocks whatever form they are held in, and products with them that gradients pass.
+
+The forward product of a frozen layer may be any kernel. Its gradient with regard to the inputs needs the matrix itself.
+
+Products of several packed matrices with the same activations as one computation of ggml, at fixed places in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +22,79 @@ from torch.nn import functional
 
 from swarmnode.compute.device import trim_heap
 from swarmnode.compute.model.packing.card_matrix import CardMatrix
-from swarmnode.compute.model.packing.ggml import FORMATS, Format, GgmlMatrix
-from swarmnode.compute.model.packing.matrix_blocks import TILE, Block, frozen_product, probed
+from swarmnode.compute.model.packing.ggml import (
+    BUFFER_AT,
+    DATA_AT,
+    EXTRA_AT,
+    F32,
+    FORMATS,
+    Format,
+    GgmlMatrix,
+    Prepared,
+    address_at,
+    library,
+    threads,
+)
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry, joined, read_packed
 from swarmnode.errors import CheckpointError
+
+Block = tuple[slice, slice, Tensor]
+"""Outputs, inputs, and values of a part of a matrix (O, I)"""
+Blocks = Callable[[], Iterator[Block]]
+
+TILE = 256  # rows or columns of a matrix that are read at a time
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Product of activations with a matrix that takes no gradient. Nothing is kept for the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, multiply: Callable[[Tensor], Tensor], blocks: Blocks) -> Tensor:
+        """Return multiply(x)."""
+        ctx.blocks, ctx.inputs = blocks, x.shape[-1]
+        return multiply(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient (..., I) of the activations for that of the result (..., O)."""
+        gradient_RO = gradients[0].reshape(-1, gradients[0].shape[-1])
+        back_RI: Tensor | None = None
+        for outputs, inputs, block in ctx.blocks():
+            if outputs == inputs == slice(None):  # the whole matrix
+                back_RI = gradient_RO @ block.to(gradient_RO.dtype)
+                break
+            back_RI = gradient_RO.new_zeros(len(gradient_RO), ctx.inputs) if back_RI is None else back_RI
+            back_RI[:, inputs].addmm_(gradient_RO[:, outputs], block.to(back_RI.dtype))
+        assert back_RI is not None
+        return back_RI.view(*gradients[0].shape[:-1], ctx.inputs), None, None
+
+
+def frozen_product(x: Tensor, multiply: Callable[[Tensor], Tensor], blocks: Blocks) -> Tensor:
+    """Return multiply(x), for x (..., I) and a result (..., O), with a gradient for `x` if it takes one.
+
+    `blocks` yields the matrix that `multiply` uses, without its bias.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        return _FrozenProduct.apply(x, multiply, blocks)  # type: ignore[no-any-return,no-untyped-call]
+    return multiply(x)
+
+
+def tiles(matrix_OI: Tensor) -> Iterator[Block]:
+    """Yield a plain matrix as one block."""
+    yield slice(None), slice(None), matrix_OI
+
+
+def probed(multiply: Callable[[Tensor], Tensor], inputs: int, one: float, like: Tensor) -> Iterator[Block]:
+    """Yield the columns of a matrix that only multiplies, by its products with unit vectors times `one`.
+
+    The products have no bias. Unit vectors have the dtype and device of `like`. Costs as much as a prompt of I positions.
+    """
+    for first in range(0, inputs, TILE):
+        count = min(TILE, inputs - first)
+        units_KI = torch.zeros(count, inputs, dtype=like.dtype, device=like.device)
+        units_KI[:, first : first + count].fill_diagonal_(one)
+        yield slice(None), slice(first, first + count), (multiply(units_KI) / one).t()
+
 
 CPU = torch.device("cpu")
 EXACT_IN_8_BITS = 127 / 128
@@ -281,3 +356,44 @@ def hold(model: Any, packed: Mapping[str, PackedWeight | PackedStack]) -> None:
         if own is not None:
             del module._parameters[parameter]
             setattr(module, parameter, weight)
+
+
+MOST_JOINED = 6  # a graph of ggml has room for their tensors
+
+
+class FixedProduct(NamedTuple):
+    """Fast product of a matrix (O, I) with activations x (R, I) and a result y (R, O) at fixed places."""
+
+    matrix: GgmlMatrix
+    x_RI: Tensor
+    y_RO: Tensor
+
+
+class JoinedProducts(Prepared):
+    """Products with the same x, which are computed together. They keep the matrices, x and the results alive."""
+
+    def __init__(self, products: Sequence[FixedProduct]) -> None:
+        ggml = library()
+        assert ggml is not None and len(products) <= MOST_JOINED
+        super().__init__(ggml)
+        self._products = list(products)
+        rows, inputs = products[0].x_RI.shape
+        x_of = {}
+        for matrix, x_RI, y_RO in products:
+            apart = matrix.takes_rows_apart(rows)
+            if apart not in x_of:
+                shape = (inputs, 1, rows, 1) if apart else (inputs, rows, 1, 1)
+                x_of[apart] = ggml.new_tensor_4d(self.context, FORMATS[F32].number, *shape)
+                address_at(x_of[apart] + DATA_AT).value = x_RI.data_ptr()
+            weight = ggml.new_tensor(self.context, matrix.form.number, inputs, matrix.outputs)
+            address_at(weight + DATA_AT).value = matrix.address
+            if matrix.order is not None:
+                address_at(weight + BUFFER_AT).value = matrix.order.buffer
+                address_at(weight + EXTRA_AT).value = matrix.order.extra
+            y = ggml.multiply(self.context, weight, x_of[apart])
+            address_at(y + DATA_AT).value = y_RO.data_ptr()
+            ggml.expand(self.graph, y)
+
+    def __call__(self) -> None:
+        """Compute all results from x. Raises RuntimeError if ggml fails."""
+        threads().compute(self)

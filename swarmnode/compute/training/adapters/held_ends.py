@@ -1,25 +1,28 @@
 """First and last unit of a model in the owner's process, with gradients: the layers in between are elsewhere.
 
 So soft prompts, the embedding, and a head are ordinary parameters of the owner, and logits come out.
+
+Positions of a microbatch that have a label: only for these are logits computed, some at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.loading import check_family
-from swarmnode.compute.training.adapters.layers import AdapterLayers
+from swarmnode.compute.training.adapters.layers import PROMPT, AdapterLayers, TrainedDora
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.compute.training.adapters.starts import PROMPT
-from swarmnode.compute.training.adapters.trained_changes import TrainedDora
 from swarmnode.compute.training.lm import NothingKept
+from swarmnode.data.rows import NO_LABEL
 
 NAME = "tuned"  # of the adapter among those of a span, which has no other
 
@@ -142,3 +145,31 @@ class HeldEnds(nn.Module):
     def set_output_embeddings(self, head: nn.Module) -> None:
         """Replace the head's matrix by another module, such as one with as many outputs as there are classes."""
         self.head.set_output_embeddings(head)
+
+
+def count_labels(labels_BS: Tensor, prompt_positions: int) -> int:
+    """Return the number of labels that some position predicts: a row's first token has one only behind a soft prompt."""
+    return len(LabelledPositions.of(labels_BS, labels_BS.shape[1] + prompt_positions))
+
+
+@dataclass(frozen=True)
+class LabelledPositions:
+    """Positions of a microbatch whose next token has a label: their places_N among all positions B * T, and these labels_N."""
+
+    places_N: Tensor
+    labels_N: Tensor
+
+    @classmethod
+    def of(cls, labels_BS: Tensor, length: int) -> LabelledPositions:
+        """Return the positions, in rows of `length` positions that end with the S tokens of `labels_BS`."""
+        labels_BT = functional.pad(labels_BS, (length - labels_BS.shape[1], 0), value=NO_LABEL)
+        next_N = functional.pad(labels_BT[:, 1:], (0, 1), value=NO_LABEL).flatten()
+        places_N = (next_N != NO_LABEL).nonzero().squeeze(1)
+        return cls(places_N, next_N[places_N])
+
+    def __len__(self) -> int:
+        return len(self.places_N)
+
+    def split(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield places and labels, at most `count` at a time."""
+        yield from zip(self.places_N.split(count), self.labels_N.split(count), strict=True)

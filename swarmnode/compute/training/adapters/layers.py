@@ -1,23 +1,176 @@
-"""Tensors of an adapter on one span: their names, shapes and starts, and the changes of the span's layers that they make."""
+"""Tensors of an adapter on one span: their names, shapes and starts, and the changes of the span's layers that they make.
+
+Start of an adapter's tensors: a pure function of the recipe's seed, the tensor's name and the base model.
+
+Layers that an adapter changes: the linear layers of a model that a recipe names.
+
+Changes of one layer whose tensors take gradients; those of `compute/model/adapters/changes.py` are for serving.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from swarmnode.compute.executor import ByPiece, drain
 from swarmnode.compute.model.adapters.adapter_file import PREFIX, units_of_layer
-from swarmnode.compute.model.adapters.changes import row_blocks
+from swarmnode.compute.model.adapters.changes import features_of, row_blocks
+from swarmnode.compute.model.assemble import outline
+from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.adapter_weights import MOMENTS, PIECE_ELEMENTS
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.compute.training.adapters.starts import PROMPT, draw_a, start_of_prompt
-from swarmnode.compute.training.adapters.targets import Sizes, target_layers
-from swarmnode.compute.training.adapters.trained_changes import TrainedChange, TrainedDora, TrainedLora
+from swarmnode.compute.training.adapters.adapter_weights import MOMENTS, PIECE_ELEMENTS, PIECE_PRODUCTS
+from swarmnode.compute.training.adapters.recipe import ALL_LINEAR, PLACELESS, AdapterRecipe
+from swarmnode.compute.training.randomness import hashed
+from swarmnode.errors import UsageError
 from swarmnode.ledger import Account
+
+PROMPT = "prompt_embeddings"
+"""Name of a soft prompt, as peft saves it"""
+
+
+def start_of_a(seed: int, layer: str, rank: int, inputs: int) -> Tensor:
+    """Return the start of a layer's matrix A, float32_RI: uniform within 1 / sqrt(I), as peft draws it. B starts at zero."""
+    a_RI = torch.empty(rank, inputs)
+    drain(draw_a(a_RI, seed, layer))
+    return a_RI
+
+
+def draw_a(a_RI: Tensor, seed: int, layer: str) -> ByPiece[None]:
+    """Draw the start of a layer's matrix A, on the CPU, and copy it into `a_RI`."""
+    bound, generator = 1 / math.sqrt(a_RI.shape[1]), _generator(seed, layer)
+    for part_N in a_RI.view(-1).split(PIECE_ELEMENTS):
+        part_N.copy_(torch.empty(len(part_N)).uniform_(-bound, bound, generator=generator))
+        yield
+
+
+@torch.no_grad()
+def start_of_prompt(seed: int, model: Any, tokens: int, vocabulary: int) -> Tensor:
+    """Return the start of a soft prompt, float32_PH: the model's embeddings of random tokens (arXiv 2104.08691)."""
+    ids_P = torch.randint(vocabulary, (tokens,), generator=_generator(seed, PROMPT))
+    embedding = model.get_input_embeddings()
+    embedded_PH: Tensor = embedding(ids_P.to(embedding.weight.device))
+    return embedded_PH.float()
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    word = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    return torch.Generator().manual_seed(hashed(seed, word))
+
+
+Sizes = tuple[int, int]
+"""Numbers of inputs and outputs of a linear layer"""
+
+TOLD = 12  # names of layers in an error
+
+
+def target_layers(model: Any, recipe: AdapterRecipe) -> dict[str, Sizes]:
+    """Return the linear layers of `model`, a whole one or a span's, that the adapter changes, by name.
+
+    Methods of `PLACELESS` change none. "all-linear" leaves out the head, as peft does.
+    """
+    layers = _linear_layers(model)
+    if recipe.method in PLACELESS:
+        return {}
+    if recipe.targets == ALL_LINEAR:
+        head = model.get_output_embeddings()
+        return {name: sizes for name, sizes in layers.items() if model.get_submodule(name) is not head}
+    return {name: sizes for name, sizes in layers.items() if _is_named(name, recipe.targets)}
+
+
+def linear_layers(family: Family) -> dict[str, bool]:
+    """Return the names of a model's linear layers, and whether each is the head. Weights are not needed."""
+    model = outline(family, 0, family.units, dtype=torch.float32)
+    head = model.get_output_embeddings()
+    return {name: model.get_submodule(name) is head for name in _linear_layers(model)}
+
+
+def check_targets(family: Family, recipe: AdapterRecipe, layers: Mapping[str, bool] | None = None) -> None:
+    """Raise UsageError if the model has no linear layer of some name in the recipe. `layers` are its `linear_layers`, if known."""
+    if recipe.method in PLACELESS:
+        return
+    layers = linear_layers(family) if layers is None else layers
+    if recipe.targets == ALL_LINEAR and all(layers.values()):
+        raise UsageError("the model has no linear layers that an adapter could change; use --method prompt")
+    for end in () if recipe.targets == ALL_LINEAR else recipe.targets:
+        if not any(_is_named(name, (end,)) for name in layers):
+            known = sorted({name.rpartition(".")[2] for name in layers})
+            raise UsageError(
+                f"the model has no linear layer {end[:64]!r} (experts in one tensor are no linear layers); "
+                f"it has {', '.join(known[:TOLD])}{', …' if len(known) > TOLD else ''}"
+            )
+
+
+def _linear_layers(model: Any) -> dict[str, Sizes]:
+    found = ((name, features_of(module)) for name, module in model.named_modules())
+    return {name: sizes for name, sizes in found if sizes is not None}
+
+
+def _is_named(layer: str, ends: Collection[str]) -> bool:
+    return any(layer == end or layer.endswith(f".{end}") for end in ends)
+
+
+@dataclass(frozen=True)
+class TrainedLora:
+    """Low-rank matrices `a_RI` and `b_OR` of one layer, whose product is multiplied by `scale`.
+
+    If `a_RI` takes no gradient (LoRA-FA), autograd keeps the projection of rank R for the way back, and not the layer's inputs.
+    """
+
+    a_RI: Tensor
+    b_OR: Tensor
+    scale: float
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return `y` (..., O), the layer's own result for `x` (..., I), with the adapter's product added, in the dtype of `y`."""
+        low = functional.linear(x.to(self.a_RI.dtype), self.a_RI) * self.scale
+        outputs, rank = self.b_OR.shape
+        if y.dtype != self.b_OR.dtype:
+            return y + functional.linear(low, self.b_OR).to(y.dtype)
+        return torch.addmm(y.reshape(-1, outputs), low.reshape(-1, rank), self.b_OR.t()).view(y.shape)
+
+
+class TrainedDora:
+    """DoRA's matrices and `magnitude_O` of a linear layer: m * (W + s B A) / |W + s B A|, row by row; its bias stays.
+
+    The norm counts as a constant on the way back (arXiv 2402.09353, section 4.3). It must be refreshed before the first pass, and
+    after each update.
+    """
+
+    def __init__(self, lora: TrainedLora, magnitude_O: Tensor, layer: nn.Module) -> None:
+        self.lora, self.magnitude_O = lora, magnitude_O
+        self._layer = layer
+        self._norm_O = torch.zeros_like(magnitude_O)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return `y` (..., O), the layer's own result for `x` (..., I), as the adapter changes it, in the dtype of `y`."""
+        bias_O: Tensor | None = getattr(self._layer, "bias", None)
+        changed = self.lora.add(x, y if bias_O is None else y - bias_O)
+        changed = changed * (self.magnitude_O / self._norm_O).to(y.dtype)
+        return changed if bias_O is None else changed + bias_O
+
+    def refresh(self) -> None:
+        """Compute the norms of the changed matrix's rows anew."""
+        drain(self.refresh_by_piece())
+
+    @torch.no_grad()
+    def refresh_by_piece(self) -> ByPiece[None]:
+        """Do `refresh`. Reads the whole matrix, some rows at a time."""
+        a_RI, b_OR, squares_O = self.lora.a_RI, self.lora.b_OR * self.lora.scale, torch.zeros_like(self._norm_O)
+        for outputs, inputs, block in row_blocks(self._layer, PIECE_PRODUCTS // (1 + len(a_RI))):
+            squares_O[outputs] += torch.addmm(block.float(), b_OR[outputs], a_RI[:, inputs]).square().sum(dim=1)
+            yield
+        torch.sqrt(squares_O, out=self._norm_O)
+
+
+TrainedChange = TrainedLora | TrainedDora
+
 
 A, B, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 """Ends of the names of a layer's tensors, as peft saves them"""

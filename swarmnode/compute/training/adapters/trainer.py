@@ -2,13 +2,15 @@
 
 Each pass goes piece by piece, some layers with a graph of their own, so that other work of the device can run in between. What the
 way back needs is kept under the microbatch's number. The head runs with the loss, on those positions whose next token has a label.
+
+Bytes that a pass keeps for its way back, measured on two short passes, so that they are known before a long one begins.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -18,17 +20,68 @@ from torch.nn import functional
 
 from swarmnode.compute.executor import ByPiece, drain
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.activation_size import ActivationSize, KeptStorage
 from swarmnode.compute.training.adapters.adapter_weights import VECTORS, AdapterWeights
-from swarmnode.compute.training.adapters.labelled_positions import LabelledPositions
-from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, AdapterLayers, file_name
+from swarmnode.compute.training.adapters.held_ends import LabelledPositions
+from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, PROMPT, AdapterLayers, TrainedDora, file_name
 from swarmnode.compute.training.adapters.recipe import MOST_FLOAT, AdapterRecipe
-from swarmnode.compute.training.adapters.starts import PROMPT
-from swarmnode.compute.training.adapters.trained_changes import TrainedDora
 from swarmnode.compute.training.lm import NothingKept, check_labels, check_values, documents
 from swarmnode.compute.training.saved_activations import check_finite, check_shapes, is_finite
 from swarmnode.errors import NotFinite, ProtocolError
 from swarmnode.ledger import Account, Full, Reservation
+
+SHORT, LONG = 8, 24  # tokens of the measured passes
+
+
+class KeptStorage:
+    """Storages that autograd keeps while `watching` is entered, each once, without those of `known` tensors (weights)."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
+        self._kept: dict[int, tuple[int, Tensor]] = {}
+
+    def __repr__(self) -> str:
+        return f"<KeptStorage of {self.size_bytes} bytes>"
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all kept storages."""
+        return sum(size for size, _ in self._kept.values())
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """Count the storage of `tensor`, and return it. It stays alive, so that no other takes its address."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._known:
+            self._kept[storage.data_ptr()] = storage.nbytes(), tensor
+        return tensor
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Return a context that counts each tensor that autograd saves."""
+        return torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
+
+
+@dataclass(frozen=True)
+class ActivationSize:
+    """Bytes that a row of T positions keeps: `linear` * T + `square` * T * T."""
+
+    linear: float
+    square: float
+
+    @classmethod
+    def measured(cls, kept_bytes: Callable[[int], ByPiece[int]], prompt_tokens: int = 0) -> ByPiece[ActivationSize]:
+        """Return the size that fits `kept_bytes`, which runs a row of some positions and returns the bytes that it keeps.
+
+        A row begins with the `prompt_tokens` of a soft prompt.
+        """
+        short, long = SHORT + prompt_tokens, LONG + prompt_tokens
+        short_bytes = (yield from kept_bytes(short)) / short
+        long_bytes = (yield from kept_bytes(long)) / long
+        square = max(0.0, (long_bytes - short_bytes) / (long - short))
+        return cls(max(short_bytes, long_bytes) - square * short, square)
+
+    def of(self, rows: int, positions: int) -> int:
+        """Return the bytes of a microbatch."""
+        return round(rows * positions * (self.linear + self.square * positions))
+
 
 MOST_LOGITS = 1 << 24  # in memory at once
 LOGIT_COPIES = 4  # of float32, at once: logits, their softmax, and the gradients of both

@@ -8,6 +8,10 @@ Memory besides the two vectors: none of their size without error feedback. With 
 attempt's residual, which takes the place of the last one when the step is committed.
 
 Shape letter: N elements of all tensors together.
+
+Low-rank compressors (PowerSGD, ACP-SGD): matrices as products of two factors, one of them orthonormal.
+
+Shape letters: N elements of a tensor; O rows and I columns of a matrix, R rank, X either O or I.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from swarmnode.codec.tensors import SPARSE_CODECS, Codec
 from swarmnode.compute.training.averaging.parts import FlatVector, Forms
 from swarmnode.compute.training.averaging.robust_aggregation import CentredClipping
 from swarmnode.compute.training.averaging.round import Round
+from swarmnode.errors import ProtocolError
 from swarmnode.swarm.records.run import Averaging
 
 COARSE = frozenset({Codec.INT8, Codec.INT4, Codec.INT2, *SPARSE_CODECS})  # codecs for matrices only
@@ -152,3 +157,197 @@ def feeds_back(averaging: Averaging) -> bool:
 
 def _pick(tensors: Sequence[Tensor], places: Iterable[int]) -> FlatVector:
     return FlatVector([tensors[place] for place in places])
+
+
+SMALLEST_NORM = 1e-30
+
+
+def basis_of(product_OR: Tensor) -> Tensor:
+    """Return orthonormal columns, the same on all members.
+
+    They are computed on the CPU in float64, since devices differ in columns that are nearly zero.
+    """
+    basis_OR: Tensor = torch.linalg.qr(product_OR.to("cpu", torch.float64)).Q
+    return basis_OR.to(product_OR)
+
+
+def is_worth(shape: Size, rank: int) -> bool:
+    """Return whether two factors of `rank` are smaller than the tensor, taken as a matrix with its first size as rows."""
+    if len(shape) < 2 or not shape.numel():
+        return False
+    rows, columns = shape[0], shape.numel() // shape[0]
+    return rank * (rows + columns) < rows * columns
+
+
+class LowRankCompressor(GradientCompressor):
+    """Compressor that sends two small factors instead of a large matrix. `_matrices` are the numbers of the tensors that factors
+    make smaller, `_others` those of the rest."""
+
+    def __init__(self, averaging: Averaging, shapes: Sequence[Size]) -> None:
+        super().__init__(averaging, shapes)
+        places = range(len(shapes))
+        self._matrices = [place for place in places if is_worth(shapes[place], averaging.rank)]
+        self._others = [place for place in places if place not in set(self._matrices)]
+
+    def _wanted(self, exchange: Exchange) -> Wanted:
+        return Wanted(exchange.local.split(self.sizes), self._residuals(exchange.weight), self.shapes)
+
+    def _small_round(self, exchange: Exchange, wanted: Wanted, products: Sequence[Tensor]) -> SmallRound:
+        """Return a round of all tensors that factors do not make smaller, and of products."""
+        return SmallRound([*(wanted.vector(place) for place in self._others), *products], exchange.weight, self.codec)
+
+    def _end(
+        self,
+        exchange: Exchange,
+        wanted: Wanted,
+        others: SmallRound,
+        factors: SmallRound,
+        bases: Sequence[Tensor],
+        *,
+        transposed: bool = True,
+    ) -> None:
+        """Keep the residual of this member, and write the sums: small tensors, and products of bases and factors.
+
+        Round `factors` holds the factors at its end. `transposed`: they belong to the columns.
+        """
+        few, count = len(self._others), len(self._matrices)
+        if exchange.weight:
+            left_N = torch.empty(len(exchange.total), device=exchange.total.device)
+            self._next = self._next._replace(residual_N=left_N)
+            left = torch.split(left_N, self.sizes)
+            said = factors.transmitted()[len(factors.totals) - count :]
+            self._write(left, [*others.left_over[:few], *said], bases, transposed=transposed)
+            for place in self._matrices:
+                wanted.add_to(place, left[place].neg_())
+        summed = [*others.totals[:few], *factors.totals[len(factors.totals) - count :]]
+        self._write(exchange.total.split(self.sizes), summed, bases, transposed=transposed)
+
+    def _write(
+        self, out: Sequence[Tensor], values: Sequence[Tensor], bases: Sequence[Tensor], *, transposed: bool
+    ) -> None:
+        few = len(self._others)
+        for place, other_N in zip(self._others, values[:few], strict=True):
+            out[place].copy_(other_N.view(-1))
+        for place, factor_XR, basis_XR in zip(self._matrices, values[few:], bases, strict=True):
+            left_OR, right_IR = (basis_XR, factor_XR) if transposed else (factor_XR, basis_XR)
+            torch.matmul(left_OR, right_IR.T, out=out[place].view(left_OR.shape[0], -1))
+
+    def _first_factor(self, place: int) -> Tensor:
+        """Return a random factor for the matrix `place`, the same on all members."""
+        generator = torch.Generator().manual_seed(place)
+        return torch.randn(self.sizes[place] // self.shapes[place][0], self.averaging.rank, generator=generator)
+
+
+class Wanted:
+    """Values that a member wants to send, by tensor: its own, and those left out in earlier steps. The two are never added up
+    whole."""
+
+    def __init__(self, tensors: Sequence[Tensor], residuals: Sequence[Tensor] | None, shapes: Sequence[Size]) -> None:
+        self._sources = [tensors] if residuals is None else [tensors, residuals]
+        self._shapes = shapes
+
+    def __repr__(self) -> str:
+        return f"Wanted({len(self._shapes)} tensors)"
+
+    def vector(self, place: int) -> Tensor:
+        """Return a copy of a small tensor, the one at `place`, with the carried-over values of earlier steps added."""
+        return sum((source[place] for source in self._sources[1:]), self._sources[0][place].clone())
+
+    def times(self, place: int, factor_XR: Tensor, *, transposed: bool = False) -> Tensor:
+        """Return the product of a matrix, or of the transposed one, and a factor."""
+        matrices = [source[place].view(self._shapes[place][0], -1) for source in self._sources]
+        products = [(matrix_OI.T if transposed else matrix_OI) @ factor_XR for matrix_OI in matrices]
+        return sum(products[1:], products[0])
+
+    def add_to(self, place: int, out_N: Tensor) -> None:
+        """Add the tensor at `place`, with its values carried over from earlier steps, to `out_N`."""
+        for source in self._sources:
+            out_N.add_(source[place])
+
+
+class SmallRound:
+    """Round of tensors that are small enough to be kept three times: as wanted, as summed (`totals`), and their unsent values."""
+
+    def __init__(self, tensors: Sequence[Tensor], weight: float, codec: Codec) -> None:
+        self._tensors = [tensor.contiguous() for tensor in tensors]
+        self.totals = [torch.zeros_like(tensor) for tensor in self._tensors]
+        self.left_over = [torch.zeros_like(tensor) for tensor in self._tensors]
+        self.round = Round(
+            FlatVector(self._tensors), FlatVector(self.totals), weight, codec, left_over=FlatVector(self.left_over)
+        )
+
+    def __repr__(self) -> str:
+        return f"SmallRound({self.round!r})"
+
+    def transmitted(self) -> list[Tensor]:
+        """Return the values that this member sent: its tensors without the values left over for later steps."""
+        return [tensor - left for tensor, left in zip(self._tensors, self.left_over, strict=True)]
+
+
+class PowerSgdCompressor(LowRankCompressor):
+    """PowerSGD (Vogels et al., arXiv 1905.13727, algorithms 1 and 2): matrices as products of two factors of rank R.
+
+    Round 1 sums P_OR = M_OI Q_IR, and the tensors that factors do not make smaller; round 2 sums Q_IR = M^T P with P made
+    orthonormal. The result is P P^T sum(M). The next step begins with this Q, one power iteration further. A member with another Q
+    (one that just joined) does no harm: both factors of the result are agreed on, so that `warm_start` is not used. Sums of factors
+    are never clipped: no run may ask for that.
+    """
+
+    def run(self, exchange: Exchange) -> Rounds:
+        self._begin(exchange)
+        wanted = self._wanted(exchange)
+        before = {place: self._first_factor(place) for place in self._matrices} | dict(self.carried.factors)
+        products = [wanted.times(place, before[place].to(exchange.local.device)) for place in self._matrices]
+        first = self._small_round(exchange, wanted, products)
+        yield first.round
+        bases = [basis_of(product_OR) for product_OR in first.totals[len(self._others) :]]
+        pairs = zip(self._matrices, bases, strict=True)
+        factors = [wanted.times(place, basis_OR, transposed=True) for place, basis_OR in pairs]
+        second = SmallRound(factors, exchange.weight, self.codec)
+        if factors:
+            yield second.round
+        self._end(exchange, wanted, first, second, bases)
+        for place, factor_IR in zip(self._matrices, second.totals, strict=True):
+            norms_R = factor_IR.norm(dim=0)
+            if bool((norms_R > SMALLEST_NORM).all()):  # one without a direction (no gradient at all) is not adopted
+                before[place] = factor_IR / norms_R
+        self._next = self._next._replace(factors=before)
+
+
+class AcpSgdCompressor(LowRankCompressor):
+    """ACP-SGD (Zhang et al., arXiv 2306.08881, section IV): half of PowerSGD's bytes, in one round.
+
+    With Q_IR made orthonormal, P_OR = M_OI Q_IR is summed, with the tensors that factors do not make smaller, and the result is
+    P Q^T. In the next step P, made orthonormal, takes Q's place, and M^T P is summed: a power iteration over two steps.
+
+    The older factor has to be the same on all members. With `warm_start` it is the sum of the last run. Otherwise members begin
+    with first factors, which are the same everywhere, and error feedback makes up for their misses.
+    """
+
+    def run(self, exchange: Exchange) -> Rounds:
+        """Run one round, see `GradientCompressor`. Raises ProtocolError if a warm start has no factors here."""
+        self._begin(exchange)
+        warm_start, device = exchange.warm_start, exchange.local.device
+        carried = self.carried
+        if warm_start and not carried.factors and self._matrices:
+            raise ProtocolError("a REDUCE continues from factors that this peer does not have")
+        transposed = warm_start and carried.transposed
+        older = (carried.factors[place] if warm_start else self._first_factor(place) for place in self._matrices)
+        bases = [basis_of(factor_XR.to(device)) for factor_XR in older]
+        wanted = self._wanted(exchange)
+        pairs = zip(self._matrices, bases, strict=True)
+        products = [wanted.times(place, basis_XR, transposed=transposed) for place, basis_XR in pairs]
+        sent = self._small_round(exchange, wanted, products)
+        yield sent.round
+        self._end(exchange, wanted, sent, sent, bases, transposed=transposed)
+        summed = sent.totals[len(self._others) :]
+        self._next = self._next._replace(
+            factors=dict(zip(self._matrices, summed, strict=True)), transposed=not transposed
+        )
+
+
+def make_gradient_compressor(averaging: Averaging, shapes: Sequence[Size]) -> GradientCompressor:
+    """Make the compressor that `averaging` asks for. `shapes` are those of the tensors, see `Learner.shapes`."""
+    if not averaging.rank:
+        return PlainGradientCompressor(averaging, shapes)
+    return (AcpSgdCompressor if averaging.alternating else PowerSgdCompressor)(averaging, shapes)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.training.averaging.parts import Contribution
-from swarmnode.compute.training.gradient_sketch import SKETCHED, count_sketch
+from swarmnode.compute.training.recomputation import SKETCHED, count_sketch
 
 RADIUS = 3.0  # times the distance of honest members
 LEAST_MEMBERS = 3  # with two that differ it is unknown which one is wrong

@@ -14,10 +14,8 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.compute.graph.costs import estimate
-from swarmnode.compute.graph.costs.estimate import estimate_units
-from swarmnode.compute.graph.costs.rates import REFERENCE, measure_rates
-from swarmnode.compute.graph.costs.span_estimate import estimate_span
-from swarmnode.compute.graph.costs.work import FRESH, PLAIN
+from swarmnode.compute.graph.costs.estimate import estimate_span, estimate_units
+from swarmnode.compute.graph.costs.rates import FRESH, PLAIN, REFERENCE, measure_rates
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import Checkpoint

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from swarmnode.compute.model.adapters.changes import Lora, Whole, blocks_of, dora, moved_to, shapes_of, whole
-from swarmnode.compute.model.linear import TimedLinear, plain_linear
-from swarmnode.compute.model.packed import BlockedLinear, FbgemmLinear
+from swarmnode.compute.model.linear import BlockedLinear, FbgemmLinear, TimedLinear, plain_linear
 from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix, library
 from swarmnode.compute.model.packing.packed_weight import PackedWeight
 from swarmnode.compute.model.quantize import Int8Linear, _nf4_linear

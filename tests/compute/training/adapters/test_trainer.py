@@ -14,10 +14,11 @@ from swarmnode.compute.executor import ByPiece
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters import adapter_weights, layers, starts, trained_changes
-from swarmnode.compute.training.adapters.activation_size import LONG, KeptStorage
+from swarmnode.compute.training.adapters import adapter_weights, layers
+from swarmnode.compute.training.adapters import layers as starts
+from swarmnode.compute.training.adapters import layers as trained_changes
 from swarmnode.compute.training.adapters.recipe import METHODS
-from swarmnode.compute.training.adapters.trainer import PIECE_POSITIONS, AdapterTrainer
+from swarmnode.compute.training.adapters.trainer import LONG, PIECE_POSITIONS, AdapterTrainer, KeptStorage
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError, UsageError
 from swarmnode.ledger import Account, Full
 from tests.compute.training.adapters.trained import SMALL, Route, batch_of, labels_of

@@ -7,8 +7,11 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor
-from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.averaging.gradient_compressor import (
+    Exchange,
+    GradientCompressor,
+    make_gradient_compressor,
+)
 from swarmnode.compute.training.averaging.parts import FlatVector, cut
 from swarmnode.errors import ProtocolError
 from swarmnode.swarm.records.run import Averaging, Run, check_run

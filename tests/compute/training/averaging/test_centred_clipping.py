@@ -9,7 +9,7 @@ import torch
 from torch import Size, Tensor
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.training.averaging.low_rank import make_gradient_compressor
+from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
 from swarmnode.compute.training.averaging.parts import Contribution, reduce_part
 from swarmnode.compute.training.averaging.robust_aggregation import (
     CentredClipping,

@@ -13,17 +13,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.datasets.sample_batches import SampleBatches
+from swarmnode.compute.training.datasets.batches import SampleBatches
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
-from swarmnode.compute.training.losses.routers import busiest_share
+from swarmnode.compute.training.losses import busiest_share
 from swarmnode.compute.training.recomputation import recompute
 from swarmnode.data.rows import NO_LABEL, make_rows
 from swarmnode.data.samples import TokenSample
 from swarmnode.errors import ProtocolError, UsageError
-from swarmnode.swarm.records.recipe import RECIPE, Recipe
-from swarmnode.swarm.records.run import Run
+from swarmnode.swarm.records.run import RECIPE, Recipe, Run
 from tests.compute.training.conftest import SAMPLES, commit_all, ids_of, make_run, pass_through
 from tests.compute.training.test_packing import EXPERTS, SIZES
 
