@@ -2,7 +2,7 @@
 which, and when.
 
 One conversation carries one microbatch: FORWARD opens it with the whole route, BACKWARD ends it. Each body names its run, except
-LEAD, which asks for it. All-reduces have bodies of their own (`training_messages.py`).
+LEAD, which asks for it.
 
 Fields of the bodies of training: their types, their bounds, and rules between them.
 

@@ -4,7 +4,7 @@ Both run on the tensor's device (CPU or CUDA); only encoded bytes cross between 
 
 Payloads of several tensors of one shape, encoded and decoded together: on a card launches cost, not elements.
 
-The bytes are those of `codecs.encode` for each tensor alone. Letters: S tensors, N elements of each, M bytes of its payload, G
+The bytes are those of `encode` for each tensor alone. Letters: S tensors, N elements of each, M bytes of its payload, G
 groups with one scale.
 """
 

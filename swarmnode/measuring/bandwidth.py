@@ -1,8 +1,8 @@
 """Bandwidth tests between two peers whose ordinary traffic has not shown their bandwidth yet (`protocol/frames.md`).
 
 The tested peer sends back as much as it receives, so both learn their upload and download. The links measure
-(`net/measuring/link_statistics.py`) and keep the results (`net/measuring/link_statistics.py`). This file decides which peers to ask, how
-much to send, and which peers to refuse. No site outside the swarm is used.
+and keep the results (`net/measuring/link_statistics.py`). This file decides which peers to ask, how much to send, and which to
+refuse. No site outside the swarm is used.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 One decode step multiplies each weight matrix by one to some ten rows, one for each session. Libraries were made for many rows, and
 which way is fast differs. For float32, a single-threaded MKL on an AMD EPYC takes 8.7 ms for 8 rows and a matrix of 5632 x 2048;
 oneDNN takes 5.6. For one row W x^T is sometimes twice as fast as x W^T. For bfloat16, a CPU without instructions for it
-multiplies 8 rows no faster than each alone: 10.7 ms, while FBGEMM takes 2.4 (`linear.py`).
+multiplies 8 rows no faster than each alone: 10.7 ms, while FBGEMM takes 2.4.
 
 Linear layers whose weights are reordered into a library's fastest format, in as many bytes as before.
 
 A packed layer takes the place of the original one: only one copy is in memory, and the original's pages, mapped from a file, are
-released. Timing decides whether a form is of use, and which (`model/linear.py`).
+released. Timing decides whether a form is of use, and which.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""EAGLE head: a layer that was trained beside a model to guess the states behind its final norm (arXiv 2401.15077, 2406.16858).
+"""Layers beside a model that guess tokens: the model's own (MTP), and EAGLE heads. The last hop runs them.
+
+EAGLE head: a layer that was trained beside a model to guess the states behind its final norm (arXiv 2401.15077, 2406.16858).
 
 From the state of a position and the token drawn behind it, the head guesses the state of the next position:
 
@@ -6,8 +8,6 @@ From the state of a position and the token drawn behind it, the head guesses the
 
 `norm` is the model's final norm. For further guesses the head's own states take the place of norm(hidden). A folder has the head's
 config and the tensors `fc.*`, `layers.0.*` and mostly `embed_tokens.weight`. EAGLE-2 has the same head, and other trees of guesses.
-
-Layer beside a model's head that guesses tokens from the states which leave the model's last layer.
 
 The model's own layer for guesses: multi-token prediction (MTP) as in DeepSeek-V3 (arXiv 2412.19437, section 2.2) and GLM-4.5.
 

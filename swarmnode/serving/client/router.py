@@ -1,6 +1,6 @@
-"""Router: the choice of peers for a session. `router.py` has the live router.
+"""Router: the choice of peers for a session.
 
-The live router: finds routes with the directory's view and the round trips that this peer measured.
+The live router finds routes with the directory's view and the round trips that this peer measured.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ so an older record cannot replace it.
 
 Sections of an announcement, each filled by the part of the node that knows its fields.
 
-A field that a section leaves UNSET keeps its announced value. On the wire an announcement is one flat array
-(`announcement.py`): names and nesting would take bytes that round trips need.
+A field that a section leaves UNSET keeps its announced value. On the wire an announcement is one flat array:
+names and nesting would take bytes that round trips need.
 """
 
 from __future__ import annotations

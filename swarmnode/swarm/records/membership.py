@@ -80,7 +80,7 @@ class RevocationList(Signable, frozen=True):
         ids = dict.fromkeys([*self.invites, *invites])
         if len(digests) > MAX_REVOKED_PEERS or len(ids) > MAX_REVOKED_INVITES:
             raise UsageError(
-                f"a revocation list holds {MAX_REVOKED_PEERS} peers and {MAX_REVOKED_INVITES} invites at most, and this one is full: "
+                f"a revocation list holds {MAX_REVOKED_PEERS} peers and {MAX_REVOKED_INVITES} invites, and this one is full: "
                 "found a new swarm and invite the members who shall stay"
             )
         return msgspec.structs.replace(

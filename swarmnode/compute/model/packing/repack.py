@@ -1,4 +1,6 @@
-"""A GGUF file written anew with its matrices in other formats. Metadata and tokenizer stay as they are.
+"""Models written anew with packed matrices, as GGUF files and as folders.
+
+A GGUF file written anew with its matrices in other formats. Metadata and tokenizer stay as they are.
 
 Rounding of matrices to GGUF's formats, row by row: by ggml if it is there, else by the package gguf, which has fewer formats.
 
