@@ -51,7 +51,7 @@ def dismantle(model: nn.Module, device: torch.device) -> None:
 
 
 class HiddenReader(Protocol):
-    """Owner of weights beside a span that reads the states which leave its last layer: a prediction layer (`mtp/layer.py`)."""
+    """Owner of weights beside a span that reads the states which leave its last layer: a prediction layer (`model/mtp.py`)."""
 
     @property
     def weight_bytes(self) -> int:

@@ -3,7 +3,7 @@
 Values at boundary 0: (ids_BT,). In between: (hidden_BTH,). At the end: the loss. Labels: (labels_BT,), ids
 or -100 where none counts.
 Rows of several documents carry one more value to every boundary, positions_BT: each token's place in its own document. In runs
-with losses of routers the last value at every boundary but the first is sums_R (`losses/routers.py`).
+with losses of routers the last value at every boundary but the first is sums_R (`losses.py`).
 """
 
 from __future__ import annotations
