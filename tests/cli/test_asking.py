@@ -1,4 +1,4 @@
-"""`swarmnode doctor`, `swarmnode fit`, `swarmnode bench` and `swarmnode why`."""
+"""`swarmnode doctor`, `swarmnode fit`, `swarmnode fit --measure` and `swarmnode why`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from swarmnode.cli.lend.bench import _cards
+
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch

@@ -1,4 +1,4 @@
-"""`swarmnode credit`: what it shows of receipts, and of what is none."""
+"""`swarmnode why credit`: what it shows of receipts, and of what is none."""
 
 from __future__ import annotations
 

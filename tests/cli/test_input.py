@@ -153,7 +153,7 @@ def test_a_folder_that_is_not_there_is_told_before_the_model_is_read(tmp_path: P
 def test_next_steps_can_be_pasted(model: Path, tmp_path: Path) -> None:
     done = invoke("create", str(tmp_path / "my swarm"), "--model", str(model))
     assert done.returncode == 0, done.stderr
-    assert f"swarmnode bootstrap '{tmp_path}/my swarm.swarm'" in done.stdout
+    assert f"swarmnode host --door-only '{tmp_path}/my swarm.swarm'" in done.stdout
 
 
 def test_wildcards_become_addresses_that_can_be_dialled() -> None:

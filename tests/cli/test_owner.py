@@ -98,7 +98,7 @@ def test_what_cannot_be_invited(file: Path, tmp_path: Path, monkeypatch: pytest.
     assert_clear(invoke("invite", str(file), "--role", "trainer"), 2, "test serves, so it has no trainers")
     assert_clear(invoke("invite", str(file), "--expires", "soon"), 2, "7d")
     assert_clear(invoke("invite", str(file), "--uses", "5000"), 2, "--uses")
-    assert_clear(invoke("invite", str(file), "--peer", "me"), 2, "swarmnode id")
+    assert_clear(invoke("invite", str(file), "--peer", "me"), 2, "swarmnode doctor --id")
     assert_clear(invoke("invite", str(tmp_path / "none.swarm")), 2, "no such file")
     (tmp_path / "public").mkdir()
     assert_clear(invoke("invite", str(founded(tmp_path / "public", OPEN))), 2, "not private")

@@ -1,4 +1,4 @@
-"""`swarmnode service` and `swarmnode weights`: what is written, and what is left alone."""
+"""`swarmnode service` and `swarmnode models weights`: what is written, and what is left alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`swarmnode trace`: what is refused, and how a timeline looks to people and to scripts."""
+"""`swarmnode why trace`: what is refused, and how a timeline looks to people and to scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`swarmnode trace` on real nodes: a generation's time, as the nodes that computed it remember it."""
+"""`swarmnode why trace` on real nodes: a generation's time, as the nodes that computed it remember it."""
 
 from __future__ import annotations
 

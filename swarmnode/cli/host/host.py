@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from swarmnode.cli.host.bootstrap import DOOR, open_door
 from swarmnode.cli.lend.lending import attended
 from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, listen_option, owner_of
 from swarmnode.cli.options.gateway import PORT as GATEWAY_PORT
@@ -47,7 +48,12 @@ TRY_S = 3.0
 class HostDoorOptions(DoorOptions):
     """Addresses of the bootstrap peer that `host` starts."""
 
-    listen: list[str] = listen_option(f"Address where new machines connect; default: port {PORT} at every address.")
+    listen: list[str] = listen_option(
+        f"Address where new machines connect; default: port {PORT} at every address.", "--listen", "--host-maddr"
+    )
+    announce: list[str] = listen_option(
+        "Address at which others reach it, if not --listen's.", "--announce", "--announce-maddr"
+    )
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class PageOptions:
 def host(
     *,
     model: str = argument(
-        ...,
+        "",
         "Checkpoint (a folder, GGUF file, hub id, or organisation/model:Q4_K_M), or a .swarm file of yours.",
         metavar="MODEL",
     ),
@@ -86,7 +92,10 @@ def host(
     guests: GuestOptions,
     doors: HostDoorOptions,
     adapters: dict[str, Path] = ADAPTERS,
-    node: Annotated[NodeOptions, "memory_bytes device quantize kv nat_port_map lan"],
+    door_only: bool = option(
+        False, "Only help new machines to find the swarm MODEL (its name, .swarm file or invite), and compute nothing."
+    ),
+    node: Annotated[NodeOptions, "memory_bytes max_cache_bytes device quantize kv nat_port_map direct lan"],
     page: PageOptions,
     owner: NewOwnerOptions,
     home: Path = HOME,
@@ -99,9 +108,18 @@ def host(
     It founds the swarm, lets machines join, lends this machine, opens a page and OpenAI's API, and prints what a friend types.
     Ctrl-C ends all of it. It writes NAME.swarm into this folder, and uses that file the next time.
 
+    With --door-only, it relays for machines behind NAT, hands out weights and keeps backups (up to --disk), under the name --name.
+
     Example: swarmnode host ./llama
+
+    Example: swarmnode host --door-only friends
     """
     logs.begin()
+    if door_only:
+        open_door(model, replace(node, home=home), name or DOOR, doors, metrics, as_json=as_json)
+        return
+    if not model:
+        fail("which model? Give a folder, a GGUF file, a hub id, or your .swarm file, as in swarmnode host ./llama", 2)
     tell = Teller(as_json)
     tell("reading", f"Reading {_name_of(model)} …", model=model)  # before slow imports
     from swarmnode.membership.owner import InviteTerms
@@ -111,7 +129,7 @@ def host(
     config = replace(node, home=home, name="host").config()
     terms = of_same_names(InviteTerms, guests)
     announced = check_all("--announce", doors.announce, dialled=True)
-    door = replace(config.host, name="bootstrap", announce_maddrs=announced)
+    door = replace(config.host, name=DOOR, announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
     founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json)
     check_home(home)

@@ -100,7 +100,7 @@ async def _owner_if_online(swarm: Swarm, home: Path) -> AsyncIterator[OwnerClien
 class InviteOptions:
     """Options of an invite. Each except `role` is the field of InviteTerms with the same name."""
 
-    peer: str = option("", "Only for this machine; run `swarmnode id` there to get its id.", metavar="ID")
+    peer: str = option("", "Only for this machine; run `swarmnode doctor --id` there to get its id.", metavar="ID")
     role: str = option(
         "volunteer",
         "What the member may do: use the swarm, lend to it, or be a bootstrap peer; in a swarm that trains, also feed it.",

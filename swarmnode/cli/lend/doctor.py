@@ -13,6 +13,7 @@ from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, ru
 from swarmnode.terminal.formatting import wrapped
 from swarmnode.terminal.option import argument, option
 from swarmnode.terminal.standard_input import is_piped
+from swarmnode.version import __version__, update_command
 
 if TYPE_CHECKING:
     from swarmnode.examination.machine import Finding
@@ -31,6 +32,11 @@ def doctor(
     online: bool = option(False, "Also check clock, kind of NAT and UPnP, by asking internet servers and the router."),
     bandwidth: bool = option(False, "Also test upload and download with machines of the swarm; asks first."),
     yes: bool = option(False, "Do not ask before the test."),
+    show_id: bool = option(
+        False, "Only print this machine's id, for an invite to this machine alone (`invite --peer`).", "--id"
+    ),
+    client: bool = option(False, "With --id: print the id that chat, generate and train use."),
+    update: bool = option(False, "Only print the command that updates this installation."),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -40,6 +46,16 @@ def doctor(
 
     Example: swarmnode doctor friends --bandwidth
     """
+    if update:
+        say(f"This is swarmnode {__version__}. To update it, run\n  {update_command()}\nand restart your nodes.")
+        return
+    if show_id:
+        from swarmnode.net.identity import Identity
+
+        say(Identity.load_or_create(home / f"{'client' if client else 'node'}.key").peer_id)
+        return
+    if client:
+        fail("--client needs --id", 2)
     if bandwidth and not swarm:
         fail("--bandwidth tests with machines of a swarm: name it, as in swarmnode doctor friends --bandwidth", 2)
     if bandwidth and not yes:

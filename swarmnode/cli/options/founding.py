@@ -23,7 +23,7 @@ listen_option = partial(option, [], metavar="MADDR")
 class DoorOptions:
     """Options for the addresses of a new swarm's bootstrap peer."""
 
-    listen: list[str] = listen_option("Where `swarmnode bootstrap` listens; default: a free loopback port.")
+    listen: list[str] = listen_option("Where `swarmnode host --door-only` listens; default: a free loopback port.")
     announce: list[str] = option([], "Address at which others reach it, if not --listen's.", metavar="MADDR")
 
 

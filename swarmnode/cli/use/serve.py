@@ -54,6 +54,7 @@ def serve(
         metavar="[SWARM…]",
     ),
     gateway: EndpointOptions,
+    mcp: bool = option(False, "Instead, offer one swarm to an agent as tools (MCP), over standard input and output."),
     sampling: Annotated[SamplingOptions, "compress drafts"],
     trust: Trust = TRUST,
     patience: float = patience_option(30.0, "How long a request waits for machines with room."),
@@ -66,9 +67,21 @@ def serve(
     Tools that know OpenAI use the API, your browser shows the page. Without names, it also serves the swarms that you found or
     join while it runs. Ctrl-C stops it.
 
+    With --mcp, the tools are status, and what the swarm's model can do: chat, generate and trace, embed, classify, or infer. The
+    agent starts and ends this command.
+
     Example: swarmnode serve friends --port 8000
+
+    Example: claude mcp add friends -- swarmnode serve --mcp friends
     """
     logs.begin()
+    if mcp:
+        from swarmnode.cli.use.mcp import offer_tools
+
+        if len(swarms or ()) > 1:
+            fail("--mcp offers one swarm: name only one", 2)
+        offer_tools(swarms[0] if swarms else "", home, patience, trust)
+        return
     if gateway.new_key:
         _add_key(gateway.keys, gateway.new_key)
         return
