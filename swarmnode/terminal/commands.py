@@ -71,16 +71,16 @@ class CommandTable(NamedTuple):
 
 class CommandWithTopics(TyperCommand):
     """Command whose --help shows the options in `shown`, and whose --help-all shows all of them below the headings in `topics`.
-    `commands` are all of the program."""
+    `tree` are all commands of the program."""
 
     shown: Sequence[str] = ()
     topics: Mapping[str, str] = {}
-    commands: Mapping[str, Any] = {}
+    tree: Mapping[str, Any] = {}
 
     @property
     def inner(self) -> list[str]:
         """Names of the commands of two words that begin with this one's name."""
-        return [name for name in self.commands if name.startswith(f"{self.name} ")]
+        return [name for name in self.tree if name.startswith(f"{self.name} ")]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, options and the commands that begin with this one's name."""
@@ -103,14 +103,14 @@ class CommandWithTopics(TyperCommand):
         if more := len(options) + len(sections["Arguments"]) - sum(map(len, sections.values())):
             formatter.write(f"\n{ctx.command_path} --help-all shows {more} more options.\n")
         if self.inner:
-            write_commands("Commands", {name: self.commands[name] for name in self.inner}, formatter)
+            write_commands("Commands", {name: self.tree[name] for name in self.inner}, formatter)
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Return completions: options, and the second words of commands that begin with this one's name."""
         own = super().shell_complete(ctx, incomplete)
         if incomplete.startswith("-") or not self.inner:
             return own
-        inner = {name.split()[1]: self.commands[name] for name in self.inner}
+        inner = {name.split()[1]: self.tree[name] for name in self.inner}
         return [*TyperGroup(commands=inner).shell_complete(ctx, incomplete), *own]
 
 
@@ -169,7 +169,7 @@ class LateCommands(Mapping[str, Any]):
             built: Any = typer.main.get_group(alone).commands[name]
         else:
             built = CommandPrefix(name, help=place.about, rich_markup_mode=None)
-        built.shown, built.topics, built.commands = place.shown.split(), self._topics, self
+        built.shown, built.topics, built.tree = place.shown.split(), self._topics, self
         return built
 
 

@@ -294,9 +294,7 @@ def cut(text: str, chars: int) -> str:
 def credit_line(credit: dict[str, Any]) -> str:
     """Return the sentence about the receipts that clients signed for a node of this home."""
     by = counted(credit["clients"], "client")
-    return (
-        f"your node {credit['worker'][-8:]}: {by} signed for its work; credit {credit['credit']:,} (`swarmnode why credit`)"
-    )
+    return f"your node {credit['worker'][-8:]}: {by} signed for its work; credit {credit['credit']:,} (`swarmnode why credit`)"
 
 
 def draw_span(start: int, end: int, units: int, width: int = BAR_CHARS) -> str:
