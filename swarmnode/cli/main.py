@@ -24,11 +24,11 @@ TABLE = CommandTable(
         "use": {
             "join": CommandPlace("use.join"),
             "chat": CommandPlace(
-                "use.chat", shown="system max-new-tokens temperature top-p min-p adapter drafts trust patience json"
+                "use.chat", shown="system max-new-tokens temperature top-p adapter trust patience json"
             ),
             "generate": CommandPlace(
                 "use.generate",
-                shown="max-new-tokens temperature top-p seed json-schema grammar adapter drafts trust json",
+                shown="max-new-tokens temperature top-p top-k seed json-schema grammar adapter trust json",
             ),
             "infer": CommandPlace("use.infer"),
             "serve": CommandPlace("use.serve", shown="port host keys new-key context cors mcp trust patience json"),
@@ -36,7 +36,7 @@ TABLE = CommandTable(
             "models": CommandPlace("use.models"),
             "models weights": CommandPlace("lend.weights", "list_weights"),
             "models prune": CommandPlace("lend.weights"),
-            "adapter": CommandPlace(about="Bring LoRA adapters into a swarm, and list and remove them."),
+            "adapter": CommandPlace(about="Add LoRA adapters to a swarm, and list and remove them."),
             "adapter list": CommandPlace("use.adapter", "list_adapters"),
             **{f"adapter {name}": CommandPlace("use.adapter") for name in ("add", "remove", "block", "unblock")},
             "leave": CommandPlace("use.join"),
@@ -55,7 +55,7 @@ TABLE = CommandTable(
             "config": CommandPlace("lend.config", settings=_OF_RUN),
             "config reload": CommandPlace("lend.lending"),
             "config tool": CommandPlace("use.launch", "configure_tool"),
-            "service": CommandPlace(about="Run a node in the background (systemd, launchd or Windows tasks)."),
+            "service": CommandPlace(about="Run a node in the background."),
             "service install": CommandPlace("lend.service.commands", settings=_OF_RUN),
             **{f"service {name}": CommandPlace("lend.service.commands") for name in ("status", "logs", "uninstall")},
         },
@@ -66,7 +66,9 @@ TABLE = CommandTable(
             "create": CommandPlace(
                 "host.create", shown="model mode config module listen announce public ask-password force json"
             ),
-            **{name: CommandPlace("host.members") for name in ("invite", "revoke", "members")},
+            "invite": CommandPlace("host.members", shown="peer role expires uses note qr json"),
+            "revoke": CommandPlace("host.members"),
+            "members": CommandPlace("host.members"),
             "quantize": CommandPlace("host.quantize"),
         },
         "train": {
@@ -114,14 +116,15 @@ TABLE = CommandTable(
     },
     topics={  # NAME@COMMAND: of that command only
         "Model": "model mode config@create module task plain products byte-level units adapter adapters quantize kv dtype "
-        "capture draft-model weights span throttle",
+        "capture draft-model weights span",
         "This machine": "memory disk device threads cpu-share nice idle-disk max-upload max-download max-gpu-temperature "
         "max-gpu-power",
         "When to lend": "rules only-idle max-load exclusive hours days on-mains max-pressure monthly month-day unmetered "
         "max-gpu-memory max-gpu-load notify max-age",
         "Text": "system ids max-new-tokens temperature top-p top-k min-p frequency-penalty presence-penalty "
         "repetition-penalty logit-bias json-schema grammar logprobs seed@chat seed@generate drafts context",
-        "Members": "private public open uses expires priority owner-key password-file ask-password trust keys new-key",
+        "Members": "private public open uses expires role group note qr peer@invite priority owner-key password-file "
+        "ask-password trust keys new-key",
         "Page and API": "page serve port host no-page cors mcp",
         "Network": "listen announce door-only bootstrap host-maddr announce-maddr peer nat direct lan compress patience",
         "Data": "data epochs loss pack show end-answers eval-data eval-share eval-every eval-patience",

@@ -82,6 +82,17 @@ class CommandWithTopics(TyperCommand):
         """Names of the commands of two words that begin with this one's name."""
         return [name for name in self.tree if name.startswith(f"{self.name} ")]
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters; for completion without arguments, if the next word may be that of another command."""
+        found = super().get_params(ctx)
+        return [
+            each for each in found if each.param_type_name == "option" or not (ctx.resilient_parsing and self.inner)
+        ]
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Return the words of the usage line. Some versions of typer put a second pair of brackets around [SWARM]."""
+        return [piece.replace("[[", "[").replace("]]", "]") for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, options and the commands that begin with this one's name."""
         shows_all = ctx.meta.get(ALL, False)
@@ -110,8 +121,8 @@ class CommandWithTopics(TyperCommand):
         own = super().shell_complete(ctx, incomplete)
         if incomplete.startswith("-") or not self.inner:
             return own
-        inner = {name.split()[1]: self.tree[name] for name in self.inner}
-        return [*TyperGroup(commands=inner).shell_complete(ctx, incomplete), *own]
+        group = TyperGroup(commands={name.split()[1]: self.tree[name] for name in self.inner})
+        return [*group.shell_complete(type(ctx)(group, parent=ctx), incomplete), *own]
 
 
 class CommandPrefix(CommandWithTopics):

@@ -8,16 +8,20 @@ from __future__ import annotations
 import ast
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import typer
+import typer.testing
 
 from swarmnode.cli.main import TABLE, app
 from swarmnode.cli.options.files import read_toml
 from swarmnode.cli.options.rules import RuleOptions, parse_rules
+from swarmnode.terminal.commands import key_of
 from swarmnode.terminal.option import definitions, file_key
-from tests.cli.command import ROOT
+from tests.cli.command import ROOT, assert_clear, invoke
 
 FROZEN = Path(__file__).with_name("help.txt")
 MOST_PARAMETERS = 13
@@ -53,6 +57,137 @@ def line_of(option: Any) -> str:
 
 def test_the_command_line_is_as_before() -> None:
     assert told() == FROZEN.read_text()
+
+
+def options_of(command: Any) -> list[str]:
+    return [key_of(each) for each in command.params if each.param_type_name == "option" and not each.hidden]
+
+
+def flags_in(told: str) -> list[str]:
+    """The flags of a help's rows."""
+    sections = re.split(r"^\w[\w ]*:$", told, flags=re.MULTILINE)[1:]
+    return re.findall(r"^  (?:-\w, )?--([\w-]+)", "".join(sections), re.MULTILINE)
+
+
+def test_the_first_screen_fits_a_small_terminal() -> None:
+    told = invoke("--help").stdout
+    assert len(told.splitlines()) <= 23 and max(map(len, told.splitlines())) <= 80
+    first = {name for name in commands() if re.search(rf"^  {name} ", told, re.MULTILINE) and name not in TABLE.groups}
+    assert first | {"use"} == {*TABLE.first, "use"} and len(TABLE.first) == 11
+    words = {name.split()[0] for name in commands() if name}
+    assert len(words) <= 30 and all(re.search(rf"\b{word}\b", told) for word in words)
+    assert invoke("help").stdout == told
+
+
+def test_each_command_has_one_line_in_its_group() -> None:
+    for group, names in TABLE.groups.items():
+        lines = invoke("help", group).stdout.splitlines()
+        rows = [line for line in lines if line.startswith("  ")]
+        assert [row[2:].split("  ")[0] for row in rows] == list(names) and max(map(len, rows)) <= 80, rows
+    told = invoke("--help-all").stdout
+    assert all(f"\n  {name} " in told for names in TABLE.groups.values() for name in names)
+
+
+def test_help_shows_few_options_and_help_all_every_one() -> None:
+    topics = {name.split("@")[0] for names in TABLE.topics.values() for name in names.split()}
+    every: set[str] = set()
+    for name, command in commands().items():
+        if not name:
+            continue
+        options = options_of(command)
+        assert {*command.shown} <= {*options}, "the table names options that there are"
+        shown, all_of_it = (invoke(*name.split(), flag).stdout for flag in ("--help", "--help-all"))
+        assert len(flags_in(shown)) <= 10 and all(f"--{each}" in all_of_it for each in options)
+        assert sorted(flags_in(all_of_it)) == sorted(options)
+        if len(options) > 10:
+            assert f"shows {len(options) - len(command.shown)} more options" in shown
+            assert "Options:" not in all_of_it, "each has a topic"
+            every |= {*options}
+    assert topics <= every, "the topics name options that there are"
+
+
+@pytest.mark.parametrize("name", [name for names in TABLE.groups.values() for name in names])
+def test_help_can_be_asked_for_anywhere(name: str) -> None:
+    words = name.split()
+    told = invoke(*words, "--help")
+    assert told.returncode == 0 and told.stdout.startswith(f"Usage: swarmnode {name} ")
+    for asked in (["help", *words], ["--help", *words], [*words, "-h"], [*words, "friends", "--memory", "--help"]):
+        if asked[:2] != ["help", *TABLE.groups] and not (asked[0] == "help" and name in TABLE.groups):
+            assert invoke(*asked).stdout == told.stdout
+
+
+@pytest.mark.parametrize("old", TABLE.renamed)
+def test_an_old_spelling_does_the_same_with_a_sentence(old: str, tmp_path: Path) -> None:
+    new = TABLE.renamed[old]
+    sentence = f"`swarmnode {old}` is now `swarmnode {new}`"
+    is_slow = old in ("bench", "bootstrap", "mcp")  # each begins its work, or imports what that needs
+    several = (), ("--json",), ("./nobody",), ("--home", str(tmp_path / "other"))
+    for rest in (("--no-such-option",), *(() if is_slow else several)):
+        before, now = (invoke(*name.split(), *rest, home=tmp_path, given="") for name in (old, new))
+        first, *others = before.stderr.splitlines()
+        assert sentence in first and sentence not in before.stdout
+        assert (before.returncode, before.stdout, others) == (now.returncode, now.stdout, now.stderr.splitlines())
+
+
+def misspelled(word: str) -> Iterator[str]:
+    """Of a word: one letter too few, two in the wrong order, one too many, and a capital."""
+    for at in range(1, len(word) - 1):
+        yield word[:at] + word[at + 1 :]
+        yield word[:at] + word[at + 1] + word[at] + word[at + 2 :]
+        yield word[:at] + word[at] + word[at:]
+    yield word.capitalize()
+
+
+@pytest.mark.parametrize("name", [name for name in commands() if len(name) > 3])
+def test_near_misses_are_answered_with_the_command(name: str) -> None:
+    known = {*commands(), *TABLE.renamed, *TABLE.synonyms, *TABLE.advice, "help"}
+    *first, last = name.split()
+    takes_words = first and any(each.param_type_name == "argument" for each in commands()[first[0]].params)
+    if takes_words:
+        return  # `why tarce` may be about a machine of that name
+    for wrong in misspelled(last):
+        if wrong not in known and " ".join((*first, wrong)) not in known:
+            assert_clear(invoke(*first, wrong), 2, f"`swarmnode {name}`")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("ls", "swarmnode models"),
+        ("rm", "swarmnode leave"),
+        ("pull", "swarmnode host"),
+        ("uninstall", "service uninstall"),
+        ("unistall", "service uninstall"),
+        ("tarce", "why trace"),
+        ("fnish", "pause --after-work"),
+        ("isntall", "service"),
+    ],
+)
+def test_words_of_other_programs_are_answered_with_the_command(typed: str, meant: str) -> None:
+    assert_clear(invoke(typed), 2, typed, meant)
+    assert_clear(invoke("help", typed), 2, typed, meant)
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("", {name.split()[0] for name in commands() if name}),
+        ("why ", {"trace", "credit"}),
+        ("adapter ", {"list", "add", "remove", "block", "unblock"}),
+        ("models p", {"prune"}),
+        ("plan simulate --workl", {"--workload"}),
+        ("run --max-gpu-t", {"--max-gpu-temperature"}),
+        ("run --help", {"--help", "--help-all"}),
+        ("finish --le", {"--leave"}),
+    ],
+)
+def test_completion_completes_all(typed: str, completed: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    words = f"swarmnode {typed}"
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - (not words.endswith(" ")))}
+    for name, value in {"_SWARMNODE_COMPLETE": "complete_bash", **asked}.items():
+        monkeypatch.setenv(name, value)
+    result = typer.testing.CliRunner().invoke(app, [], prog_name="swarmnode")
+    assert completed == set(result.stdout.split())
 
 
 def test_pages_name_flags_that_there_are() -> None:

@@ -140,11 +140,11 @@ def test_create_takes_one_kind_of_membership(tmp_path: Path) -> None:
 
 
 def test_a_machine_tells_its_ids_and_keeps_them(tmp_path: Path) -> None:
-    node = invoke("id", "--home", str(tmp_path)).stdout.strip()
-    client = invoke("id", "--home", str(tmp_path), "--client").stdout.strip()
+    node = invoke("doctor", "--id", "--home", str(tmp_path)).stdout.strip()
+    client = invoke("doctor", "--id", "--home", str(tmp_path), "--client").stdout.strip()
     assert node == Identity.load_or_create(tmp_path / "node.key").peer_id
     assert client == Identity.load_or_create(tmp_path / "client.key").peer_id
-    assert node != client and invoke("id", "--home", str(tmp_path)).stdout.strip() == node
+    assert node != client and invoke("doctor", "--id", "--home", str(tmp_path)).stdout.strip() == node
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,9 @@ class HostDoorOptions(DoorOptions):
     announce: list[str] = listen_option(
         "Address at which others reach it, if not --listen's.", "--announce", "--announce-maddr"
     )
+    door_only: bool = option(
+        False, "Only help new machines to find the swarm MODEL (its name, .swarm file or invite), and compute nothing."
+    )
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,6 @@ def host(
     guests: GuestOptions,
     doors: HostDoorOptions,
     adapters: dict[str, Path] = ADAPTERS,
-    door_only: bool = option(
-        False, "Only help new machines to find the swarm MODEL (its name, .swarm file or invite), and compute nothing."
-    ),
     node: Annotated[NodeOptions, "memory_bytes max_cache_bytes device quantize kv nat_port_map direct lan"],
     page: PageOptions,
     owner: NewOwnerOptions,
@@ -103,7 +103,7 @@ def host(
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Host a swarm for a model with one command.
+    """Share a model with friends.
 
     It founds the swarm, lets machines join, lends this machine, opens a page and OpenAI's API, and prints what a friend types.
     Ctrl-C ends all of it. It writes NAME.swarm into this folder, and uses that file the next time.
@@ -115,7 +115,7 @@ def host(
     Example: swarmnode host --door-only friends
     """
     logs.begin()
-    if door_only:
+    if doors.door_only:
         open_door(model, replace(node, home=home), name or DOOR, doors, metrics, as_json=as_json)
         return
     if not model:

@@ -44,7 +44,7 @@ def revoke(
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """End a membership, or an invite with all memberships by it, whether or not anyone is online.
+    """End a membership, or an invite and all memberships by it.
 
     Within a minute, all members that are online cut their links to the machine and refuse it, even if you go offline. If the
     member's invite was for one machine, the invite ends too; if it has uses left for others, the person can come back by it.

@@ -30,7 +30,7 @@ def credit(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Show what this machine gave, and the receipts for its work.
+    """Show what this machine gave, and who signed for it.
 
     Answers, hours and energy are of all nodes of this home. The clients that you worked for sign receipts, which count as credit,
     discounted: receipts of a single client do not count, those of two equal ones count half. Your friends could sign anything for

@@ -40,7 +40,7 @@ def doctor(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Examine this machine and what it needs to take part.
+    """Check this machine, and say what to mend.
 
     It checks versions, device, memory, disk, limits and network. The exit code is 1 if something is bad.
 

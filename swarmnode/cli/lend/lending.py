@@ -100,7 +100,7 @@ def reload(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 
 @command
 def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Let a node leave its swarm in order.
+    """End a node in order.
 
     It does what Ctrl-C does in the node's terminal.
 
@@ -137,7 +137,7 @@ def state_text(answer: dict[str, Any]) -> str:
 
 @command
 def ps(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List the nodes and gateways that run on this machine.
+    """List what runs on this machine.
 
     It shows their work, their state, and the reason for it.
 

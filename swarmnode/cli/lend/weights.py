@@ -22,7 +22,7 @@ class FetchedWeights(NamedTuple):
 
 @command
 def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List fetched weights by swarm.
+    """List the weights that this machine has fetched.
 
     Example: swarmnode models weights
     """

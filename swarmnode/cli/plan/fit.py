@@ -43,10 +43,11 @@ def fit(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Show how much of a model fits here at each precision, how many machines like this it needs, and how fast it would be.
+    """Show how much of a model fits here, and how fast it is.
 
-    Only the config and the headers are read. `packed` keeps the weights of a GGUF file as they are. The speed is that of
-    one conversation, or of short texts or samples one after another, estimated from how fast this machine reads its memory.
+    It shows each precision, and how many machines like this the model needs. Only the config and the headers are read. `packed`
+    keeps the weights of a GGUF file as they are. The speed is that of one conversation, or of short texts or samples one after
+    another, estimated from how fast this machine reads its memory.
 
     Example: swarmnode fit Qwen/Qwen3-8B meta-llama/Llama-3.1-70B
 

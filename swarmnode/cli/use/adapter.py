@@ -118,7 +118,9 @@ def remove(
 
 @command
 def block(*, adapter: str = ID, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Refuse an adapter on this machine's nodes, and delete its files there. Running nodes do so within ten seconds.
+    """Refuse an adapter on this machine's nodes.
+
+    Its files there are deleted. Running nodes do so within ten seconds.
 
     To delete the files alone, unblock it afterwards.
 
@@ -135,7 +137,7 @@ def block(*, adapter: str = ID, home: Path = HOME, as_json: bool = JSON) -> None
 
 @command
 def unblock(*, adapter: str = ID, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Serve an adapter again that was blocked on this machine.
+    """Serve a blocked adapter again on this machine.
 
     Example: swarmnode adapter unblock 3f0c…
     """

@@ -31,7 +31,7 @@ def join(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Remember a swarm under its name.
+    """Join a swarm by the invite that you were sent.
 
     Then `swarmnode run NAME`, `generate NAME` and `status NAME` work everywhere.
 

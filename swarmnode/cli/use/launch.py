@@ -25,7 +25,9 @@ def configure_tool(
     key: str = option(NO_KEY, "API key, if the gateway needs one.", envvar="SWARMNODE_API_KEY", show_default=False),
     write: bool = option(False, "Write the tool's file, unless it already exists."),
 ) -> None:
-    """Print the configuration of a tool for `swarmnode serve`.
+    """Set up a tool of yours for `swarmnode serve`.
+
+    It prints the tool's configuration; --write writes it.
 
     Example: swarmnode config tool aider --write
     """

@@ -62,7 +62,7 @@ def serve(
     as_json: bool = EVENTS,
     logs: LogOptions,
 ) -> None:
-    """Serve swarms by OpenAI's API and as a page.
+    """Open a web page and OpenAI's API for swarms.
 
     Tools that know OpenAI use the API, your browser shows the page. Without names, it also serves the swarms that you found or
     join while it runs. Ctrl-C stops it.

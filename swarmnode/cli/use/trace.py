@@ -31,7 +31,7 @@ def trace(
     as_json: bool = JSON,
     logs: LogOptions,
 ) -> None:
-    """Show where a session's slow tokens spent their time.
+    """Show where a text's slow tokens spent their time.
 
     They wait or are computed at a machine, or are on the way. Machines remember the last 512 steps of running sessions and of the
     last 64 that ended.

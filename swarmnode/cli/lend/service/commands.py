@@ -31,7 +31,9 @@ def install(
     home: Path = HOME,
     start: bool = option(True, "Start the service now and whenever you log in.", "--start/--no-start"),
 ) -> None:
-    """Install and start a node for a swarm that you joined. Add any options of `swarmnode run`.
+    """Start a node in the background.
+
+    Add any options of `swarmnode run`.
 
     Example: swarmnode service install friends --memory 6GB --only-idle 10m
     """
@@ -95,7 +97,7 @@ def logs(
 
 @command
 def uninstall(name: str = NAME) -> None:
-    """Stop the service and remove the files that `install` wrote. Weights, identity and the joined swarm stay.
+    """Stop the service and remove its files. Weights, identity and the joined swarm stay.
 
     Example: swarmnode service uninstall friends
     """
