@@ -210,6 +210,24 @@ def test_pages_name_flags_that_there_are() -> None:
     assert wrong == []
 
 
+def test_texts_use_the_new_spellings() -> None:
+    """Of pages, hints, units and containers, where they write a whole command."""
+    folders = ("docs", "protocol", "contrib", "examples", "swarmnode", ".")
+    files = [
+        path for folder in folders for path in (ROOT / folder).glob("*" if folder == "." else "**/*") if path.is_file()
+    ]
+    kinds = {".md", ".py", ".js", ".html", ".yaml", ".toml", ".service", ".ipynb", ""}
+    old = "|".join(sorted(map(re.escape, TABLE.renamed), key=len, reverse=True))
+    wrong = []
+    for path in files:
+        if path.suffix in kinds and path != ROOT / "swarmnode/cli/main.py":
+            found = re.findall(
+                rf"(?:[`$>(]|: |^)\s*swarmnode (?:{old})\b(?![-.=])", path.read_text(errors="replace"), re.MULTILINE
+            )
+            wrong += [f"{path.relative_to(ROOT)}: {words}" for words in found]
+    assert wrong == []
+
+
 def test_the_volunteers_page_shows_what_files_may_say() -> None:
     """Its node.toml has options of `run`, and its rules.toml is one, with all rules that there are."""
     blocks = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "volunteer.md").read_text(), re.DOTALL)
