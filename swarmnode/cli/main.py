@@ -23,15 +23,13 @@ TABLE = CommandTable(
     groups={
         "use": {
             "join": CommandPlace("use.join"),
-            "chat": CommandPlace(
-                "use.chat", shown="system max-new-tokens temperature top-p adapter trust patience json"
-            ),
+            "chat": CommandPlace("use.chat", shown="system max-new-tokens temperature top-p adapter json"),
             "generate": CommandPlace(
                 "use.generate",
                 shown="max-new-tokens temperature top-p top-k seed json-schema grammar adapter trust json",
             ),
             "infer": CommandPlace("use.infer"),
-            "serve": CommandPlace("use.serve", shown="port host keys new-key context cors mcp trust patience json"),
+            "serve": CommandPlace("use.serve", shown="port host keys new-key context cors mcp json"),
             "status": CommandPlace("use.status"),
             "models": CommandPlace("use.models"),
             "models weights": CommandPlace("lend.weights", "list_weights"),
@@ -61,7 +59,7 @@ TABLE = CommandTable(
         },
         "owner": {
             "host": CommandPlace(
-                "host.host", shown="name memory device public uses expires port no-page announce door-only"
+                "host.host", shown="name memory device public uses expires port no-page door-only json"
             ),
             "create": CommandPlace(
                 "host.create", shown="model mode config module listen announce public ask-password force json"

@@ -20,6 +20,15 @@ HELP = ("-h", "--help", "--help-all")
 ALL = "swarmnode.help_all"  # key in a context's meta: --help-all was given
 MOST_OPTIONS = 10  # of a command without a choice of its own in the table
 OPTIONS = "Options"
+KINDS = {
+    "str": " TEXT",
+    "path": " PATH",
+    "int": " N",
+    "int range": " N",
+    "float": " X",
+    "float range": " X",
+    "list[str]": "",
+}
 # Click's class, or typer's own copy of it: the base class of typer's public exception.
 WrongUsage: Any = typer.BadParameter.__bases__[0]
 
@@ -93,6 +102,16 @@ class CommandWithTopics(TyperCommand):
         """Return the words of the usage line. Some versions of typer put a second pair of brackets around [SWARM]."""
         return [piece.replace("[[", "[").replace("]]", "]") for piece in super().collect_usage_pieces(ctx)]
 
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write what the command does; with --help, if that shows a choice of the options, only the first paragraph and example."""
+        paragraphs = (self.help or "").split("\n\n")
+        if self.shown and not ctx.meta.get(ALL):
+            paragraphs = [paragraphs[0], *[each for each in paragraphs if each.startswith("Example")][:1]]
+        for each in paragraphs:
+            formatter.write_paragraph()
+            with formatter.indentation():
+                formatter.write_text(each)
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, options and the commands that begin with this one's name."""
         shows_all = ctx.meta.get(ALL, False)
@@ -103,10 +122,10 @@ class CommandWithTopics(TyperCommand):
         sections: dict[str, list[Any]] = {heading: [] for heading in ("Arguments", *topics, OPTIONS)}
         for each in self.params:
             if each.param_type_name == "argument":
-                sections["Arguments"].append(each.get_help_record(ctx))
+                sections["Arguments"].append(_record(each, ctx))
             elif each in options and (shows_all or not self.shown or key_of(each) in self.shown):
                 heading = headings.get(key_of(each) + own) or headings.get(key_of(each), OPTIONS)
-                sections[heading].append(each.get_help_record(ctx))
+                sections[heading].append(_record(each, ctx))
         for heading, records in sections.items():
             if records:
                 with formatter.section(heading):
@@ -134,6 +153,17 @@ class CommandPrefix(CommandWithTopics):
             say(ctx.get_help(), err=True)
             ctx.exit(2)
         return list(super().parse_args(ctx, args))
+
+
+def _record(parameter: Any, ctx: Any) -> tuple[str, str]:
+    """Return the two columns of a parameter's help. With --help, they are without further flags, bounds and variables."""
+    name, told = parameter.get_help_record(ctx)
+    for kind, word in KINDS.items():
+        name = name.replace(f" <{kind}>", "" if parameter.param_type_name == "argument" else word)
+    if ctx.meta.get(ALL) or parameter.param_type_name == "argument":
+        return name, told
+    name = re.sub(r"(--[\w-]+), --[\w-]+", r"\1", name)
+    return name, re.sub(r"  \[\]", "", re.sub(r"env var: \w+(; )?|(; )?[\d.]*(<=)?x(<=|>=)[\d.]+", "", told))
 
 
 def key_of(option: Any) -> str:

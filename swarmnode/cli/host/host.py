@@ -55,7 +55,7 @@ class HostDoorOptions(DoorOptions):
         "Address at which others reach it, if not --listen's.", "--announce", "--announce-maddr"
     )
     door_only: bool = option(
-        False, "Only help new machines to find the swarm MODEL (its name, .swarm file or invite), and compute nothing."
+        False, "Only let machines find the swarm MODEL (its name, file or invite); compute nothing."
     )
 
 
@@ -63,9 +63,13 @@ class HostDoorOptions(DoorOptions):
 class GuestOptions:
     """Options of the invite for friends, by the names of fields of InviteTerms."""
 
-    uses: int = option(USES, "How many machines can use the invite to a private swarm; 0: any number.")
+    uses: int = option(USES, "How many machines an invite admits; 0: any number.")
     life_s: float | None = option(
-        "30d", "When memberships by the invite end: 12h, 7d, 4w or never.", "--expires", metavar="7d", parse=parse_life
+        "30d",
+        "How long an invite and its memberships last: 12h, 7d, 4w or never.",
+        "--expires",
+        metavar="7d",
+        parse=parse_life,
     )
 
 
@@ -75,11 +79,11 @@ class PageOptions:
 
     port: int = option(
         GATEWAY_PORT,
-        "Port of the page and the API, at this machine alone; another one if it is taken.",
+        "Port of the page and the API on this machine; if it is taken, a free one.",
         min=1,
         max=65535,
     )
-    no_page: bool = option(False, "Open neither the page nor the API.")
+    no_page: bool = option(False, "Open neither page nor API.")
 
 
 @command
@@ -87,7 +91,7 @@ def host(
     *,
     model: str = argument(
         "",
-        "Checkpoint (a folder, GGUF file, hub id, or organisation/model:Q4_K_M), or a .swarm file of yours.",
+        "A folder, GGUF file or hub id (organisation/model:Q4_K_M), or your .swarm file.",
         metavar="MODEL",
     ),
     name: str = option("", "Name of the swarm; default: the model's."),
@@ -103,10 +107,10 @@ def host(
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Share a model with friends.
+    """Share a model with friends. It lends this machine, opens a web page and an API, and prints what a friend types.
 
-    It founds the swarm, lets machines join, lends this machine, opens a page and OpenAI's API, and prints what a friend types.
-    Ctrl-C ends all of it. It writes NAME.swarm into this folder, and uses that file the next time.
+    It founds the swarm and lets machines join. Ctrl-C ends all of it. It writes NAME.swarm into this folder, and uses that file the
+    next time.
 
     With --door-only, it relays for machines behind NAT, hands out weights and keeps backups (up to --disk), under the name --name.
 

@@ -32,7 +32,7 @@ class MembershipOptions:
     """Options of a new swarm's membership: private, unless another kind is chosen."""
 
     private: bool = option(False, "Admit only machines that you invite; this is the default.")
-    public: bool = option(False, "Let everyone join; your key NAME.owner can still revoke machines.")
+    public: bool = option(False, "Let everyone join, not only those that you invite; you can revoke machines.")
     unowned: bool = option(
         False, "Let everyone with the invite join, without an owner's key and revocations.", "--open"
     )

@@ -49,12 +49,12 @@ def serve(
     *,
     swarms: list[str] = argument(
         None,
-        "Swarms to serve, each as a model: .swarm files, invites or names; default: all that have a name here.",
+        "Names, .swarm files or invites; default: all that have a name here.",
         typed=list[str],
         metavar="[SWARM…]",
     ),
     gateway: EndpointOptions,
-    mcp: bool = option(False, "Instead, offer one swarm to an agent as tools (MCP), over standard input and output."),
+    mcp: bool = option(False, "Instead, offer one swarm to an agent as tools (MCP)."),
     sampling: Annotated[SamplingOptions, "compress drafts"],
     trust: Trust = TRUST,
     patience: float = patience_option(30.0, "How long a request waits for machines with room."),
@@ -67,8 +67,8 @@ def serve(
     Tools that know OpenAI use the API, your browser shows the page. Without names, it also serves the swarms that you found or
     join while it runs. Ctrl-C stops it.
 
-    With --mcp, the tools are status, and what the swarm's model can do: chat, generate and trace, embed, classify, or infer. The
-    agent starts and ends this command.
+    With --mcp, an agent speaks with the command over standard input and output, and starts and ends it. The tools are status, and
+    what the swarm's model can do: chat, generate and trace, embed, classify, or infer.
 
     Example: swarmnode serve friends --port 8000
 
