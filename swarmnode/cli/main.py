@@ -107,9 +107,12 @@ TABLE = CommandTable(
     },
     synonyms={"list": "models", "logs": "service logs", "version": "--version"},  # for hands that know other tools
     advice={
-        "ls": "`swarmnode models` lists the models, `swarmnode ps` what runs here",
-        "rm": "`swarmnode leave NAME` forgets a swarm, `swarmnode models prune` removes its weights",
-        "pull": "`swarmnode host ORGANISATION/MODEL` fetches a model and hosts it",
+        "ls show": "`swarmnode models` lists the models, `swarmnode ps` what runs here",
+        "rm remove delete": "`swarmnode leave NAME` forgets a swarm, `swarmnode models prune` removes its weights",
+        "pull download": "`swarmnode host ORGANISATION/MODEL` fetches a model and hosts it",
+        "start up lend": "`swarmnode run` lends this machine, `swarmnode host MODEL` shares a model",
+        "kill exit quit down": "`swarmnode stop` ends a node; Ctrl-C does so in its terminal",
+        "upgrade": "`swarmnode doctor --update` prints the command",
         "uninstall": "`swarmnode service uninstall NAME` removes a service, `pip uninstall swarmnode` the program",
     },
     topics={  # NAME@COMMAND: of that command only

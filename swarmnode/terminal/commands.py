@@ -99,8 +99,9 @@ class CommandWithTopics(TyperCommand):
         ]
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return the words of the usage line. Some versions of typer put a second pair of brackets around [SWARM]."""
-        return [piece.replace("[[", "[").replace("]]", "]") for piece in super().collect_usage_pieces(ctx)]
+        """Return the words of the usage line, without the second pair of brackets that some versions of typer put."""
+        pieces = super().collect_usage_pieces(ctx)
+        return [re.sub(r"^\{(.*)\}|^\[(\[.*\])\]", r"\1\2", piece).removesuffix("...") for piece in pieces]
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """Write what the command does; with --help, if that shows a choice of the options, only the first paragraph and example."""
@@ -236,13 +237,15 @@ class CommandTree(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words behind the program's name. Old spellings become new ones, and help may be asked for at any place."""
         before = args[: args.index("--")] if "--" in args else args
+        if self._found(args[:-1]) == " ".join(args[:-1]) and args[1:] and args[-1] == "help":  # `run help`
+            before = [*args[:-1], "--help"]
         flags = [word for word in before if word in HELP]
         if ctx.resilient_parsing or (not flags and before[:1] != ["help"]):
             return list(super().parse_args(ctx, self._renamed(args, tells=not ctx.resilient_parsing)))
         ctx.meta[ALL] = HELP[-1] in flags
         words = [word for word in before if not word.startswith("-")]
-        if words[:1] == ["help"]:
-            words = words[1:]
+        if before[:1] == ["help"]:
+            words = [word for word in words if word != "help"]
             if len(words) == 1 and words[0] in self.table.groups:
                 formatter = ctx.make_formatter()
                 self._write_group(words[0], formatter)
@@ -323,6 +326,7 @@ class CommandTree(TyperGroup):
         """Return a sentence about words that are no command, with the command that is probably meant."""
         other = {**self.table.renamed, **self.table.synonyms}
         meant = {name.split()[-1]: name for name in self.commands} | {name: name for name in self.commands} | other
-        advice = {word: f"did you mean `swarmnode {name}`?" for word, name in meant.items()} | dict(self.table.advice)
+        advice = {word: f"did you mean `swarmnode {name}`?" for word, name in meant.items()}
+        advice |= {word: told for words, told in self.table.advice.items() for word in words.split()}
         near = difflib.get_close_matches(typed.lower(), advice, 1)
         return f"there is no command {typed!r}; {advice[near[0]] if near else '`swarmnode help` lists the commands'}"

@@ -111,7 +111,13 @@ def test_help_can_be_asked_for_anywhere(name: str) -> None:
     words = name.split()
     told = invoke(*words, "--help")
     assert told.returncode == 0 and told.stdout.startswith(f"Usage: swarmnode {name} ")
-    for asked in (["help", *words], ["--help", *words], [*words, "-h"], [*words, "friends", "--memory", "--help"]):
+    for asked in (
+        ["help", *words],
+        ["--help", *words],
+        [*words, "-h"],
+        [*words, "help"],
+        [*words, "friends", "--memory", "--help"],
+    ):
         if asked[:2] != ["help", *TABLE.groups] and not (asked[0] == "help" and name in TABLE.groups):
             assert invoke(*asked).stdout == told.stdout
 
@@ -140,7 +146,7 @@ def misspelled(word: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", [name for name in commands() if len(name) > 3])
 def test_near_misses_are_answered_with_the_command(name: str) -> None:
-    known = {*commands(), *TABLE.renamed, *TABLE.synonyms, *TABLE.advice, "help"}
+    known = {*commands(), *TABLE.renamed, *TABLE.synonyms, *" ".join(TABLE.advice).split(), "help"}
     *first, last = name.split()
     takes_words = first and any(each.param_type_name == "argument" for each in commands()[first[0]].params)
     if takes_words:
@@ -157,6 +163,8 @@ def test_near_misses_are_answered_with_the_command(name: str) -> None:
         ("rm", "swarmnode leave"),
         ("pull", "swarmnode host"),
         ("uninstall", "service uninstall"),
+        ("start", "swarmnode run"),
+        ("delete", "swarmnode leave"),
         ("unistall", "service uninstall"),
         ("tarce", "why trace"),
         ("fnish", "pause --after-work"),
