@@ -1,6 +1,6 @@
 """The whole command line: flags, defaults, bounds, headings and words of help change on purpose only.
 
-After a change that is meant: python -m tests.cli.test_help > tests/cli/help.txt
+After a change that is meant: python -m tests.cli.test_help > docs/cli.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,13 @@ from swarmnode.terminal.commands import key_of
 from swarmnode.terminal.option import definitions, file_key
 from tests.cli.command import ROOT, assert_clear, invoke
 
-FROZEN = Path(__file__).with_name("help.txt")
+PAGE = ROOT / "docs" / "cli.md"
+HEAD = """# Commands
+
+All commands by group, with all options; defaults, bounds and environment variables stand in brackets.
+`swarmnode COMMAND --help-all` shows the same. Options of `run` may also stand in `node.toml` and in `SWARMNODE_RUN_…`;
+see [volunteer](volunteer.md).
+"""
 MOST_PARAMETERS = 13
 PAGES = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("protocol/*.md")]
 
@@ -35,28 +41,29 @@ def commands() -> dict[str, Any]:
 
 
 def told() -> str:
-    """Each command with its group and help, and each of its options: independent of how a version of typer draws them."""
-    groups = {name: group for group, names in TABLE.groups.items() for name in names}
-    lines = []
-    for name, command in commands().items():
-        lines += [f"swarmnode {name} [{groups.get(name, '')}]", command.help or ""]
-        lines += map(line_of, command.params)
-    return "\n".join(lines) + "\n"
+    """The page of all commands and options: independent of how a version of typer draws them."""
+    lines = [HEAD]
+    for group, names in TABLE.groups.items():
+        lines += [f"## {group}", ""]
+        for name in names:
+            command = commands()[name]
+            rows = ["```text", *map(line_of, command.params), "```", ""] if command.params else []
+            lines += [f"### swarmnode {name}", "", command.help, "", *rows]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def line_of(option: Any) -> str:
-    """As in `--patience (SECONDS) = 60.0 [0.0 to 604800.0]: How long to wait.`"""
-    flags = ", ".join((*option.opts, *option.secondary_opts))
-    bounds = [f"{getattr(option, 'min', None)} to {getattr(option, 'max', None)}"] * (
-        getattr(option, "max", None) is not None
-    )
-    signs = [sign for sign in ("required", "multiple", "is_flag", "hidden") if getattr(option, sign, False)]
-    notes = ", ".join((*bounds, *signs, *([f"${option.envvar}"] if option.envvar else [])))
-    return f"  {flags} ({option.metavar or ''}) = {option.default!r} [{notes}]: {getattr(option, 'help', None) or ''}"
+    """As in `--patience SECONDS: How long to wait. [60.0; 0.0 to 604800.0]`."""
+    flags = [] if option.param_type_name == "argument" else [", ".join((*option.opts, *option.secondary_opts))]
+    default = [] if option.default in (None, "", []) or option.default is False else [f"{option.default}"]
+    bounds = [] if getattr(option, "max", None) is None else [f"{option.min} to {option.max}"]
+    signs = [sign for sign in ("required", "multiple", "hidden") if getattr(option, sign, False)]
+    notes = "; ".join((*default, *bounds, *signs, *([f"${option.envvar}"] if option.envvar else [])))
+    return f"{' '.join(filter(None, (*flags, option.metavar)))}: {option.help or ''}{notes and f' [{notes}]'}"
 
 
 def test_the_command_line_is_as_before() -> None:
-    assert told() == FROZEN.read_text()
+    assert told() == PAGE.read_text()
 
 
 def options_of(command: Any) -> list[str]:
