@@ -116,12 +116,13 @@ class CommandWithTopics(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, options and the commands that begin with this one's name."""
         shows_all = ctx.meta.get(ALL, False)
-        options = [each for each in self.params if each.param_type_name == "option" and not each.hidden]
+        parameters: list[Any] = self.params
+        options = [each for each in parameters if each.param_type_name == "option" and not each.hidden]
         topics = self.topics if shows_all and len(options) > MOST_OPTIONS else {}
         headings = {name: topic for topic, names in topics.items() for name in names.split()}
         own = f"@{(self.name or '').split()[-1]}"
         sections: dict[str, list[Any]] = {heading: [] for heading in ("Arguments", *topics, OPTIONS)}
-        for each in self.params:
+        for each in parameters:
             if each.param_type_name == "argument":
                 sections["Arguments"].append(_record(each, ctx))
             elif each in options and (shows_all or not self.shown or key_of(each) in self.shown):
@@ -314,7 +315,7 @@ class CommandTree(TyperGroup):
 
     def _is_misspelled(self, name: str, rest: Sequence[str]) -> bool:
         """Return whether the word behind a command is meant for the second word of another one."""
-        command = self.commands[name]
+        command: Any = self.commands[name]
         if not command.inner or not rest or rest[0].startswith("-"):
             return False
         if isinstance(command, CommandPrefix):

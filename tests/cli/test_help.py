@@ -49,7 +49,9 @@ def told() -> str:
             command = commands()[name]
             rows = ["```text", *map(line_of, command.params), "```", ""] if command.params else []
             lines += [f"### swarmnode {name}", "", command.help, "", *rows]
-    return "\n".join(lines).rstrip() + "\n"
+    older = (f"swarmnode {old}: swarmnode {new}" for old, new in TABLE.renamed.items())
+    lines += ["## Older spellings", "", "They work for one version, with a sentence that names the new one.", ""]
+    return "\n".join([*lines, "```text", *older, "```"]) + "\n"
 
 
 def line_of(option: Any) -> str:
@@ -235,7 +237,7 @@ def test_texts_use_the_new_spellings() -> None:
     old = "|".join(sorted(map(re.escape, TABLE.renamed), key=len, reverse=True))
     wrong = []
     for path in files:
-        if path.suffix in kinds and path != ROOT / "swarmnode/cli/main.py":
+        if path.suffix in kinds and path not in (PAGE, ROOT / "swarmnode/cli/main.py"):
             found = re.findall(
                 rf"(?:[`$>(]|: |^)\s*swarmnode (?:{old})\b(?![-.=])", path.read_text(errors="replace"), re.MULTILINE
             )

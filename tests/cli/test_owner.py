@@ -145,6 +145,7 @@ def test_a_machine_tells_its_ids_and_keeps_them(tmp_path: Path) -> None:
     assert node == Identity.load_or_create(tmp_path / "node.key").peer_id
     assert client == Identity.load_or_create(tmp_path / "client.key").peer_id
     assert node != client and invoke("doctor", "--id", "--home", str(tmp_path)).stdout.strip() == node
+    assert json.loads(invoke("doctor", "--id", "--home", str(tmp_path), "--json").stdout) == {"id": node}
 
 
 @pytest.mark.parametrize(

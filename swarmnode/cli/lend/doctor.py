@@ -47,12 +47,14 @@ def doctor(
     Example: swarmnode doctor friends --bandwidth
     """
     if update:
-        say(f"This is swarmnode {__version__}. To update it, run\n  {update_command()}\nand restart your nodes.")
+        told = f"This is swarmnode {__version__}. To update it, run\n  {update_command()}\nand restart your nodes."
+        print_json({"version": __version__, "command": update_command()}) if as_json else say(told)
         return
     if show_id:
         from swarmnode.net.identity import Identity
 
-        say(Identity.load_or_create(home / f"{'client' if client else 'node'}.key").peer_id)
+        peer_id = Identity.load_or_create(home / f"{'client' if client else 'node'}.key").peer_id
+        print_json({"id": peer_id}) if as_json else say(peer_id)
         return
     if client:
         fail("--client needs --id", 2)
