@@ -116,7 +116,7 @@ TABLE = CommandTable(
         "uninstall": "`swarmnode service uninstall NAME` removes a service, `pip uninstall swarmnode` the program",
     },
     topics={  # NAME@COMMAND: of that command only
-        "Model": "model mode config@create module task plain products byte-level units adapter adapters quantize kv dtype "
+        "Model": "model mode config@create config@host seed@create seed@host module task plain products byte-level units adapter adapters quantize kv dtype "
         "capture draft-model weights span",
         "This machine": "memory disk device threads cpu-share nice idle-disk max-upload max-download max-gpu-temperature "
         "max-gpu-power",
@@ -136,7 +136,7 @@ TABLE = CommandTable(
         "Several machines in training": "average-every average-codec average-keep average-rank average-alternating "
         "average-by-line outer-lr outer-momentum topk-ratio topk-feedback robust audit-share tune-share min-holders plan@run",
         "Plan": "stages replicas holders activation-gb gradient-gb microbatches gpu seconds workload churn hours@simulate "
-        "peers arrivals clients prompt tokens rebalance plan",
+        "seed@plan seed@simulate peers arrivals clients prompt tokens rebalance plan",
         "In this process": "local out state",
         "Files and logs": "config name home force quiet json report log tensorboard metrics-port metrics-host log-format "
         "verbose",
