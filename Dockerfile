@@ -4,7 +4,7 @@
 #   docker build -t swarmnode:cuda --build-arg TORCH=cuda .       for NVIDIA GPUs; run it with --gpus all
 #   docker run -d --name node --stop-timeout 30 -v swarmnode:/var/lib/swarmnode swarmnode run swarm1…invite…
 #
-# `run` and `bootstrap` are watched by the health check at the end of this file. More in docs/operator.md.
+# `run` and `host` are watched by the health check at the end of this file. More in docs/operator.md.
 
 FROM debian:bookworm-slim AS build
 RUN apt-get update \

@@ -77,7 +77,7 @@ REMEDY = {
     ErrorCode.STALE: "Try again: a newer route of the session has replaced this one.",
     ErrorCode.WRONG_SPAN: "Try again: the peer has moved, and swarmnode takes another route.",
     ErrorCode.NOT_FINITE: "Try again with other peers. If every peer answers this, the model overflows in this precision.",
-    ErrorCode.PEER_LOST: "Try again: swarmnode takes another route. If it happens often, run `swarmnode trace`.",
+    ErrorCode.PEER_LOST: "Try again: swarmnode takes another route. If it happens often, run `swarmnode why trace`.",
     ErrorCode.NOT_FOUND: "Try again with other peers. If no peer has it, run a peer with the whole checkpoint.",
     ErrorCode.WRONG_RUN: "Use the settings and the data that the training began with, or another `--seed` for a new run.",
     ErrorCode.ELSEWHERE: "Try again: swarmnode asks the peer that does it.",

@@ -121,7 +121,7 @@ def judge_versions(met: PeerVersions) -> Finding:
     """Compare this node's protocol version with those of the peers that it met. It is doubtful if most of them speak a
     newer one."""
     if met.newer is not None:
-        remedy = "upgrade when it suits you: `swarmnode update` tells you how"
+        remedy = "upgrade when it suits you: `swarmnode doctor --update` tells you how"
         return Finding("protocol", "doubtful", f"version {VERSION}, most machines speak {met.newer}", remedy)
     others = f", up to date ({counted(len(met), 'machine')} seen)" if len(met) else ""
     return Finding("protocol", "good", f"version {VERSION}{others}")
@@ -175,7 +175,7 @@ def _memory() -> Finding:
 def _disk(home: Path) -> Finding:
     place = existing(home)
     free_bytes = shutil.disk_usage(place).free
-    remedy = "free some space (`swarmnode weights prune`), or choose another disk with --home"
+    remedy = "free some space (`swarmnode models prune`), or choose another disk with --home"
     return _enough("disk", free_bytes >= DISK_LEAST_BYTES, f"{free_bytes / 1e9:.1f} GB free at {place}", remedy)
 
 

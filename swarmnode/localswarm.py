@@ -185,7 +185,7 @@ class LocalSwarm:
 
     def bootstrap(self, *extra: str, inside: Sequence[str] = (), name: str = "bootstrap") -> NodeProcess:
         """Start a bootstrap peer and wait until it has joined. Raises LocalError if it ends first or does not join in time."""
-        member = self.start(name, ["bootstrap", str(self.file), "--json", *extra], inside)
+        member = self.start(name, ["host", "--door-only", str(self.file), "--json", *extra], inside)
         member.wait_for("joined")
         return member
 

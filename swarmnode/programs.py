@@ -52,7 +52,7 @@ def create(
     plain: bool = False,
     overwrite: bool = False,
 ) -> Swarm:
-    """Found a swarm for a model and write NAME.swarm. It has no peers yet: `host` or `swarmnode bootstrap` opens its door.
+    """Found a swarm for a model and write NAME.swarm. It has no peers yet: `host` or `swarmnode host --door-only` opens its door.
 
     Args:
         model: Folder in the format of transformers, GGUF file, or hub id.

@@ -1,4 +1,4 @@
-"""A swarm's name or a gateway's model id runs a command when the user sources the file that `swarmnode launch` wrote."""
+"""A swarm's name or a gateway's model id runs a command when the user sources the file that `swarmnode config tool` wrote."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Parts of a hop's microseconds: `python contrib/benchmarks/hop.py [--hops 3] [--tokens 200] [--runs 3]`. Prints JSON.
 
 A random Llama (as serving.py's) over `--hops` nodes, each a process with one thread and its own p2pd, on loopback. One stream is
-decoded, without guesses: tokens that come out of one step take no time of their own. The hops' records of it (as `swarmnode trace`
+decoded, without guesses: tokens that come out of one step take no time of their own. The hops' records of it (as `why trace`
 shows them) are put beside the time of each part done alone in this process.
 They are also put beside round trips of the same bytes over a bare p2pd stream and over plain TCP. Medians, microseconds:
 

@@ -6,7 +6,7 @@ GPT-3 XL's layer 24 times over, 112 microbatches of 4 x 2048 tokens, fp16 across
 `--gb` each; with --cards these in turn, with their own memory. For a number N a network is drawn; others go by
 name (`MADE_UP`). Devices are numbered anew at random, so that no order of a file
 helps. `planned`: the plan's spans and pipelines, with two holders of each unit where these are worth it, as live peers weigh it;
-`wired`: its spans, microbatches wired live, which is what `simulate --plan` does; `live`: spans, too, are chosen live.
+`wired`: its spans, microbatches wired live, which is what `plan simulate --plan` does; `live`: spans, too, are chosen live.
 Each beside its ratio to `planned`, `live` beside that to `wired`, and `wired` beside that to the plan's own estimate.
 `fastest`, if that is another plan: what `swarmnode plan --holders 1` says, wired live, beside what `live` is of it. With
 --lose, that share of the devices vanishes after the first step: `live` is a step of the others, beside new plans for them.

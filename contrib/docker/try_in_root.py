@@ -151,7 +151,7 @@ def swarm(image: Root) -> None:
     (model / "config.json").write_text(json.dumps(TINY))
     finish(image, ["create", "tried", "--mode", "train", "--config", "tiny", "--byte-level", "--force", "--quiet"])
     with (
-        Container(image, ["bootstrap", "tried.swarm"]) as door,
+        Container(image, ["host", "--door-only", "tried.swarm"]) as door,
         Container(image, ["run", "tried.swarm", "--span", "0:2"], beside=door, environment=port(9465)) as first,
         Container(image, ["run", "tried.swarm", "--span", "2:4"], beside=door, environment=port(9466)) as second,
     ):

@@ -1,4 +1,4 @@
-"""Take the README's pictures of the web page: `python contrib/docs/pictures.py ADDRESS`, with the address that `serve` prints, in
+"""Take the pages' pictures of the web page: `python contrib/docs/pictures.py ADDRESS`, with the address that `serve` prints, in
 the home of a node of SmolLM2. Needs Chromium."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Command `swarmnode`: the tree of commands, and the entry point.
+"""Command `swarmnode`: the table of all commands, and the entry point.
 
 Nothing heavy is imported here: `swarmnode --help` must answer at once.
 """
@@ -8,66 +8,156 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
-from typing import Any
 
 import typer
 
 from swarmnode.cli.options.node_file import ConfiguredCommand
-from swarmnode.terminal.commands import CommandPlace, GroupedHelp, LateCommands, places
+from swarmnode.terminal.commands import HELP, CommandPlace, CommandTable, CommandTree
 from swarmnode.terminal.console import fail, leave_threads
 from swarmnode.version import __version__
 
 _OF_RUN = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
+_LENDING = {name: CommandPlace("lend.lending") for name in ("ps", "pause", "resume", "stop")}
 
-GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
-    "Use a swarm": {
-        "join": CommandPlace("use.join"),
-        "leave": CommandPlace("use.join"),
-        **places("use", "models generate chat infer serve launch mcp status trace"),
-        "adapter": CommandPlace("use.adapter", "app"),
+TABLE = CommandTable(
+    groups={
+        "use": {
+            "join": CommandPlace("use.join"),
+            "chat": CommandPlace("use.chat", shown="system max-new-tokens temperature top-p adapter json"),
+            "generate": CommandPlace(
+                "use.generate",
+                shown="max-new-tokens temperature top-p top-k seed json-schema grammar adapter trust json",
+            ),
+            "infer": CommandPlace("use.infer"),
+            "serve": CommandPlace("use.serve", shown="port host keys new-key context cors mcp json"),
+            "status": CommandPlace("use.status"),
+            "models": CommandPlace("use.models"),
+            "models weights": CommandPlace("lend.weights", "list_weights"),
+            "models prune": CommandPlace("lend.weights"),
+            "adapter": CommandPlace(about="Add LoRA adapters to a swarm, and list and remove them."),
+            "adapter list": CommandPlace("use.adapter", "list_adapters"),
+            **{f"adapter {name}": CommandPlace("use.adapter") for name in ("add", "remove", "block", "unblock")},
+            "leave": CommandPlace("use.join"),
+        },
+        "lend": {
+            "run": CommandPlace(
+                "lend.run",
+                shown="memory disk device cpu-share max-upload only-idle hours exclusive page name",
+                settings={"cls": ConfiguredCommand},
+            ),
+            **_LENDING,
+            "doctor": CommandPlace("lend.doctor"),
+            "why": CommandPlace("lend.why"),
+            "why trace": CommandPlace("use.trace"),
+            "why credit": CommandPlace("lend.credit"),
+            "config": CommandPlace("lend.config", settings=_OF_RUN),
+            "config reload": CommandPlace("lend.lending"),
+            "config tool": CommandPlace("use.launch", "configure_tool"),
+            "service": CommandPlace(about="Run a node in the background."),
+            "service install": CommandPlace("lend.service.commands", settings=_OF_RUN),
+            **{f"service {name}": CommandPlace("lend.service.commands") for name in ("status", "logs", "uninstall")},
+        },
+        "owner": {
+            "host": CommandPlace(
+                "host.host", shown="name memory device public uses expires port no-page door-only json"
+            ),
+            "create": CommandPlace(
+                "host.create", shown="model mode config module listen announce public ask-password force json"
+            ),
+            "invite": CommandPlace("host.members", shown="peer role expires uses note qr json"),
+            "revoke": CommandPlace("host.members"),
+            "members": CommandPlace("host.members"),
+            "quantize": CommandPlace("host.quantize"),
+        },
+        "train": {
+            "train": CommandPlace(
+                "train.train", shown="data steps epochs batch sequence optimizer lr warmup eval-data log"
+            ),
+            "tune": CommandPlace("train.tune", shown="data steps epochs method rank batch sequence lr eval-data out"),
+            "export": CommandPlace("train.export"),
+        },
+        "plan": {
+            "fit": CommandPlace("plan.fit"),
+            "plan": CommandPlace(
+                "plan.plan", shown="model stages replicas holders activation-gb gradient-gb gpu seconds report json"
+            ),
+            "plan simulate": CommandPlace(
+                "plan.simulate", shown="model workload churn hours peers gpu arrivals plan report json"
+            ),
+            "demo": CommandPlace("plan.demo"),
+        },
     },
-    "Lend this machine": {
-        "run": CommandPlace("lend.run", settings={"cls": ConfiguredCommand}),
-        **{name: CommandPlace("lend.lending") for name in ("ps", "pause", "resume", "finish", "reload", "stop")},
-        **places("lend", "why credit doctor bench"),
-        "config": CommandPlace("lend.config", settings=_OF_RUN),
-        "service": CommandPlace("lend.service.commands", "app"),
-        "weights": CommandPlace("lend.weights", "app"),
-        "id": CommandPlace("lend.config", "show_identity"),
-        "update": CommandPlace("lend.config"),
+    first=["host", "join", "run", "chat", "serve", "status", "ps", "pause", "resume", "leave", "doctor"],
+    renamed={
+        "finish": "pause --after-work",
+        "reload": "config reload",
+        "bootstrap": "host --door-only",
+        "network": "status --export",
+        "bench": "fit --measure",
+        "id": "doctor --id",
+        "update": "doctor --update",
+        "credit": "why credit",
+        "trace": "why trace",
+        "launch": "config tool",
+        "mcp": "serve --mcp",
+        "weights list": "models weights",
+        "weights prune": "models prune",
+        "weights": "models weights",
+        "simulate": "plan simulate",
     },
-    "Host a swarm": {
-        **places("host", "host create quantize bootstrap"),
-        **{name: CommandPlace("host.members") for name in ("invite", "revoke", "members")},
+    synonyms={"list": "models", "logs": "service logs", "version": "--version"},  # for hands that know other tools
+    advice={
+        "ls show": "`swarmnode models` lists the models, `swarmnode ps` what runs here",
+        "rm remove delete": "`swarmnode leave NAME` forgets a swarm, `swarmnode models prune` removes its weights",
+        "pull download": "`swarmnode host ORGANISATION/MODEL` fetches a model and hosts it",
+        "start up lend": "`swarmnode run` lends this machine, `swarmnode host MODEL` shares a model",
+        "kill exit quit down": "`swarmnode stop` ends a node; Ctrl-C does so in its terminal",
+        "upgrade": "`swarmnode doctor --update` prints the command",
+        "uninstall": "`swarmnode service uninstall NAME` removes a service, `pip uninstall swarmnode` the program",
     },
-    "Train": places("train", "train tune export"),
-    "Plan and try": places("plan", "fit network plan simulate demo"),
-}
-_HIDDEN = {"hidden": True}
-OTHER_NAMES = {  # for hands that know other tools
-    "list": CommandPlace("use.models", "models", _HIDDEN),
-    "version": CommandPlace("lend.config", "version", _HIDDEN),
-    "logs": CommandPlace("lend.service.commands", "logs_anywhere", _HIDDEN),
-}
+    topics={  # NAME@COMMAND: of that command only
+        "Model": "model mode config@create config@host seed@create seed@host module task plain products byte-level units "
+        "adapter adapters quantize kv dtype capture draft-model weights span",
+        "This machine": "memory disk device threads cpu-share nice idle-disk max-upload max-download max-gpu-temperature "
+        "max-gpu-power",
+        "When to lend": "rules only-idle max-load exclusive hours days on-mains max-pressure monthly month-day unmetered "
+        "max-gpu-memory max-gpu-load notify max-age",
+        "Text": "system ids max-new-tokens temperature top-p top-k min-p frequency-penalty presence-penalty "
+        "repetition-penalty logit-bias json-schema grammar logprobs seed@chat seed@generate drafts context",
+        "Members": "private public open uses expires role group note qr peer@invite priority owner-key password-file "
+        "ask-password trust keys new-key",
+        "Page and API": "page serve port host no-page cors mcp",
+        "Network": "listen announce door-only bootstrap host-maddr announce-maddr peer nat direct lan compress patience",
+        "Data": "data epochs loss pack show end-answers eval-data eval-share eval-every eval-patience",
+        "Adapter": "method rank alpha rslora targets prompt-tokens window codec share trainers join",
+        "Steps": "steps batch microbatch sequence optimizer lr schedule warmup final-share decay-steps clip weight-decay "
+        "momentum beta1 beta2 epsilon seed autocast checkpoint-steps recipe print-recipe freeze label-smoothing z-loss "
+        "router-balance router-z-loss ema",
+        "Several machines in training": "average-every average-codec average-keep average-rank average-alternating "
+        "average-by-line outer-lr outer-momentum topk-ratio topk-feedback robust audit-share tune-share min-holders plan@run",
+        "Plan": "stages replicas holders activation-gb gradient-gb microbatches gpu seconds workload churn hours@simulate "
+        "seed@plan seed@simulate peers arrivals clients prompt tokens rebalance plan",
+        "In this process": "local out state",
+        "Files and logs": "config name home force quiet json report log tensorboard metrics-port metrics-host log-format "
+        "verbose",
+    },
+)
 
 
-class Commands(GroupedHelp):
-    """Group of all commands; the module of a command is imported when it is used."""
+class Commands(CommandTree):
+    """The commands in TABLE; the module of a command is imported when it is used."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.commands = LateCommands({**GROUPS, "": OTHER_NAMES})  # type: ignore[assignment]  # no command is added later
+    table = TABLE
 
 
 app = typer.Typer(
     name="swarmnode",
-    help="Lend your GPU to a swarm that serves or trains large neural networks, or use one.",
+    help="Run and train large neural networks on the computers of several people.",
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # plain help is three times faster than a decorated one
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": [*HELP]},
 )
 
 

@@ -89,7 +89,7 @@ class SwarmObserver:
         return link_matrix(self._host, self.units, most)
 
     def network(self) -> dict[str, Any]:
-        """Return machines and links for planning, in the format of `swarmnode network`. Raises LocalError if no machine is lent."""
+        """Return machines and links for planning, as `swarmnode status --export` does. Raises LocalError if no machine is lent."""
         return measured_network(self._host.swarm, self._host.directory.peers())
 
     async def bandwidth(self, most_peers: int = 3) -> Bandwidth:

@@ -69,7 +69,7 @@ from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm, save_swarm
 
 @dataclass(frozen=True)
 class Bootstraps:
-    """The bootstrap peers of a new swarm: peers that already run (`running`), or the peer that `swarmnode bootstrap` will
+    """The bootstrap peers of a new swarm: peers that already run (`running`), or the peer that `swarmnode host --door-only` will
     start.
 
     `listen` and `announce` are multiaddrs without /p2p/. If `running` and `listen` are empty, the new peer gets a free port

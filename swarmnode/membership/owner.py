@@ -98,7 +98,9 @@ def make_grant(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: Issued
     if owner.public != swarm.owner:
         raise UsageError(f"this is not the key of the owner of {swarm.name}")
     if terms.peer and not is_peer_id(terms.peer):
-        raise UsageError(f"{terms.peer!r} is not a peer id like 12D3KooW…; `swarmnode id` prints a machine's own")
+        raise UsageError(
+            f"{terms.peer!r} is not a peer id like 12D3KooW…; `swarmnode doctor --id` prints a machine's own"
+        )
     if len(terms.group.encode()) > MAX_GROUP_CHARS or not terms.group.isprintable():
         raise UsageError(f"a group has up to {MAX_GROUP_CHARS} printable characters")
     now = int(time.time())

@@ -53,7 +53,7 @@ def outdated(newer: int) -> str:
     """Return the advice to upgrade, for when most peers speak version `newer` of the protocol."""
     return (
         f"Most peers here speak version {newer} of the protocol, this node {VERSION}: "
-        "upgrade swarmnode when it suits you (`swarmnode update` tells you how)."
+        "upgrade swarmnode when it suits you (`swarmnode doctor --update` tells you how)."
     )
 
 

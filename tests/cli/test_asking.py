@@ -1,4 +1,4 @@
-"""`swarmnode doctor`, `swarmnode fit`, `swarmnode bench` and `swarmnode why`."""
+"""`swarmnode doctor`, `swarmnode fit`, `swarmnode fit --measure` and `swarmnode why`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from swarmnode import examination
-from swarmnode.cli.lend.bench import _cards
+from swarmnode.cli.plan.bench import _cards
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
@@ -134,7 +134,7 @@ def test_a_machine_is_measured_beside_known_cards(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(stopwatch, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(stopwatch, "BUDGET_S", 0.001)
     save_llama(tmp_path, 2, vocab_size=64, hidden_size=64, intermediate_size=512)
-    done = invoke("bench", str(tmp_path), "--json", "--device", "cpu", home=tmp_path / "home")
+    done = invoke("fit", "--measure", str(tmp_path), "--json", "--device", "cpu", home=tmp_path / "home")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     *modules, layer = told["modules"]
@@ -149,10 +149,10 @@ def test_a_machine_is_measured_beside_known_cards(tmp_path: Path, monkeypatch: p
     assert (
         by_model[str(tmp_path), "bfloat16"]["machines"] == 1 and by_model[str(tmp_path), "bfloat16"]["tokens_per_s"] > 0
     )
-    shown = invoke("bench", str(tmp_path), "--device", "cpu", home=tmp_path).stdout
+    shown = invoke("fit", "--measure", str(tmp_path), "--device", "cpu", home=tmp_path).stdout
     assert "this machine" in shown and "here" in shown and max(map(len, shown.splitlines()[1:])) <= 80
-    assert_clear(invoke("bench", "--dtype", "int4"), 2, "choose auto")
-    assert_clear(invoke("bench", str(tmp_path / "none")), 1, "no such folder")
+    assert_clear(invoke("fit", "--dtype", "int4"), 2, "choose auto")
+    assert_clear(invoke("fit", "--measure", str(tmp_path / "none")), 1, "no such folder")
 
 
 def test_each_known_card_has_its_own_speed() -> None:

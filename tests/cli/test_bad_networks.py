@@ -74,17 +74,17 @@ def model(tmp_path: Path) -> str:
     return write(tmp_path / "config.json", TINY)
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("command", ["plan", "plan simulate"])
 @pytest.mark.parametrize(("content", "words"), NETWORKS.values(), ids=NETWORKS)
 def test_networks_that_are_none(tmp_path: Path, model: str, command: str, content: Any, words: str) -> None:
     file = write(tmp_path / "network.json", content)
-    assert_clear(invoke(command, file, "--model", model), 2, "network.json: ", words)
+    assert_clear(invoke(*command.split(), file, "--model", model), 2, "network.json: ", words)
 
 
 @pytest.mark.parametrize(("content", "words"), PLANS.values(), ids=PLANS)
 def test_plans_that_do_not_fit(tmp_path: Path, model: str, content: Any, words: str) -> None:
     here, there = write(tmp_path / "network.json", network()), write(tmp_path / "plan.json", content)
-    done = invoke("simulate", here, "--model", model, "--workload", "train", "--plan", there)
+    done = invoke("plan", "simulate", here, "--model", model, "--workload", "train", "--plan", there)
     assert_clear(done, 2, "plan.json: ", words)
 
 
@@ -95,7 +95,7 @@ def test_unusual_networks_are_planned_and_simulated(tmp_path: Path, model: str, 
     assert done.returncode == 0, done.stderr
     planned.write_text(done.stdout)
     options = ("--workload", "train", "--microbatches", "2", "--sequence", "16", "--plan", str(planned), "--json")
-    lived = invoke("simulate", file, "--model", model, *options, "--hours", "0.01")
+    lived = invoke("plan", "simulate", file, "--model", model, *options, "--hours", "0.01")
     assert lived.returncode == 0, lived.stderr
     assert json.loads(lived.stdout)["totals"]["steps"] > 0
 
@@ -105,10 +105,10 @@ def test_folders_where_files_should_be(tmp_path: Path, model: str) -> None:
     train = ("--workload", "train", "--plan", folder)
     for arguments, words in (
         (("plan", folder, "--model", model), "Is a directory"),
-        (("simulate", folder, "--model", model), "Is a directory"),
-        (("simulate", here, "--model", model, *train), "Is a directory"),
-        (("simulate", here, "--model", model, "--report", folder), "--report"),
-        (("network", "x.swarm", "--output", folder), "--output"),
+        (("plan", "simulate", folder, "--model", model), "Is a directory"),
+        (("plan", "simulate", here, "--model", model, *train), "Is a directory"),
+        (("plan", "simulate", here, "--model", model, "--report", folder), "--report"),
+        (("status", "x.swarm", "--export", "--output", folder), "--output"),
     ):
         assert_clear(invoke(*arguments), 2, words)
 

@@ -23,7 +23,7 @@ READS = [
     ("fit", "{}"),
     ("status", "{}"),
     ("run", "{}"),
-    ("bootstrap", "{}"),
+    ("host", "--door-only", "{}"),
     ("generate", "{}", "text"),
     ("serve", "{}"),
     ("join", "{}"),
@@ -40,7 +40,7 @@ READS = [
     ("serve", "swarm", "--keys", "{}"),
     ("infer", "swarm", "--input", "{}"),
     ("plan", "{}", "--model", "model"),
-    ("simulate", "{}", "--model", "model"),
+    ("plan", "simulate", "{}", "--model", "model"),
 ]
 EMPTY_IS_FINE = {"--rules", "--config"}  # a file without options has none
 WRITES = [
@@ -50,10 +50,10 @@ WRITES = [
     ("host", "model", "--name", "{}/x"),
     ("host", "model", "--name", "x", "--home", "{}/home"),
     ("infer", "swarm", "--input", "x.npz", "--output", "{}/y.npz"),
-    ("network", "swarm", "--output", "{}/network.json"),
+    ("status", "swarm", "--export", "--output", "{}/network.json"),
     ("serve", "swarm", "--new-key", "me", "--keys", "{}/keys"),
     ("join", "invite", "--home", "{}/home"),
-    ("id", "--home", "{}/home"),
+    ("doctor", "--id", "--home", "{}/home"),
     ("run", "swarm", "--home", "{}/home"),
     ("invite", "{}/private"),
 ]
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written(command: tuple[str, ...], place: Path) 
         ("host", "model", "--name", "x"),
         ("serve", "swarm", "--new-key", "me", "--keys", "keys"),
         ("join", "invite"),
-        ("id",),
+        ("doctor", "--id"),
         ("invite", "private"),
     ],
     ids=" ".join,

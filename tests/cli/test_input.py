@@ -119,7 +119,7 @@ def test_a_folder_of_that_name_is_not_overwritten(tmp_path: Path) -> None:
         ("generate", "{}", "text"),
         ("invite", "{}"),
         ("revoke", "{}", "carol"),
-        ("credit", "{}"),
+        ("why", "credit", "{}"),
         ("fit", "{}"),
         ("create", "x", "--model", "{}"),
         ("create", "x", "--mode", "train", "--config", "{}"),
@@ -153,7 +153,7 @@ def test_a_folder_that_is_not_there_is_told_before_the_model_is_read(tmp_path: P
 def test_next_steps_can_be_pasted(model: Path, tmp_path: Path) -> None:
     done = invoke("create", str(tmp_path / "my swarm"), "--model", str(model))
     assert done.returncode == 0, done.stderr
-    assert f"swarmnode bootstrap '{tmp_path}/my swarm.swarm'" in done.stdout
+    assert f"swarmnode host --door-only '{tmp_path}/my swarm.swarm'" in done.stdout
 
 
 def test_wildcards_become_addresses_that_can_be_dialled() -> None:
@@ -236,7 +236,7 @@ def test_a_device_that_is_not_here_is_told_before_anything_is_written(model: Pat
     [
         ("host", "{model}", "--name", "friends", "--metrics-port", "{port}"),
         ("serve", "friends", "--port", "{port}"),
-        ("bootstrap", "friends", "--metrics-port", "{port}"),
+        ("host", "--door-only", "friends", "--metrics-port", "{port}"),
         ("generate", "friends", "text", "--metrics-port", "{port}"),
         ("run", "friends", "--serve", "{port}"),
         ("run", "friends", "--metrics-port", "0", "--metrics-host", "999.1.1.1"),
@@ -257,7 +257,13 @@ def test_where_nothing_can_be_served(model: Path, tmp_path: Path, command: tuple
 
 @pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "1e400", "soon"])
 def test_nobody_waits_for_ever(seconds: str, tmp_path: Path) -> None:
-    for command in (("generate", "x", "text"), ("serve", "x"), ("export", "x", "out"), ("chat", "x"), ("mcp", "x")):
+    for command in (
+        ("generate", "x", "text"),
+        ("serve", "x"),
+        ("export", "x", "out"),
+        ("chat", "x"),
+        ("serve", "--mcp", "x"),
+    ):
         done = invoke(*command, "--patience", seconds, home=tmp_path / "home", cwd=tmp_path)
         assert_clear(done, 2, "--patience", f"swarmnode {command[0]} --help")
         assert len(done.stderr.strip().splitlines()) == 1 and not list(tmp_path.iterdir())

@@ -95,7 +95,7 @@ def test_leaving_undoes_joining(tmp_path: Path) -> None:
     member.touch(), other.touch()
     done = invoke("leave", "friends", home=tmp_path)
     assert done.returncode == 0 and "your membership" in done.stdout
-    assert f"swarmnode weights prune {weights.name}" in done.stdout and weights.is_dir()
+    assert f"swarmnode models prune {weights.name}" in done.stdout and weights.is_dir()
     assert not member.exists() and other.exists() and JoinedSwarms(tmp_path).names() == []
     assert_clear(invoke("status", home=tmp_path), 2, "which swarm?")
     assert_clear(invoke("leave", "friends", home=tmp_path), 2, "no swarm is called friends")

@@ -51,7 +51,7 @@ def gateway(models: Sequence[Mapping[str, str]] = MODELS) -> Iterator[str]:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_tool_is_told_where_what_and_by_which_key(tool: str) -> None:
     with gateway() as url:
-        done = invoke("launch", tool, "--url", url, "--key", "sk-1")
+        done = invoke("config", "tool", tool, "--url", url, "--key", "sk-1")
     assert done.returncode == 0 and "then: " in done.stderr
     assert url.removesuffix("/v1") in done.stdout and "sk-1" in done.stdout
     assert "friends" in done.stdout or tool == "open-webui", "that one asks for the models itself"
@@ -61,19 +61,23 @@ def test_a_tool_is_told_where_what_and_by_which_key(tool: str) -> None:
 
 def test_encoders_are_for_tools_that_embed() -> None:
     with gateway([*ENCODERS, *MODELS]) as url:
-        told = {tool: invoke("launch", tool, "--url", url, "--key", "sk-1").stdout for tool in ("aider", "continue")}
+        told = {
+            tool: invoke("config", "tool", tool, "--url", url, "--key", "sk-1").stdout for tool in ("aider", "continue")
+        }
     assert "openai/friends" in told["aider"] and "vectors" not in told["aider"]
     assert 'model: "vectors"' in told["continue"] and "roles: [embed]" in told["continue"]
     assert "classes" not in told["continue"]
     with gateway(ENCODERS) as url:
-        assert_clear(invoke("launch", "aider", "--url", url, "--key", "sk-1"), 1, "no model that generates text")
-        assert "mode: embedding" in invoke("launch", "litellm", "--url", url, "--key", "sk-1").stdout
+        assert_clear(
+            invoke("config", "tool", "aider", "--url", url, "--key", "sk-1"), 1, "no model that generates text"
+        )
+        assert "mode: embedding" in invoke("config", "tool", "litellm", "--url", url, "--key", "sk-1").stdout
     with gateway([]) as url:
-        assert_clear(invoke("launch", "litellm", "--url", url, "--key", "sk-1"), 1, "no model")
+        assert_clear(invoke("config", "tool", "litellm", "--url", url, "--key", "sk-1"), 1, "no model")
 
 
 def test_a_file_is_written_once_and_for_its_owner(tmp_path: Path) -> None:
-    asked = ("launch", "aider", "--write", "--model", "friends")
+    asked = ("config", "tool", "aider", "--write", "--model", "friends")
     done = invoke(*asked, cwd=tmp_path)
     file = tmp_path / ".aider.conf.yml"
     assert done.returncode == 0 and "openai/friends" in file.read_text() and file.stat().st_mode & 0o777 == 0o600
@@ -83,11 +87,11 @@ def test_a_file_is_written_once_and_for_its_owner(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_told() -> None:
-    assert_clear(invoke("launch", "emacs"), 2, "unknown", "open-webui")
-    assert_clear(invoke("launch", "aider", "--url", "localhost:8000"), 2, "http://")
-    assert_clear(invoke("launch", "aider", "--url", "http://127.0.0.1:9/v1"), 1, "no gateway answers", "serve")
+    assert_clear(invoke("config", "tool", "emacs"), 2, "unknown", "open-webui")
+    assert_clear(invoke("config", "tool", "aider", "--url", "localhost:8000"), 2, "http://")
+    assert_clear(invoke("config", "tool", "aider", "--url", "http://127.0.0.1:9/v1"), 1, "no gateway answers", "serve")
     with gateway() as url:
-        assert_clear(invoke("launch", "aider", "--url", url), 1, "needs a key")
+        assert_clear(invoke("config", "tool", "aider", "--url", url), 1, "needs a key")
 
 
 CHARACTERS = "abz019 \t~$`(){}[]<>|&;:#!*?@%^=+-_,./\\\\\"'é汉👩"  # what means something to shells, YAML and JSON
@@ -170,4 +174,4 @@ def test_control_characters_are_refused(escape: str) -> None:
         with pytest.raises(UsageError, match="control characters"):
             Endpoint(*fields)
     with gateway([{"id": f"a{escape}b"}]) as url:
-        assert_clear(invoke("launch", "goose", "--url", url, "--key", "sk-1"), 2, "control characters")
+        assert_clear(invoke("config", "tool", "goose", "--url", url, "--key", "sk-1"), 2, "control characters")

@@ -10,13 +10,13 @@ import pytest
 from swarmnode.terminal.console import JsonLines, TextLines
 from tests.cli.command import assert_clear, invoke
 
-ROLES = ("run", "bootstrap", "train", "generate")
+ROLES = ("run", "host", "train", "generate")
 REST = {"train": ("--data", "x", "--steps", "1"), "generate": ("--ids", "1")}
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_has_the_options(role: str) -> None:
-    told = invoke(role, "--help").stdout
+    told = invoke(role, "--help-all").stdout
     assert "--metrics-port" in told and "--metrics-host" in told and "--log-format" in told
 
 

@@ -98,7 +98,7 @@ def test_what_cannot_be_invited(file: Path, tmp_path: Path, monkeypatch: pytest.
     assert_clear(invoke("invite", str(file), "--role", "trainer"), 2, "test serves, so it has no trainers")
     assert_clear(invoke("invite", str(file), "--expires", "soon"), 2, "7d")
     assert_clear(invoke("invite", str(file), "--uses", "5000"), 2, "--uses")
-    assert_clear(invoke("invite", str(file), "--peer", "me"), 2, "swarmnode id")
+    assert_clear(invoke("invite", str(file), "--peer", "me"), 2, "swarmnode doctor --id")
     assert_clear(invoke("invite", str(tmp_path / "none.swarm")), 2, "no such file")
     (tmp_path / "public").mkdir()
     assert_clear(invoke("invite", str(founded(tmp_path / "public", OPEN))), 2, "not private")
@@ -140,11 +140,12 @@ def test_create_takes_one_kind_of_membership(tmp_path: Path) -> None:
 
 
 def test_a_machine_tells_its_ids_and_keeps_them(tmp_path: Path) -> None:
-    node = invoke("id", "--home", str(tmp_path)).stdout.strip()
-    client = invoke("id", "--home", str(tmp_path), "--client").stdout.strip()
+    node = invoke("doctor", "--id", "--home", str(tmp_path)).stdout.strip()
+    client = invoke("doctor", "--id", "--home", str(tmp_path), "--client").stdout.strip()
     assert node == Identity.load_or_create(tmp_path / "node.key").peer_id
     assert client == Identity.load_or_create(tmp_path / "client.key").peer_id
-    assert node != client and invoke("id", "--home", str(tmp_path)).stdout.strip() == node
+    assert node != client and invoke("doctor", "--id", "--home", str(tmp_path)).stdout.strip() == node
+    assert json.loads(invoke("doctor", "--id", "--home", str(tmp_path), "--json").stdout) == {"id": node}
 
 
 @pytest.mark.parametrize(

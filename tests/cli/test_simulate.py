@@ -30,7 +30,7 @@ def files(tmp_path):
 
 
 def simulate(files, *options):
-    return invoke("simulate", files[0], "--model", files[1], "--hours", "0.02", *options)
+    return invoke("plan", "simulate", files[0], "--model", files[1], "--hours", "0.02", *options)
 
 
 def test_json_tells_what_was_simulated(files):
@@ -64,7 +64,7 @@ def test_a_trace(files, tmp_path):
 def test_the_same_seed_gives_the_same_bits_in_another_process(files, tmp_path, monkeypatch):
     """Whatever order a process's sets have."""
     monkeypatch.setenv("PYTHONHASHSEED", "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1")
-    command = ("simulate", files[0], "--model", files[1], "--hours", "0.03", "--churn", "20", "--json")
+    command = ("plan", "simulate", files[0], "--model", files[1], "--hours", "0.03", "--churn", "20", "--json")
     here, there = (json.loads(done.stdout) for done in (invoke(*command), swarmnode(*command, home=tmp_path)))
     for figures in (here, there):
         del figures["decisions"]  # this machine's own times
@@ -88,8 +88,8 @@ def test_wrong_options(files, options, words):
 
 
 def test_a_missing_model_or_scenario(files, tmp_path):
-    assert_clear(invoke("simulate", files[0], "--model", str(tmp_path / "none")), 2, "no such file")
-    assert_clear(invoke("simulate", str(tmp_path / "none.json"), "--model", files[1]), 2, "none.json")
+    assert_clear(invoke("plan", "simulate", files[0], "--model", str(tmp_path / "none")), 2, "no such file")
+    assert_clear(invoke("plan", "simulate", str(tmp_path / "none.json"), "--model", files[1]), 2, "none.json")
 
 
 def plan_file(folder, **changes):

@@ -1,4 +1,4 @@
-"""`swarmnode service` and `swarmnode weights`: what is written, and what is left alone."""
+"""`swarmnode service` and `swarmnode models weights`: what is written, and what is left alone."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_logs_are_of_the_only_service_or_it_is_told_where_they_are(
         assert invoke("service", "install", name).returncode == 0
         assert invoke("logs", "--follow", name).returncode == 0 and f"--unit=swarmnode@{name}" in called[-1]
     assert_clear(invoke("logs"), 2, "club, friends")
-    assert "No service others" in invoke("logs", "others").stdout
+    assert_clear(invoke("logs", "others"), 2, "no service others")
     assert invoke("service", "uninstall", "club").returncode == 0
     assert invoke("logs").returncode == 0 and "--unit=swarmnode@friends" in called[-1]
 
@@ -187,14 +187,14 @@ def test_fetched_weights_are_listed_and_pruned(tmp_path: Path) -> None:
         (cache.folder / "model.safetensors").write_bytes(bytes(size_bytes))
     old.close()
     os.utime(old.folder, (1, 1))
-    listed = json.loads(invoke("weights", "list", "--json", home=tmp_path).stdout)
+    listed = json.loads(invoke("models", "weights", "--json", home=tmp_path).stdout)
     assert [one["swarm"] for one in listed] == ["friends", old.folder.name]
-    assert "friends" in invoke("weights", "list", home=tmp_path).stdout
-    assert "in use" in invoke("weights", "prune", "friends", home=tmp_path).stdout and used.folder.exists()
-    assert "freed" in invoke("weights", "prune", "--unused", "30d", home=tmp_path).stdout and not old.folder.exists()
+    assert "friends" in invoke("models", "weights", home=tmp_path).stdout
+    assert "in use" in invoke("models", "prune", "friends", home=tmp_path).stdout and used.folder.exists()
+    assert "freed" in invoke("models", "prune", "--unused", "30d", home=tmp_path).stdout and not old.folder.exists()
     used.close()
-    assert invoke("weights", "prune", home=tmp_path).returncode == 0 and not used.folder.exists()
-    assert "No weights" in invoke("weights", "list", home=tmp_path / "new").stdout
+    assert invoke("models", "prune", home=tmp_path).returncode == 0 and not used.folder.exists()
+    assert "No weights" in invoke("models", "weights", home=tmp_path / "new").stdout
 
 
 def variables(text: str) -> dict[str, str]:

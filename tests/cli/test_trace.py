@@ -1,4 +1,4 @@
-"""`swarmnode trace`: what is refused, and how a timeline looks to people and to scripts."""
+"""`swarmnode why trace`: what is refused, and how a timeline looks to people and to scripts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def rows(table: Table) -> list[list[str]]:
 
 @pytest.mark.parametrize("session", ["5f2a", ID + "00", "x" * 32, ""])
 def test_an_id_that_is_none(session: str) -> None:
-    assert_clear(invoke("trace", "x.swarm", session), 2, "32 hex digits")
+    assert_clear(invoke("why", "trace", "x.swarm", session), 2, "32 hex digits")
 
 
 def test_a_slow_hop_is_read_off() -> None:

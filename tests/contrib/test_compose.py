@@ -38,7 +38,7 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
 
 def test_a_door_and_three_nodes() -> None:
     commands = [parse(list(map(interpolated, service["command"]))) for service in ROLES.values()]
-    assert commands == ["bootstrap", "run", "run", "run"]
+    assert commands == ["host", "run", "run", "run"]
 
 
 def test_volumes_are_declared_and_files_are_there() -> None:

@@ -85,7 +85,7 @@ def test_the_process_is_nobody_of_importance_and_gets_the_signals() -> None:
 
 def test_the_first_command_is_one() -> None:
     assert IMAGE.last("CMD").words == ["--help"]
-    assert {parse([role, "x.swarm"]) for role in ("run", "bootstrap")} == {"run", "bootstrap"}
+    assert {parse([role, "x.swarm"]) for role in ("run", "host")} == {"run", "host"}
 
 
 class Answering(HTTPServer):

@@ -69,7 +69,7 @@ def test_the_hosts_own_file_makes_members_that_may_do_everything(swarm: Swarm, b
     again = load_swarm(path)
     assert again.private and again.grant and again.secret and again.revocations == book.revocations
     assert book.guests[0].role == "volunteer" and book.guests[0].expires_at == 0, "no one trains in a swarm that serves"
-    assert not decode_invite(again.invite).grant, "what `create` and `bootstrap` print gives nothing away"
+    assert not decode_invite(again.invite).grant, "what `create` and `host --door-only` print gives nothing away"
 
 
 def test_no_one_trains_in_a_swarm_that_serves(swarm: Swarm, book: IssuedInvites):

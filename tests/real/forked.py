@@ -26,7 +26,7 @@ from swarmnode.net.libp2p.daemon import die_with_parent
 
 IMPORTED = (
     "swarmnode.cli.lend.run",
-    "swarmnode.cli.host.bootstrap",
+    "swarmnode.cli.host.host",
     "swarmnode.node.node",
     "swarmnode.serving.serving_stage",
     "swarmnode.net.libp2p.engine",

@@ -35,11 +35,11 @@ def test_a_port_in_use(founded: ForkedSwarm, tmp_path: Path) -> None:
     assert_clear(done, 1, address)
 
 
-@pytest.mark.parametrize("role", ["run", "bootstrap"])
+@pytest.mark.parametrize("role", ["run", "host --door-only"])
 def test_a_port_for_metrics_in_use(founded: ForkedSwarm, tmp_path: Path, role: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        done = swarmnode(role, str(founded.file), "--metrics-port", port, home=tmp_path)
+        done = swarmnode(*role.split(), str(founded.file), "--metrics-port", port, home=tmp_path)
     assert_clear(done, 1, port, "in use", "--metrics-host", "another address or port")
 
 

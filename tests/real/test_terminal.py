@@ -102,9 +102,9 @@ def test_without_a_terminal_the_options_are_read_again(founded: ForkedSwarm) -> 
         time.sleep(0.05)
     assert "the options were read again" in member.tail() and member.process.poll() is None
     (home / "node.toml").write_text('max_upload = "8Mbit"\nthreads = 3\n')
-    done = invoke("reload", home=home)
+    done = invoke("config", "reload", home=home)
     assert "the options were read again; restart the node for threads" in done.stdout
     (home / "node.toml").write_text('max_uplaod = "8Mbit"\n')
-    assert invoke("reload", home=home).returncode == 1
+    assert invoke("config", "reload", home=home).returncode == 1
     assert member.process.poll() is None
     member.stop()

@@ -1,4 +1,4 @@
-"""`swarmnode trace` on real nodes: a generation's time, as the nodes that computed it remember it."""
+"""`swarmnode why trace` on real nodes: a generation's time, as the nodes that computed it remember it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_trace_of_a_generation(stages: Stages, tmp_path: Path) -> None:
     assert generation["trace"] in [
         line.get("trace") for line in lines if line["logger"] == "swarmnode.serving.client.client_session"
     ]
-    told = json.loads(swarmnode("trace", swarm, generation["trace"], "--json", home=tmp_path).stdout)
+    told = json.loads(swarmnode("why", "trace", swarm, generation["trace"], "--json", home=tmp_path).stdout)
     assert [(hop["peer"], hop["span"]) for hop in told["hops"]] == [
         (hop["peer"], hop["span"]) for hop in generation["route"]
     ]
@@ -32,4 +32,4 @@ def test_trace_of_a_generation(stages: Stages, tmp_path: Path) -> None:
     assert slowest["seconds"] <= generation["seconds"]
     assert sum(part["seconds"] for part in slowest["parts"]) >= slowest["seconds"] * 0.9
     assert 0 < sum(hop["compute_s"]["median"] for hop in told["hops"]) < generation["seconds"] / TOKENS
-    assert_clear(swarmnode("trace", swarm, "00" * 16, home=tmp_path), 1, "remembers", "00" * 16)
+    assert_clear(swarmnode("why", "trace", swarm, "00" * 16, home=tmp_path), 1, "remembers", "00" * 16)

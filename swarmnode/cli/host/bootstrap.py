@@ -1,56 +1,40 @@
-"""Command `swarmnode bootstrap`: run a peer through which new machines find the swarm."""
+"""Mode `host --door-only`: run a peer through which new machines find the swarm."""
 
 from __future__ import annotations
 
 import asyncio
 import shlex
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import replace
 
+from swarmnode.cli.options.founding import DoorOptions
 from swarmnode.cli.options.metrics import MetricsOptions
-from swarmnode.cli.options.node_options import NodeOptions, addresses_option, size_option
+from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.quantities import parse_name
-from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.terminal.console import JSON, LogOptions, command, print_json, run_async, say
-from swarmnode.terminal.option import option
+from swarmnode.cli.options.swarm import open_swarm
+from swarmnode.terminal.console import print_json, run_async, say
+
+DOOR = "bootstrap"  # name that others see
 
 
-@dataclass(frozen=True)
-class BootstrapOptions(NodeOptions):
-    """Options of a bootstrap peer."""
-
-    host_maddrs: tuple[str, ...] = addresses_option(
-        "Listen at this address, in addition to the invite's. Repeatable.", "--host-maddr"
-    )
-    max_cache_bytes: int | None = size_option(
-        "Disk space for backups of training states; default: a quarter of the free space.",
-        "--disk",
-    )
-    name: str = option("bootstrap", "Name shown to others.", parse=parse_name)
-
-
-@command
-def bootstrap(
-    *,
-    swarm: str = SWARM,
-    node: Annotated[BootstrapOptions, "host_maddrs announce_maddrs max_cache_bytes name home nat_port_map direct lan"],
-    as_json: bool = JSON,
-    metrics: MetricsOptions,
-    logs: LogOptions,
+def open_door(
+    swarm: str, node: NodeOptions, name: str, doors: DoorOptions, metrics: MetricsOptions, *, as_json: bool
 ) -> None:
-    """Run a bootstrap peer: new machines find the swarm through it. It relays for machines behind NAT and hands out
-    weights, but computes nothing.
-
-    Example: swarmnode bootstrap friends.swarm
-    """
-    logs.begin()
+    """Run a bootstrap peer of `swarm` until Ctrl-C; it listens at the addresses in `doors`, too. It relays for machines behind NAT
+    and hands out weights, but computes nothing. Raises UsageError, LocalError, NetworkDown."""
+    from swarmnode.net.addressing.addresses import check_all
     from swarmnode.node.bootstrap import Bootstrap
 
+    host = replace(
+        node.host,
+        name=parse_name(name, "--name"),
+        host_maddrs=check_all("--listen", doors.listen),
+        announce_maddrs=check_all("--announce", doors.announce, dialled=True),
+    )
     watch = metrics.watch(node.home, as_json=as_json)
     loaded = open_swarm(swarm, node.home)
 
     async def serve(stop: asyncio.Event) -> None:
-        peer = await Bootstrap.start(loaded, node.host, file=loaded.file)
+        peer = await Bootstrap.start(loaded, host, file=loaded.file)
         invite = None if loaded.private else peer.host.swarm.invite
         try:
             addresses = await peer.host.network.addresses()

@@ -183,7 +183,7 @@ def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> Non
     for remark in model_source.remarks:
         say(f"Note: {remark}")
     file = shlex.quote(str(path))
-    say(f"Wrote {path}. Next: swarmnode bootstrap {file}, then on each machine: swarmnode run INVITE")
+    say(f"Wrote {path}. Next: swarmnode host --door-only {file}, then on each machine: swarmnode run INVITE")
     if mode == "train":
         say(f"When they run: swarmnode train {file} --data PATH --steps N")
     elif model_source.model.task:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from swarmnode.cli.host.bootstrap import DOOR, open_door
 from swarmnode.cli.lend.lending import attended
 from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, listen_option, owner_of
 from swarmnode.cli.options.gateway import PORT as GATEWAY_PORT
@@ -45,16 +46,28 @@ TRY_S = 3.0
 class HostDoorOptions(DoorOptions):
     """Addresses of the bootstrap peer that `host` starts."""
 
-    listen: list[str] = listen_option(f"Address where new machines connect; default: port {PORT} at every address.")
+    listen: list[str] = listen_option(
+        f"Address where new machines connect; default: port {PORT} at every address.", "--listen", "--host-maddr"
+    )
+    announce: list[str] = listen_option(
+        "Address at which others reach it, if not --listen's.", "--announce", "--announce-maddr"
+    )
+    door_only: bool = option(
+        False, "Only let machines find the swarm MODEL (its name, file or invite); compute nothing."
+    )
 
 
 @dataclass(frozen=True)
 class GuestOptions:
     """Options of the invite for friends, by the names of fields of InviteTerms."""
 
-    uses: int = option(USES, "How many machines can use the invite to a private swarm; 0: any number.")
+    uses: int = option(USES, "How many machines an invite admits; 0: any number.")
     life_s: float | None = option(
-        "30d", "When memberships by the invite end: 12h, 7d, 4w or never.", "--expires", metavar="7d", parse=parse_life
+        "30d",
+        "How long an invite and its memberships last: 12h, 7d, 4w or never.",
+        "--expires",
+        metavar="7d",
+        parse=parse_life,
     )
 
 
@@ -64,19 +77,19 @@ class PageOptions:
 
     port: int = option(
         GATEWAY_PORT,
-        "Port of the page and the API, at this machine alone; another one if it is taken.",
+        "Port of the page and the API on this machine; if it is taken, a free one.",
         min=1,
         max=65535,
     )
-    no_page: bool = option(False, "Open neither the page nor the API.")
+    no_page: bool = option(False, "Open neither page nor API.")
 
 
 @command
 def host(
     *,
     model: str = argument(
-        ...,
-        "Checkpoint (a folder, GGUF file, hub id, or organisation/model:Q4_K_M), or a .swarm file of yours.",
+        "",
+        "A folder, GGUF file or hub id (organisation/model:Q4_K_M), or your .swarm file.",
         metavar="MODEL",
     ),
     name: str = option("", "Name of the swarm; default: the model's."),
@@ -84,7 +97,7 @@ def host(
     guests: GuestOptions,
     doors: HostDoorOptions,
     adapters: dict[str, Path] = ADAPTERS,
-    node: Annotated[NodeOptions, "memory_bytes device quantize kv nat_port_map lan"],
+    node: Annotated[NodeOptions, "memory_bytes max_cache_bytes device quantize kv nat_port_map direct lan"],
     page: PageOptions,
     owner: NewOwnerOptions,
     home: Path = HOME,
@@ -92,14 +105,23 @@ def host(
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Host a swarm for a model with one command.
+    """Share a model with friends. It lends this machine, opens a web page and an API, and prints what a friend types.
 
-    It founds the swarm, lets machines join, lends this machine, opens a page and OpenAI's API, and prints what a friend types.
-    Ctrl-C ends all of it. It writes NAME.swarm into this folder, and uses that file the next time.
+    It founds the swarm and lets machines join. Ctrl-C ends all of it. It writes NAME.swarm into this folder, and uses that file the
+    next time.
+
+    With --door-only, it relays for machines behind NAT, hands out weights and keeps backups (up to --disk), under the name --name.
 
     Example: swarmnode host ./llama
+
+    Example: swarmnode host --door-only friends
     """
     logs.begin()
+    if doors.door_only:
+        open_door(model, replace(node, home=home), name or DOOR, doors, metrics, as_json=as_json)
+        return
+    if not model:
+        fail("which model? Give a folder, a GGUF file, a hub id, or your .swarm file, as in swarmnode host ./llama", 2)
     tell = Teller(as_json)
     tell("reading", f"Reading {_name_of(model)} …", model=model)  # before slow imports
     from swarmnode.membership.owner import InviteTerms
@@ -109,7 +131,7 @@ def host(
     config = replace(node, home=home, name="host").config()
     terms = of_same_names(InviteTerms, guests)
     announced = check_all("--announce", doors.announce, dialled=True)
-    door = replace(config.host, name="bootstrap", announce_maddrs=announced)
+    door = replace(config.host, name=DOOR, announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
     founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json)
     check_home(home)

@@ -44,7 +44,7 @@ def revoke(
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """End a membership, or an invite with all memberships by it, whether or not anyone is online.
+    """End a membership, or an invite and all memberships by it.
 
     Within a minute, all members that are online cut their links to the machine and refuse it, even if you go offline. If the
     member's invite was for one machine, the invite ends too; if it has uses left for others, the person can come back by it.
@@ -100,7 +100,7 @@ async def _owner_if_online(swarm: Swarm, home: Path) -> AsyncIterator[OwnerClien
 class InviteOptions:
     """Options of an invite. Each except `role` is the field of InviteTerms with the same name."""
 
-    peer: str = option("", "Only for this machine; run `swarmnode id` there to get its id.", metavar="ID")
+    peer: str = option("", "Only for this machine; run `swarmnode doctor --id` there to get its id.", metavar="ID")
     role: str = option(
         "volunteer",
         "What the member may do: use the swarm, lend to it, or be a bootstrap peer; in a swarm that trains, also feed it.",

@@ -31,7 +31,7 @@ def quantize(
     force: bool = option(False, "Replace OUT."),
     as_json: bool = JSON,
 ) -> None:
-    """Write a model with packed weights, which take 3 to 8 bits each.
+    """Write a model with packed weights, of 3 to 8 bits each.
 
     Matrices that matter more get more bits, as in llama.cpp; norms stay float32. OUT appears when it is complete.
 

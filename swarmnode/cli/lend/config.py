@@ -1,51 +1,15 @@
-"""Commands `swarmnode config`, `id`, `update` and `version`: show the options of a node with their sources, the machine's peer id,
-and the installation."""
+"""Command `swarmnode config`: show the options of a node with their sources."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import typer
 
 from swarmnode.cli.options.node_file import FILE
 from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.terminal.console import HOME, JSON, command, print_json, say
+from swarmnode.terminal.console import JSON, command, print_json, say
 from swarmnode.terminal.option import build, option
-from swarmnode.version import __version__, update_command
-
-
-@command
-def show_identity(
-    client: bool = option(False, "Print the id that generate, status and train use."), home: Path = HOME
-) -> None:
-    """Print this machine's peer id.
-
-    You need it for an invite to this machine alone (`swarmnode invite --peer`).
-
-    Example: swarmnode id
-    """
-    from swarmnode.net.identity import Identity
-
-    role = "client" if client else "node"
-    say(Identity.load_or_create(home / f"{role}.key").peer_id)
-
-
-@command
-def update() -> None:
-    """Show the command that updates this installation.
-
-    Nothing is changed.
-
-    Example: swarmnode update
-    """
-    say(f"This is swarmnode {__version__}. To update it, run\n  {update_command()}\nand restart your nodes.")
-
-
-@command
-def version() -> None:
-    """Print the version, as `swarmnode --version` does."""
-    say(f"swarmnode {__version__}")
 
 
 @command

@@ -1,4 +1,4 @@
-"""Command `swarmnode credit`: show what this machine gave, and the receipts that clients have signed for its work."""
+"""Command `swarmnode why credit`: show what this machine gave, and the receipts that clients have signed for its work."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def credit(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Show what this machine gave, and the receipts for its work.
+    """Show what this machine gave, and who signed for it.
 
     Answers, hours and energy are of all nodes of this home. The clients that you worked for sign receipts, which count as credit,
     discounted: receipts of a single client do not count, those of two equal ones count half. Your friends could sign anything for
     you. In an open swarm a person is another client each time.
 
-    Example: swarmnode credit friends
+    Example: swarmnode why credit friends
     """
     from swarmnode.credit.priorities import folder_credits, summary, worker_credits
     from swarmnode.measuring.service_report import donation

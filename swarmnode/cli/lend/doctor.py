@@ -12,6 +12,7 @@ from swarmnode.errors import LocalError, NetworkDown
 from swarmnode.terminal.console import HOME, JSON, command, fail, is_piped, print_json, run_async, say
 from swarmnode.terminal.formatting import wrapped
 from swarmnode.terminal.option import argument, option
+from swarmnode.version import __version__, update_command
 
 if TYPE_CHECKING:
     from swarmnode.examination import Finding
@@ -30,15 +31,32 @@ def doctor(
     online: bool = option(False, "Also check clock, kind of NAT and UPnP, by asking internet servers and the router."),
     bandwidth: bool = option(False, "Also test upload and download with machines of the swarm; asks first."),
     yes: bool = option(False, "Do not ask before the test."),
+    show_id: bool = option(
+        False, "Only print this machine's id, for an invite to this machine alone (`invite --peer`).", "--id"
+    ),
+    client: bool = option(False, "With --id: print the id that chat, generate and train use."),
+    update: bool = option(False, "Only print the command that updates this installation."),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Examine this machine and what it needs to take part.
+    """Check this machine, and say what to mend.
 
     It checks versions, device, memory, disk, limits and network. The exit code is 1 if something is bad.
 
     Example: swarmnode doctor friends --bandwidth
     """
+    if update:
+        told = f"This is swarmnode {__version__}. To update it, run\n  {update_command()}\nand restart your nodes."
+        print_json({"version": __version__, "command": update_command()}) if as_json else say(told)
+        return
+    if show_id:
+        from swarmnode.net.identity import Identity
+
+        peer_id = Identity.load_or_create(home / f"{'client' if client else 'node'}.key").peer_id
+        print_json({"id": peer_id}) if as_json else say(peer_id)
+        return
+    if client:
+        fail("--client needs --id", 2)
     if bandwidth and not swarm:
         fail("--bandwidth tests with machines of a swarm: name it, as in swarmnode doctor friends --bandwidth", 2)
     if bandwidth and not yes:

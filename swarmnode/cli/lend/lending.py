@@ -1,4 +1,4 @@
-"""Commands for the nodes that run on this machine: `swarmnode ps`, `pause`, `resume`, `finish`, `reload` and `stop`."""
+"""Commands for the nodes that run on this machine: `swarmnode ps`, `pause`, `resume`, `stop` and `config reload`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ WAIT = option(
 )
 SILENT = "it does not answer: it is stopped (SIGSTOP) or hangs; if it stays so, end its process"
 KEEP = ("disk", "memory")
-REASON = option("", "Reason that `swarmnode ps` shows.", "--reason")
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +51,11 @@ async def attended(
 def pause(
     name: str = NAME,
     keep: str = option("disk", "Keep the weights in memory, to resume sooner, or only on disk.", metavar="disk|memory"),
-    reason: str = REASON,
+    after_work: bool = option(
+        False, "First finish the running work, and accept nothing new; it does not wait for that."
+    ),
+    leave: bool = option(False, "With --after-work: then end the node, as `swarmnode stop` does."),
+    reason: str = option("", "Reason that `swarmnode ps` shows."),
     wait: float = WAIT,
     home: Path = HOME,
     as_json: bool = JSON,
@@ -62,15 +65,24 @@ def pause(
     Running sessions move to other machines, and the device is released.
 
     Example: swarmnode pause --keep memory
+
+    Example: swarmnode pause --after-work
     """
     if keep not in KEEP:
         fail(f"--keep {keep}: choose {' or '.join(KEEP)}", 2)
+    if leave and not after_work:
+        fail("--leave needs --after-work; to end a node at once: swarmnode stop", 2)
+    if after_work:
+        if keep != "disk":
+            fail("--keep does not go with --after-work: give one of them", 2)
+        _tell_nodes("finish", name, home, as_json, reason=reason, leave=leave)
+        return
     _tell_nodes("pause", name, home, as_json, wait_s=wait, keep=keep, reason=reason)
 
 
 @command
 def resume(name: str = NAME, wait: float = WAIT, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Lend again after `pause` or `finish`. Rules (hours, load, …) still apply.
+    """Lend again after `pause`. Rules (hours, load, …) still apply.
 
     Example: swarmnode resume
     """
@@ -78,32 +90,17 @@ def resume(name: str = NAME, wait: float = WAIT, home: Path = HOME, as_json: boo
 
 
 @command
-def finish(
-    name: str = NAME,
-    leave: bool = option(False, "Then end the node, as `swarmnode stop` does."),
-    reason: str = REASON,
-    home: Path = HOME,
-    as_json: bool = JSON,
-) -> None:
-    """Finish the running work, accept nothing new, and then pause. The node stays, and `swarmnode resume` continues.
-
-    Example: swarmnode finish friends --leave
-    """
-    _tell_nodes("finish", name, home, as_json, reason=reason, leave=leave)
-
-
-@command
 def reload(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
     """Let a node read node.toml again. Its rules and rates change at once; it tells you which options need a restart.
 
-    Example: swarmnode reload friends
+    Example: swarmnode config reload friends
     """
     _tell_nodes("reload", name, home, as_json)
 
 
 @command
 def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Let a node leave its swarm in order.
+    """End a node in order.
 
     It does what Ctrl-C does in the node's terminal.
 
@@ -140,7 +137,7 @@ def state_text(answer: dict[str, Any]) -> str:
 
 @command
 def ps(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List the nodes and gateways that run on this machine.
+    """List what runs on this machine.
 
     It shows their work, their state, and the reason for it.
 

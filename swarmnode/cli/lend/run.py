@@ -42,18 +42,19 @@ def run(
         "Also serve the swarm's API and page at this loopback port, as `swarmnode serve` does.",
         "--serve",
     ),
-    page: bool = option(False, f"Same as --serve {PORT}."),
+    page: bool = option(False, f"Also open the web page and the API at port {PORT}."),
     as_json: bool = EVENTS,
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Lend this machine to a swarm. Ctrl-C moves running sessions to other machines and leaves; press it twice to leave now.
+    """Lend this machine to a swarm. Ctrl-C leaves in order; press it twice to leave at once.
 
-    It also leaves if its terminal closes; under nohup or as a service it stays.
+    In order, texts that are being written move to other machines first. It also leaves if its terminal closes; under nohup or as a
+    service it stays.
 
     If its GPU fails, it leaves, waits and starts again. The pause doubles each time, up to five minutes.
 
-    Example: swarmnode run swarm2… --device cuda --memory 6GB
+    Example: swarmnode run friends --memory 6GB --only-idle 10m
     """
     logs.begin()
     config = node.config()

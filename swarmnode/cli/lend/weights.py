@@ -1,4 +1,4 @@
-"""Command `swarmnode weights`: list and remove the weights that this machine has fetched."""
+"""Commands `swarmnode models weights` and `models prune`: list and remove the weights that this machine has fetched."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-import typer
-
 from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.terminal.formatting import parse_duration
 from swarmnode.terminal.option import argument, option
-
-app = typer.Typer(help="List and remove the weights that this machine has fetched.", no_args_is_help=True)
 
 
 class FetchedWeights(NamedTuple):
@@ -24,12 +20,11 @@ class FetchedWeights(NamedTuple):
     unused_s: float
 
 
-@app.command("list")
 @command
 def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List fetched weights by swarm.
+    """List the weights that this machine has fetched.
 
-    Example: swarmnode weights list
+    Example: swarmnode models weights
     """
     found = _fetched(home)
     if as_json:
@@ -46,23 +41,22 @@ def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
     show(table)
 
 
-@app.command()
 @command
 def prune(
-    swarm: str = argument("", "Name in `weights list`; default: all.", metavar="[SWARM]"),
+    swarm: str = argument("", "Name in `models weights`; default: all.", metavar="[SWARM]"),
     unused: float = option(0.0, "Only weights unused for this long.", text="", metavar="30d", parse=parse_duration),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
     """Remove fetched weights. Weights that a node is using stay.
 
-    Example: swarmnode weights prune --unused 30d
+    Example: swarmnode models prune --unused 30d
     """
     from swarmnode.swarm.storage.weight_cache import evict
 
     fetched = [each for each in _fetched(home) if swarm in ("", each.swarm)]
     if swarm and not fetched:
-        fail(f"no weights of {swarm!r} are here; `swarmnode weights list` shows the others", 2)
+        fail(f"no weights of {swarm!r} are here; `swarmnode models weights` shows the others", 2)
     doomed = [each for each in fetched if each.unused_s >= unused]
     freed_bytes = {each.swarm: evict(each.folder) for each in doomed}
     if as_json:

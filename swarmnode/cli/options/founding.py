@@ -23,7 +23,7 @@ listen_option = partial(option, [], metavar="MADDR")
 class DoorOptions:
     """Options for the addresses of a new swarm's bootstrap peer."""
 
-    listen: list[str] = listen_option("Where `swarmnode bootstrap` listens; default: a free loopback port.")
+    listen: list[str] = listen_option("Where `swarmnode host --door-only` listens; default: a free loopback port.")
     announce: list[str] = option([], "Address at which others reach it, if not --listen's.", metavar="MADDR")
 
 
@@ -32,7 +32,7 @@ class MembershipOptions:
     """Options of a new swarm's membership: private, unless another kind is chosen."""
 
     private: bool = option(False, "Admit only machines that you invite; this is the default.")
-    public: bool = option(False, "Let everyone join; NAME.owner is your key, to revoke machines.")
+    public: bool = option(False, "Let everyone join, not only those that you invite; you can revoke machines.")
     unowned: bool = option(
         False, "Let everyone with the invite join, without an owner's key and revocations.", "--open"
     )

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from typer.core import TyperCommand
 
 from swarmnode.cli.options import rules
 from swarmnode.cli.options.files import is_toml, read_toml
@@ -28,7 +27,7 @@ from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.decisions import Topic
 from swarmnode.errors import LocalError, SwarmnodeError, UsageError
 from swarmnode.files import write_private
-from swarmnode.terminal.commands import WrongUsage
+from swarmnode.terminal.commands import CommandWithTopics, WrongUsage
 from swarmnode.terminal.console import fail, home_folder
 from swarmnode.terminal.option import Definition, build, definitions, file_key, path_option
 
@@ -42,7 +41,7 @@ ELSEWHERE = frozenset({"home", "config", "help"})  # they tell where the file is
 CONFIG = path_option(f"Read options from this file; default: {FILE} in the home folder.", "--config")
 
 
-class ConfiguredCommand(TyperCommand):
+class ConfiguredCommand(CommandWithTopics):
     """Command whose options can also come from the environment and a file. `ctx.meta["origins"]` holds the source of each such
     option."""
 

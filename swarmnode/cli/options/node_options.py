@@ -92,9 +92,9 @@ class NodeOptions:
         "the node with the last layer. An EAGLE head guesses there, too.",
         metavar="PATH|HUB_ID|own",
     )
-    memory_bytes: int | None = size_option("Memory to lend, as 6GB or 512MiB; default: the free memory.", "--memory")
+    memory_bytes: int | None = size_option("Memory to lend, as 6GB; default: the free memory.", "--memory")
     max_cache_bytes: int | None = size_option(
-        "Disk space for weights and others' training states; default: most of the free space.",
+        "Disk space to lend; default: most of the free space.",
         "--disk",
     )
     weights: tuple[Path, ...] | None = option(
@@ -117,10 +117,8 @@ class NodeOptions:
         min=1,
         max=16,
     )
-    max_upload_bps: float | None = rate_option(
-        "Send no faster than this, as in 8Mbit; default: no limit.", "--max-upload"
-    )
-    max_download_bps: float | None = rate_option("Receive no faster than this; default: no limit.", "--max-download")
+    max_upload_bps: float | None = rate_option("Send no faster than this, as 8Mbit.", "--max-upload")
+    max_download_bps: float | None = rate_option("Receive no faster than this, as 8Mbit.", "--max-download")
     share: float = option(
         "100%",
         "Compute only for this share of the time, as 50%.",

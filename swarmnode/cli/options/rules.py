@@ -89,7 +89,7 @@ class RuleOptions:
         "File of rules for when to lend; default: rules.toml in the home folder.", "--rules"
     )
     only_idle_s: float | None = _rule(
-        "Lend only if keyboard and mouse have been untouched for this time.", "--only-idle", parse_duration, "10m"
+        "Lend only if nobody has typed for this time.", "--only-idle", parse_duration, "10m"
     )
     max_others_load: float | None = _rule(
         "Pause while other programs use more of the CPUs than this.", "--max-load", parse_share, "25%"

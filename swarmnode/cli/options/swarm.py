@@ -12,10 +12,8 @@ from swarmnode.terminal.option import argument
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
-_WAYS = (
-    "A .swarm file, an invite, the name of a swarm that you founded or joined or a public one, or - for standard input"
-)
-SWARM = argument("", f"{_WAYS}; default: the one you used last.", metavar="[SWARM]")
+_WAYS = "The swarm's name, .swarm file or invite; - reads it from a pipe"
+SWARM = argument("", f"{_WAYS}; default: the one used last.", metavar="[SWARM]")
 THIS_SWARM = argument(..., f"{_WAYS}.", metavar="SWARM")  # if another argument follows
 SWARM_FILE = argument(..., "Your .swarm file, or the name of a swarm that you founded.", metavar="SWARM")
 

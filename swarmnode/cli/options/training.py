@@ -1,4 +1,4 @@
-"""Options of how training replicas agree on one gradient, for `train` and `simulate`."""
+"""Options of how training replicas agree on one gradient, for `train` and `plan simulate`."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.config import QUANTIZATIONS
 from swarmnode.counting import counted
-from swarmnode.terminal.console import JSON, command, print_json, say
+from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option
 
 if TYPE_CHECKING:
@@ -29,25 +29,37 @@ PASSES = {"generate": "tokens", "embed": "texts", "classify": "texts", "infer": 
 def fit(
     *,
     models: list[str] = argument(
-        ...,
-        "Checkpoints (folders, GGUF files or hub ids), or modules as for `create --module`.",
+        None,
+        "Checkpoints (folders, GGUF files or hub ids), or modules as for `create --module`; default: as with --measure.",
         typed=list[str],
-        metavar="MODEL…",
+        metavar="[MODEL…]",
     ),
-    node: Annotated[NodeOptions, "memory_bytes device kv"],
+    measure: bool = option(False, "Measure a layer of one MODEL, and compare this machine with known GPUs and models."),
+    node: Annotated[NodeOptions, "memory_bytes device kv dtype threads"],
     train: bool = option(
         False, "Show what training takes with each optimiser: weights, gradients and its memory, without activations."
     ),
     rtt: float = option(20.0, "Round-trip time between machines.", metavar="MS", min=0.0, max=60_000.0),
+    home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Show how much of a model fits here at each precision, how many machines like this it needs, and how fast it would be.
+    """Show how much of a model fits here, and how fast it is.
 
-    Only the config and the headers are read. `packed` keeps the weights of a GGUF file as they are. The speed is that of
-    one conversation, or of short texts or samples one after another, estimated from how fast this machine reads its memory.
+    It shows each precision, and how many machines like this the model needs. Only the config and the headers are read. `packed`
+    keeps the weights of a GGUF file as they are. The speed is that of one conversation, or of short texts or samples one after
+    another, estimated from how fast this machine reads its memory.
 
     Example: swarmnode fit Qwen/Qwen3-8B meta-llama/Llama-3.1-70B
+
+    Example: swarmnode fit --measure
     """
+    if measure or not models:
+        from swarmnode.cli.plan.bench import show_speed
+
+        if len(models or ()) > 1:
+            fail("--measure takes one model", 2)
+        show_speed(models[0] if models else "", node.stage, home, as_json=as_json)
+        return
     from swarmnode.compute.device import probe_device
 
     stage = node.stage

@@ -1,4 +1,4 @@
-"""Command `swarmnode simulate`: simulate a swarm on a network, before any machine is lent."""
+"""Command `swarmnode plan simulate`: simulate a swarm on a network, before any machine is lent."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def simulate(
 
     It shows how fast the swarm would be. Placement, routing and compression decide as real machines do.
 
-    Example: swarmnode simulate home.json --model ./llama --churn 10% --hours 1 --report swarm.html
+    Example: swarmnode plan simulate home.json --model ./llama --churn 10% --hours 1 --report swarm.html
     """
     from swarmnode.plan.offline.scenario import Scenario
     from swarmnode.simulate.results.report import report as make_report

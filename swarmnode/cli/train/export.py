@@ -40,7 +40,7 @@ def export(
     as_json: bool = JSON,
     logs: Verbosity,
 ) -> None:
-    """Write the newest complete step of a swarm as a checkpoint.
+    """Write the newest step of a training as a checkpoint.
 
     This works during training, too. Load a language model with transformers' from_pretrained, a module with load_state_dict.
 

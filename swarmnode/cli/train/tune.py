@@ -168,7 +168,9 @@ def tune(
     metrics: MetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Tune an adapter on your data with the machines of a swarm that serves the model. The result is a folder for peft.
+    """Train an adapter on your data in a swarm that serves.
+
+    The result is a folder for peft.
 
     Ctrl-C stops; the same command continues from there.
 

@@ -6,8 +6,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.swarm import SWARM, THIS_SWARM, open_swarm
 from swarmnode.counting import format_bytes
@@ -18,15 +16,12 @@ from swarmnode.terminal.option import argument, option
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
 
-app = typer.Typer(help="Bring LoRA adapters into a swarm, and list and remove them.", no_args_is_help=True)
-
 DAY_S = 86_400.0
 ID_CHARS = 64
 ID = argument(..., "Id of the adapter, as `adapter list --json` prints it.", metavar="ID")
 SHARES = ("private", "members", "all")
 
 
-@app.command()
 @command
 def add(
     *,
@@ -72,7 +67,6 @@ def add(
         say("Others find it while a node of yours runs: swarmnode run")
 
 
-@app.command("list")
 @command
 def list_adapters(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs: Verbosity) -> None:
     """List the adapters that you can use in a swarm.
@@ -101,7 +95,6 @@ def list_adapters(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON
     show(table)
 
 
-@app.command()
 @command
 def remove(
     *,
@@ -123,10 +116,11 @@ def remove(
         say(f"Removed {name}. The list of the swarm drops it within ten minutes, machines that hold it within a day.")
 
 
-@app.command()
 @command
 def block(*, adapter: str = ID, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Refuse an adapter on this machine's nodes, and delete its files there. Running nodes do so within ten seconds.
+    """Refuse an adapter on this machine's nodes.
+
+    Its files there are deleted. Running nodes do so within ten seconds.
 
     To delete the files alone, unblock it afterwards.
 
@@ -141,10 +135,9 @@ def block(*, adapter: str = ID, home: Path = HOME, as_json: bool = JSON) -> None
         say(f"Blocked {adapter[:8]} on this machine.")
 
 
-@app.command()
 @command
 def unblock(*, adapter: str = ID, home: Path = HOME, as_json: bool = JSON) -> None:
-    """Serve an adapter again that was blocked on this machine.
+    """Serve a blocked adapter again on this machine.
 
     Example: swarmnode adapter unblock 3f0c…
     """

@@ -184,10 +184,10 @@ def chat(
     as_json: bool = option(False, "Print each answer as JSON.", "--json"),
     logs: Verbosity,
 ) -> None:
-    """Chat with the model of a swarm; /help lists the commands.
+    """Chat with the model of a swarm.
 
-    In a pipe, all of standard input is one message, and the answer is printed alone: echo hi | swarmnode chat friends. Without a
-    chat template, the model continues your messages as plain text.
+    /help lists the commands. In a pipe, all of standard input is one message, and the answer is printed alone: echo hi | swarmnode
+    chat friends. Without a chat template, the model continues your messages as plain text.
 
     Example: swarmnode chat friends
     """

@@ -58,7 +58,7 @@ def generate(
     metrics: PassingMetricsOptions,
     logs: LogOptions,
 ) -> None:
-    """Generate text with a swarm and print it while it is generated.
+    """Let a swarm's model continue a text.
 
     Example: swarmnode generate friends.swarm "Once upon a time" --max-new-tokens 100 --temperature 0.8
     """

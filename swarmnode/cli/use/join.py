@@ -41,7 +41,7 @@ def join(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Remember a swarm under its name.
+    """Join a swarm by the invite that you were sent.
 
     Then `swarmnode run NAME`, `generate NAME` and `status NAME` work everywhere.
 
@@ -133,7 +133,7 @@ def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
         yield f"{swarm.file}, your own file of the swarm"
     weights = home / FOLDER / folder_name(swarm.id)
     if weights.is_dir():
-        yield f"{used_bytes(weights) / 1e9:.2f} GB of weights; to remove them: swarmnode weights prune {weights.name}"
+        yield f"{used_bytes(weights) / 1e9:.2f} GB of weights; to remove them: swarmnode models prune {weights.name}"
     if receipts_of(home, swarm.id).is_dir():
         yield "the receipts of your work"
     if Service(name).swarm.exists():

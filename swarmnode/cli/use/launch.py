@@ -1,4 +1,4 @@
-"""Command `swarmnode launch`: print or write the configuration of a tool that is to use a gateway."""
+"""Command `swarmnode config tool`: print or write the configuration of a tool that is to use a gateway."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ NO_KEY = "none"  # tools want a key even if the gateway needs none
 
 
 @command
-def launch(
+def configure_tool(
     tool: str = argument(..., f"The tool: {', '.join(TOOLS)}.", metavar="TOOL"),
     url: str = option(f"http://{LOOPBACK}:{PORT}/v1", "Address of `swarmnode serve`.", show_default=True),
     model: str = option("", "Use this swarm; default: all that are served."),
     key: str = option(NO_KEY, "API key, if the gateway needs one.", envvar="SWARMNODE_API_KEY", show_default=False),
     write: bool = option(False, "Write the tool's file, unless it already exists."),
 ) -> None:
-    """Print the configuration of a tool for `swarmnode serve`.
+    """Set up a tool of yours for `swarmnode serve`.
 
-    Example: swarmnode launch aider --write
+    It prints the tool's configuration; --write writes it.
+
+    Example: swarmnode config tool aider --write
     """
     if tool not in TOOLS:
         fail(f"{tool} is unknown; choose {', '.join(TOOLS)}, or set {url} in it as an OpenAI-compatible server", 2)
@@ -44,7 +46,7 @@ def launch(
         return
     path = known.file.expanduser()
     if path.exists():
-        fail(f"{path} already exists: add the output of `swarmnode launch {tool}` to it")
+        fail(f"{path} already exists: add the output of `swarmnode config tool {tool}` to it")
     write_private(path, text.encode(), make_folder=True)  # it may hold a key
     say(f"Wrote {path}. Then: {known.then}")
 

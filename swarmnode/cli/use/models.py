@@ -32,9 +32,9 @@ class KnownModel(NamedTuple):
 
 @command
 def models(home: Path = HOME, as_json: bool = JSON) -> None:
-    """List the swarms that this machine knows, and their models.
+    """List the swarms that you know, and their models.
 
-    It knows the swarms that you founded or joined, and the public ones.
+    You know the swarms that you founded or joined, and the public ones.
 
     Example: swarmnode models
     """

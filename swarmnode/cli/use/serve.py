@@ -49,11 +49,12 @@ def serve(
     *,
     swarms: list[str] = argument(
         None,
-        "Swarms to serve, each as a model: .swarm files, invites or names; default: all that have a name here.",
+        "Names, .swarm files or invites; default: all that have a name here.",
         typed=list[str],
         metavar="[SWARM…]",
     ),
     gateway: EndpointOptions,
+    mcp: bool = option(False, "Instead, offer one swarm to an agent as tools (MCP)."),
     sampling: Annotated[SamplingOptions, "compress drafts"],
     trust: Trust = TRUST,
     patience: float = patience_option(30.0, "How long a request waits for machines with room."),
@@ -61,14 +62,26 @@ def serve(
     as_json: bool = EVENTS,
     logs: LogOptions,
 ) -> None:
-    """Serve swarms by OpenAI's API and as a page.
+    """Open a web page and OpenAI's API for swarms.
 
     Tools that know OpenAI use the API, your browser shows the page. Without names, it also serves the swarms that you found or
     join while it runs. Ctrl-C stops it.
 
+    With --mcp, an agent speaks with the command over standard input and output, and starts and ends it. The tools are status, and
+    what the swarm's model can do: chat, generate and trace, embed, classify, or infer.
+
     Example: swarmnode serve friends --port 8000
+
+    Example: claude mcp add friends -- swarmnode serve --mcp friends
     """
     logs.begin()
+    if mcp:
+        from swarmnode.cli.use.mcp import offer_tools
+
+        if len(swarms or ()) > 1:
+            fail("--mcp offers one swarm: name only one", 2)
+        offer_tools(swarms[0] if swarms else "", home, patience, trust)
+        return
     if gateway.new_key:
         _add_key(gateway.keys, gateway.new_key)
         return

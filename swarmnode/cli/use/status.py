@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import re
 import time
 from collections import Counter, deque
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.cli.options.asking import ask
+from swarmnode.cli.options.files import output_path, write_output
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.counting import counted
 from swarmnode.errors import SwarmnodeError
@@ -19,14 +22,16 @@ from swarmnode.terminal.console import (
     JSON,
     Verbosity,
     command,
+    fail,
     joined,
     print_json,
     ranges,
     run_async,
+    say,
     unless_stopped,
 )
 from swarmnode.terminal.formatting import one_line
-from swarmnode.terminal.option import option
+from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -114,6 +119,8 @@ def status(
         "--watch",
         "-w",
     ),
+    export: bool = option(False, "Print the measured machines and links as a network for `plan`."),
+    output: Path = path_option("With --export: write to this file.", "--output", "-o", parse=output_path),
     home: Path = HOME,
     as_json: bool = JSON,
     logs: Verbosity,
@@ -122,9 +129,16 @@ def status(
 
     It also shows whether they hold the whole model, and how long a text may be.
 
-    Example: swarmnode status friends.swarm --watch
+    Example: swarmnode status friends --watch
+
+    Example: swarmnode status friends --export -o network.json
     """
     logs.begin()
+    if export:
+        _export(swarm, home, output)
+        return
+    if output is not None:
+        fail("--output needs --export", 2)
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.credit.priorities import summary, worker_credits
 
@@ -148,6 +162,22 @@ def status(
                 show(status_table(status_of()))
 
     run_async(look)
+
+
+def _export(swarm: str, home: Path, output: Path | None) -> None:
+    """Print the network of machines and links that the swarm has measured, or write it to the file `output`."""
+    found: dict[str, Any] = ask(swarm, home, lambda client: client.network())
+    if output is None:
+        print_json(found)
+        return
+    write_output(output, json.dumps(found) + "\n")
+    pairs = found["devices"] * (found["devices"] - 1)
+    delays, bandwidths = (pairs - len(found["estimated"][field]) for field in ("delay_ms", "bandwidth_gbps"))
+    say(
+        f"Wrote {output}: {counted(found['devices'], 'machine')}; of {counted(pairs, 'link')} {counted(delays, 'delay')} and "
+        f"{counted(bandwidths, 'bandwidth')} were "
+        "measured, the others are estimated."
+    )
 
 
 async def _read_limits(client: SwarmClient) -> None:
@@ -264,9 +294,7 @@ def cut(text: str, chars: int) -> str:
 def credit_line(credit: dict[str, Any]) -> str:
     """Return the sentence about the receipts that clients signed for a node of this home."""
     by = counted(credit["clients"], "client")
-    return (
-        f"your node {credit['worker'][-8:]}: {by} signed for its work; credit {credit['credit']:,} (`swarmnode credit`)"
-    )
+    return f"your node {credit['worker'][-8:]}: {by} signed for its work; credit {credit['credit']:,} (`swarmnode why credit`)"
 
 
 def draw_span(start: int, end: int, units: int, width: int = BAR_CHARS) -> str:

@@ -1,4 +1,4 @@
-"""Command `swarmnode trace`: show where the time of a session's tokens went."""
+"""Command `swarmnode why trace`: show where the time of a session's tokens went."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def trace(
     as_json: bool = JSON,
     logs: LogOptions,
 ) -> None:
-    """Show where a session's slow tokens spent their time.
+    """Show where a text's slow tokens spent their time.
 
     They wait or are computed at a machine, or are on the way. Machines remember the last 512 steps of running sessions and of the
     last 64 that ended.
 
-    Example: swarmnode trace friends.swarm 5f2a61c09be34d17a8f0c2d94be17763
+    Example: swarmnode why trace friends.swarm 5f2a61c09be34d17a8f0c2d94be17763
     """
     logs.begin()
     trace_id = parse_trace_id(session)

@@ -91,7 +91,7 @@ class ApiAnswer:
 
     @functools.cached_property
     def trace(self) -> str:
-        """Trace of the first choice's session, which `swarmnode trace` takes. It is fixed when it is first read."""
+        """Trace of the first choice's session, which `swarmnode why trace` takes. It is fixed when it is first read."""
         return self.choices[0].trace
 
     @property

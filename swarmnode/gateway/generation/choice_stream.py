@@ -215,7 +215,7 @@ class ChoiceStream:
 
     @property
     def trace(self) -> str:
-        """Trace of the session, which `swarmnode trace` takes."""
+        """Trace of the session, which `swarmnode why trace` takes."""
         return self._stream.result.trace
 
     @property

@@ -35,8 +35,8 @@ router = APIRouter(prefix="/api/v1/machine")
 
 
 class NodeCommand(BaseModel):
-    """Command of the owner to a node, like `swarmnode pause`, `finish` and `resume`. `keep` is where the weights of a paused node
-    stay."""
+    """Command of the owner to a node, like `swarmnode pause`, `pause --after-work` and `resume`. `keep` is where the weights of a
+    paused node stay."""
 
     command: Literal["pause", "finish", "resume"]
     reason: str = Field("", max_length=MAX_REASON_CHARS)

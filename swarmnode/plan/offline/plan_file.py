@@ -68,7 +68,7 @@ class PlanFile:
         """
         if self.swarm != swarm:
             raise UsageError(
-                "the plan is not for this swarm; plan on the file that `swarmnode network` writes for this swarm"
+                "the plan is not for this swarm; plan on the file that `swarmnode status --export` writes for this swarm"
             )
         self.spans(len(self.peers), self.units)
 

@@ -3,7 +3,7 @@
 The file is one JSON object: `devices` (count), `delay_ms` (one way) and `bandwidth_gbps` (Gbit/s), both device x device and
 read as [from][to]. The diagonal is read but means nothing. Optional fields are `name` and, per device, `region`, `gpu`,
 `peak_tflops`, `memory_gb`, `decode_units_per_s` and `training_units_per_s`, each null for a device with an unknown value. The file
-that `swarmnode network` writes of a live swarm also has `swarm` and `peer`.
+that `swarmnode status --export` writes of a live swarm also has `swarm` and `peer`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _check_length(items: Any, where: str, devices: int) -> None:
 
 def _number(value: Any, where: str, least: float, most: float) -> float:
     if value is None:
-        raise UsageError(f"{where} is null; estimate links that were not measured, as `swarmnode network` does")
+        raise UsageError(f"{where} is null; estimate links that were not measured, as `swarmnode status --export` does")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{where} is {_shown(value)}; it must be a number")
     if not least <= value <= most:  # also true for NaN

@@ -230,7 +230,7 @@ class Generation(SessionStats):
     """Result of a generation, and its course. Times are seconds since the call; `longest_stall_s` is the longest wait
     for a token.
 
-    `trace` is the id for `swarmnode trace`. `logprobs`, if requested, has for each token its own entry first, then
+    `trace` is the id for `swarmnode why trace`. `logprobs`, if requested, has for each token its own entry first, then
     those of the most likely tokens.
     """
 

@@ -57,6 +57,7 @@ def test_a_plan_is_carried_out_as_fast_as_it_says(
     file = tmp_path / "plan.json"
     file.write_text(done.stdout)
     lived = invoke(
+        "plan",
         "simulate",
         *common,
         "--workload",
@@ -100,7 +101,7 @@ def test_a_cut_where_little_crosses_is_preferred(folder: Callable[[str], Path]) 
 
 def test_what_cannot_be_planned_is_refused(folder: Callable[[str], Path], network: str, tmp_path: Path) -> None:
     path = str(folder("unet"))
-    assert_clear(invoke("simulate", network, "--model", path), 2, "simulated in training: add --workload train")
+    assert_clear(invoke("plan", "simulate", network, "--model", path), 2, "simulated in training: add --workload train")
     assert_clear(invoke("plan", network, "--model", "tests.compute.graph.models:nothing"), 2, "no function nothing")
     assert_clear(invoke("plan", network, "--model", str(tmp_path / "none.pt2")), 2, "none.pt2: cannot be read")
     (tmp_path / "graph.json").write_text("{}")

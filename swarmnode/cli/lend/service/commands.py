@@ -21,13 +21,8 @@ WSL = "WSL_DISTRO_NAME"  # set by WSL
 SYSTEMD = Path("/run/systemd/system")  # exists if systemd runs the machine
 
 NAME = argument(..., "Name of a swarm that you joined; each has its own service.", metavar="NAME")
-app = typer.Typer(
-    help="Run a node in the background as a service. It uses systemd, launchd or Windows tasks.",
-    no_args_is_help=True,
-)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 @command
 def install(
     context: typer.Context,
@@ -36,7 +31,9 @@ def install(
     home: Path = HOME,
     start: bool = option(True, "Start the service now and whenever you log in.", "--start/--no-start"),
 ) -> None:
-    """Install and start a node for a swarm that you joined. Add any options of `swarmnode run`.
+    """Start a node in the background.
+
+    Add any options of `swarmnode run`.
 
     Example: swarmnode service install friends --memory 6GB --only-idle 10m
     """
@@ -65,7 +62,6 @@ def install(
         say(f"It does not run yet. Start it now and whenever you log in:\n{steps}")
 
 
-@app.command()
 @command
 def status(name: str = NAME) -> None:
     """Show whether the service runs. The exit code is the service manager's.
@@ -76,41 +72,32 @@ def status(name: str = NAME) -> None:
     raise typer.Exit(manager_here().status(name))
 
 
-@app.command()
 @command
-def logs(name: str = NAME, follow: bool = option(False, "Keep printing new lines.", "--follow", "-f")) -> None:
-    """Show the service's log. The exit code is that of the program that prints it.
+def logs(
+    name: str = argument("", "Name of a service; default: the only one.", metavar="[NAME]"),
+    follow: bool = option(False, "Keep printing new lines.", "--follow", "-f"),
+) -> None:
+    """Show a service's log, or where other logs are. The exit code is that of the program that prints it.
 
     Example: swarmnode service logs friends -f
     """
+    services = [path.stem for path in sorted(config_folder("swarmnode").glob("*.swarm"))]
+    if not name and len(services) > 1:
+        fail(f"which one? There are services for {', '.join(services)}", 2)
+    if not name and not services:
+        say(
+            "No service is installed here. A node that you start prints its log in its own terminal, all of it with --verbose. "
+            "`swarmnode ps` lists the running nodes, `swarmnode why` their decisions."
+        )
+        return
+    name = name or services[0]
     _installed(name)
     raise typer.Exit(manager_here().logs(name, follow=follow))
 
 
 @command
-def logs_anywhere(
-    name: str = argument("", "Name of a service; default: the only one.", metavar="[NAME]"),
-    follow: bool = option(False, "Keep printing new lines.", "--follow", "-f"),
-) -> None:
-    """Show a service's log, or where other logs are.
-
-    Example: swarmnode logs friends -f
-    """
-    services = [path.stem for path in sorted(config_folder("swarmnode").glob("*.swarm"))]
-    if name in services or (not name and len(services) == 1):
-        raise typer.Exit(manager_here().logs(name or services[0], follow=follow))
-    if not name and services:
-        fail(f"which one? There are services for {', '.join(services)}", 2)
-    say(
-        f"No service{name and f' {name}'} is installed here. A node that you start prints its log in its own terminal, "
-        "all of it with --verbose. `swarmnode ps` lists the running nodes, `swarmnode why` their decisions."
-    )
-
-
-@app.command()
-@command
 def uninstall(name: str = NAME) -> None:
-    """Stop the service and remove the files that `install` wrote. Weights, identity and the joined swarm stay.
+    """Stop the service and remove its files. Weights, identity and the joined swarm stay.
 
     Example: swarmnode service uninstall friends
     """

@@ -5,7 +5,7 @@ import { plural, until } from "./format.js";
 
 const SHOWN_CHARS = 8; // of an id
 const ROLES = { volunteer: "volunteer, to lend and use it", client: "client, to use it", bootstrap: "bootstrap peer", trainer: "trainer, to lead trainings" };
-const USES = { volunteer: ["run", "lends the machine"], client: ["serve", "prints the address of a page to chat"], bootstrap: ["bootstrap", "lets others in"], trainer: ["run", "takes part in trainings"] };
+const USES = { volunteer: ["run", "lends the machine"], client: ["serve", "prints the address of a page to chat"], bootstrap: ["host --door-only", "lets others in"], trainer: ["run", "takes part in trainings"] };
 
 /** Return the short id of an invite. */
 export const shortId = (invite) => invite.id.slice(0, SHOWN_CHARS);

@@ -1,17 +1,15 @@
-"""Command `swarmnode bench`: measure this machine, and tell how fast known models are here, and this machine beside known GPUs."""
+"""Mode `fit --measure`: measure this machine, and tell how fast known models are here, and this machine beside known GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.config import QUANTIZATIONS
+from swarmnode.config import QUANTIZATIONS, StageConfig
 from swarmnode.errors import LocalError
-from swarmnode.terminal.console import HOME, JSON, LogOptions, command, print_json, say
-from swarmnode.terminal.option import argument
+from swarmnode.terminal.console import LogOptions, print_json, say
 
 if TYPE_CHECKING:
     import torch
@@ -25,31 +23,15 @@ RTT_S = 0.02  # between two machines
 PRODUCTS = ("queries, keys, values", "attention's output", "feed forward")  # modules that are products with weights
 
 
-@command
-def bench(
-    *,
-    model: str = argument(
-        "",
-        "Measure layers of this model (a folder or hub id; only the config is read); default: Llama 3 8B.",
-        metavar="[MODEL]",
-    ),
-    node: Annotated[NodeOptions, "device dtype threads"],
-    home: Path = HOME,
-    as_json: bool = JSON,
-) -> None:
-    """Measure this machine, and show how fast well-known models are here.
-
-    It measures each module of a layer, memory and disk, and downloads at most a config. A model that does not fit needs several
-    machines like this one. For known GPUs, measured figures are Helix's; the others follow from datasheets.
-
-    Example: swarmnode bench --device cuda
-    """
+def show_speed(model: str, stage: StageConfig, home: Path, *, as_json: bool) -> None:
+    """Measure each module of a layer of `model` (a folder or hub id, empty for Llama 3 8B), memory and disk, and print how fast
+    well-known models are here. At most a config is downloaded. For known GPUs, measured figures are Helix's; the others follow from
+    datasheets. Raises UsageError, LocalError, CheckpointError."""
     import torch
 
     from swarmnode.compute.device import probe_device, set_threads
 
     LogOptions().begin()
-    stage = node.stage
     device = probe_device(stage.device)
     set_threads(stage.threads)
     dtype = device.dtype_for(torch.bfloat16, stage.dtype)  # published models are in bfloat16
