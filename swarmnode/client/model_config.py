@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.client.tokenizer import read_config
+from swarmnode.codec.sampling import USUAL
 from swarmnode.errors import UsageError
 from swarmnode.serving.client.generation import GenerateOptions
 
@@ -16,6 +17,7 @@ log = logging.getLogger(__name__)
 # Names of one config field in different model families: Llama, GPT-2, MPT, older ones.
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length")
 STRETCHED = ("linear", "dynamic", "ntk")  # scalings of rotary embeddings whose config has the positions before scaling
+CHOOSING = ("temperature", "top_p", "top_k", "min_p")  # what decides between likely and unlikely tokens
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -46,9 +48,10 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
 
 def generation_defaults(folder: Path) -> dict[str, float | int]:
     """Return the checkpoint's defaults for sampling, as fields of GenerateOptions. Missing values and values that GenerateOptions
-    refuses are left out."""
+    refuses are left out. A checkpoint without a temperature, top-p, top-k and min-p gets those of `USUAL`."""
     told = read_config(folder / "generation_config.json")
-    return {name: told[name] for name in DRAWING if _can_be_drawn_by(name, told.get(name))}
+    usable = {name: told[name] for name in DRAWING if _can_be_drawn_by(name, told.get(name))}
+    return usable if usable.keys() & set(CHOOSING) else {**USUAL, **usable}
 
 
 def _can_be_drawn_by(name: str, value: object) -> bool:

@@ -250,7 +250,7 @@ class ModelFiles:
         self._limits: ModelLimits | None = None
         self._stop_ids: tuple[int, ...] | None = None
         self._most_positions = most_positions
-        self._defaults: dict[str, float | int] | None = None
+        self.known_defaults: dict[str, float | int] | None = None  # for sampling; None: not read yet
 
     def __repr__(self) -> str:
         return f"<ModelFiles in {self._folder}>" if self._folder else "<ModelFiles, not fetched yet>"
@@ -293,11 +293,10 @@ class ModelFiles:
         return self._manifest.model.positions or None if self._limits is None else self._limits.positions
 
     async def generation_defaults(self) -> dict[str, float | int]:
-        """Return the checkpoint's defaults for sampling, as fields of GenerateOptions. Raises NoRoute if no peer provides the
-        config."""
-        if self._defaults is None:
-            self._defaults = generation_defaults(await self.folder())
-        return self._defaults
+        """Return the defaults for sampling of `model_config.generation_defaults`. Raises NoRoute if no peer provides the config."""
+        if self.known_defaults is None:
+            self.known_defaults = generation_defaults(await self.folder())
+        return self.known_defaults
 
     async def stop_ids(self) -> tuple[int, ...]:
         """Return the ids of the tokens that end a text; empty if none are known. Raises NoRoute if no peer provides the files."""
