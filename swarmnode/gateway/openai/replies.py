@@ -114,7 +114,7 @@ class ModelCard(BaseModel):
     what the model is for: generate, embed, classify, infer (any other module), or train (the swarm only trains it). `parent` is the
     model that an adapter changes, as in vLLM. `system_prompt` and `tool_prompt` tell where system texts and tools go: into the chat
     template's own place, or elsewhere if it has none. They are null if there is no chat template or it is not loaded yet.
-    `sampling` has the values that a request gets if it leaves them out; null if they are not known yet, or the model writes no text."""
+    `sampling` has the values that a request gets if it leaves them out; null if they are not known yet, or it writes no text."""
 
     id: str
     object: str = "model"
