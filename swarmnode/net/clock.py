@@ -30,16 +30,16 @@ class SteadyTime:
 
     def __call__(self) -> float:
         """Return the unix time in seconds."""
-        ours, wall = self._uptime() + self._offset_s, self._wall()
-        if abs(wall - ours) > SLEWED_S:
-            return ours
-        self._offset_s += wall - ours
-        return wall
+        uptime_s, wall = self._uptime(), self._wall()
+        if abs(wall - uptime_s - self._offset_s) <= SLEWED_S:
+            self._offset_s = wall - uptime_s
+        return uptime_s + self._offset_s
 
     @property
     def jumped_s(self) -> float:
         """Seconds that the machine's clock is ahead of this time; negative if it was set back, 0 without a jump."""
-        return self._wall() - self()
+        ahead_s = self._wall() - self._uptime() - self._offset_s
+        return ahead_s if abs(ahead_s) > SLEWED_S else 0.0
 
     def follow(self) -> None:
         """Adopt the time of the machine's clock."""

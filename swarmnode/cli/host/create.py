@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -39,7 +40,8 @@ class NewModelOptions:
         metavar="PATH|HUB_ID",
     )
     config: Path | None = path_option(
-        "Train from random weights: a folder with a transformers config.json and, if any, a tokenizer.",
+        "Train from random weights: a folder with a config.json of transformers and, if any, a tokenizer: those of a model's page "
+        "on the hub, or what GPT2Config(...).save_pretrained(DIR) writes.",
         metavar="DIR",
     )
     module: str = option(
@@ -77,12 +79,36 @@ class NewModelOptions:
             raise UsageError("--byte-level needs a language model and --mode train")
 
     @property
+    def what(self) -> str:
+        """The text that names the model: that of --model or --config, or the last part of --module."""
+        return self.model or str(self.config or "") or self.module.rpartition(":")[2].removesuffix(".pt2")
+
+    def founded(self, swarm: Swarm) -> bool:
+        """Return whether `swarm` was founded by these --config or --module: the sizes in the config are the same, or the swarm has
+        a module. False for --model, and if the swarm's weights are not here."""
+        from swarmnode.client.tokenizer import read_config
+        from swarmnode.swarm.storage.content import CONFIG_NAME, GRAPH_NAME
+
+        folder = swarm.checkpoint
+        if folder is None or self.model:
+            return False
+        if self.config is None:
+            return (folder / GRAPH_NAME).is_file()
+        given = self.config if self.config.name == CONFIG_NAME else self.config / CONFIG_NAME
+        asked, kept = read_config(given.expanduser()), read_config(folder / CONFIG_NAME)
+        sizes = {name: size for name, size in asked.items() if type(size) is int and name in kept}
+        return bool(sizes) and all(kept[name] == size for name, size in sizes.items())
+
+    @property
     def serves_checkpoint(self) -> bool:
         """Whether the swarm serves a checkpoint that already exists."""
         return self.mode == "serve" and bool(self.model)
 
-    def source(self, weights: Path, *, force: bool, quiet: bool) -> ModelSource:
-        """Return the model. Weights that do not exist yet are written into the folder `weights`."""
+    def source(
+        self, weights: Path, *, force: bool, quiet: bool, first: Callable[[], None] = lambda: None
+    ) -> ModelSource:
+        """Return the model. Weights that do not exist yet are written into the folder `weights`. `first` is called before a bar is
+        shown."""
         from swarmnode.founding.model_source import from_checkpoint, from_config, from_model, from_module
 
         trains = self.mode == "train"
@@ -90,7 +116,7 @@ class NewModelOptions:
             return from_config(self.config, weights, seed=self.seed, byte_level=self.byte_level, force=force)
         if self.module:
             return from_module(self.module, weights, units=self.units or None, trains=trains, force=force)
-        with bytes_bar("Reading the weights", quiet=quiet) as progress:
+        with bytes_bar("Reading the weights", quiet=quiet, first=first) as progress:
             if trains:
                 return from_checkpoint(self.model, weights, byte_level=self.byte_level, force=force, progress=progress)
             task = None if self.task == "auto" else self.task
@@ -136,7 +162,7 @@ def create(
 
     Example: swarmnode create friends --model ./llama --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001
 
-    Example: swarmnode create school --mode train --config ./gpt2-small
+    Example: swarmnode create school --mode train --config ./gpt2-small --listen /ip4/0.0.0.0/tcp/4001
 
     Example: swarmnode create poets --model ./llama --adapter verse=./verse-lora --adapter prose=./prose-lora
 

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from swarmnode.cli.host.create import NewModelOptions
 from swarmnode.cli.lend.lending import attended
 from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, listen_option, owner_of
 from swarmnode.cli.options.gateway import PORT as GATEWAY_PORT
@@ -76,11 +77,13 @@ class PageOptions:
 @command
 def host(
     *,
-    model: str = argument(
-        ...,
+    source: str = argument(
+        "",
         "Checkpoint (a folder, GGUF file, hub id, or organisation/model:Q4_K_M), or a .swarm file of yours.",
         metavar="MODEL",
+        show_default=False,
     ),
+    new: Annotated[NewModelOptions, "mode model config module seed byte_level"],
     name: str = option("", "Name of the swarm; default: the model's."),
     membership: MembershipOptions,
     guests: GuestOptions,
@@ -100,7 +103,14 @@ def host(
     Ctrl-C ends all of it. It writes NAME.swarm into this folder, and uses that file the next time.
 
     Example: swarmnode host ./llama
+
+    Example: swarmnode host --config ./gpt2-small --mode train --name school
     """
+    if source and new.model:
+        fail(f"give the model once: {source}, or --model {new.model}", 2)
+    new = replace(new, model=source or new.model)
+    new.check()
+    model = new.what
     logs.begin()
     tell = Teller(as_json)
     tell("reading", f"Reading {_name_of(model)} …", model=model)  # before slow imports
@@ -113,7 +123,7 @@ def host(
     announced = check_all("--announce", doors.announce, dialled=True)
     door = replace(config.host, name="bootstrap", announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
-    founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json)
+    founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json, new=new)
     check_home(home)
     with spinner("Reading", quiet=as_json) as end_spinner:
         swarm, path = founding.known(end_spinner)
@@ -169,6 +179,7 @@ class Founding:
     adapters: Mapping[str, Path]
     owner: NewOwnerOptions
     quiet: bool
+    new: NewModelOptions
 
     def known(self, end_spinner: Callable[[], None]) -> tuple[Swarm | None, Path]:
         """Return the swarm of this model that an earlier call founded here, None if there is none, and its file. Ends the command
@@ -189,7 +200,12 @@ class Founding:
         swarm = load_swarm(path)
         if swarm.manifest is None:
             fail(f"{path} is an invite to a swarm: use it with `swarmnode join` or `swarmnode run`", 2)
-        if not (is_file or _is_of(swarm, self.model)):
+        if not is_file and self.new.mode != swarm.manifest.mode:
+            fail(
+                f"{path} is a swarm that {swarm.manifest.mode}s: add --mode {swarm.manifest.mode}, or choose another --name",
+                2,
+            )
+        if not (is_file or self.new.founded(swarm) or _is_of(swarm, self.model)):
             swarm = self._moved(swarm, path, end_spinner)
         assert swarm.manifest is not None
         if chosen not in ("", _kind_of(swarm)):
@@ -266,25 +282,24 @@ class Founding:
         """Found the swarm; return it and its owner's key, None if it has no owner. `end_spinner` makes room for other output.
         Raises UsageError, CheckpointError, LocalError."""
         from swarmnode.founding.bootstraps import Bootstraps
-        from swarmnode.founding.model_source import from_model
         from swarmnode.founding.swarm_creation import found, new_beside
-        from swarmnode.swarm.records.manifest import SERVE
 
+        if self.adapters and not self.new.serves_checkpoint:
+            fail("--adapter needs a checkpoint and --mode serve", 2)
         membership = self.membership.membership
         bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
         if self.owner.ask_password or not Path(self.model).expanduser().exists():
             end_spinner()  # for a question, or the bars of a download
         owner = None if membership == "open" else owner_of(path, self.owner)
         with new_beside(path) as weights:
-            with bytes_bar("Reading the weights", quiet=self.quiet, first=end_spinner) as progress:
-                source = from_model(self.model, weights, packs=True, progress=progress)
+            source = self.new.source(weights, force=False, quiet=self.quiet, first=end_spinner)
             with bytes_bar("Hashing the weights", quiet=self.quiet, first=end_spinner) as progress:
                 swarm = found(
                     path,
                     source,
                     bootstraps,
                     owner,
-                    mode=SERVE,
+                    mode=self.new.mode,
                     private=membership == "private",
                     adapters=self.adapters,
                     progress=progress,
