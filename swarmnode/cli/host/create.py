@@ -12,7 +12,7 @@ from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOpti
 from swarmnode.cli.options.owner import NewOwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
 from swarmnode.errors import UsageError
-from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.terminal.console import HOME, JSON, command, print_json, say
 from swarmnode.terminal.option import argument, of_same_names, option, path_option
 from swarmnode.terminal.progress import bytes_bar
 
@@ -60,6 +60,7 @@ class NewModelOptions:
     )
     byte_level: bool = option(False, "Use bytes as tokens, without a tokenizer.")
     units: int = option(0, "Cut a --module into about this many layers.", show_default=False)
+    adapters: dict[str, Path] = ADAPTERS
 
     def check(self) -> None:
         """Check that the options go together. Raises UsageError if they do not."""
@@ -77,6 +78,8 @@ class NewModelOptions:
             raise UsageError("--plain needs --model and --mode serve")
         if self.byte_level and (self.module or self.mode == "serve"):
             raise UsageError("--byte-level needs a language model and --mode train")
+        if self.adapters and not self.serves_checkpoint:
+            raise UsageError("--adapter needs --model and --mode serve")
 
     @property
     def what(self) -> str:
@@ -146,7 +149,6 @@ def create(
     *,
     name: str = argument(..., "Name of the swarm; its file is NAME.swarm.", metavar="NAME"),
     model: NewModelOptions,
-    adapters: dict[str, Path] = ADAPTERS,
     doors: Annotated[CreateDoorOptions, "running listen announce"],
     standing: StandingOptions,
     owner: NewOwnerOptions,
@@ -170,8 +172,6 @@ def create(
     """
     membership, silent = standing.membership, quiet or as_json
     model.check()
-    if adapters and not model.serves_checkpoint:
-        fail("--adapter needs --model and --mode serve", 2)
     from swarmnode.founding.bootstraps import Bootstraps
     from swarmnode.founding.swarm_creation import found, new_beside, new_swarm_file
 
@@ -190,7 +190,7 @@ def create(
                 private=membership == "private",
                 products="" if model.products == "any" else model.products,
                 by_credit=standing.priority == "credit",
-                adapters=adapters,
+                adapters=model.adapters,
                 force=force,
                 progress=progress,
             )
@@ -210,7 +210,7 @@ def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> Non
     for remark in model_source.remarks:
         say(f"Note: {remark}")
     file = shlex.quote(str(path))
-    say(f"Wrote {path}. Next: swarmnode bootstrap {file}, then on each machine: swarmnode run INVITE")
+    say(f"Wrote {path}. Next: swarmnode bootstrap {file}, then on each machine: swarmnode join, and paste the invite")
     if mode == "train":
         say(f"When they run: swarmnode train {file} --data PATH --steps N")
     elif model_source.model.task:

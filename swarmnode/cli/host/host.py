@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.host.create import NewModelOptions
 from swarmnode.cli.lend.lending import attended
-from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, listen_option, owner_of
+from swarmnode.cli.options.founding import DoorOptions, MembershipOptions, listen_option, owner_of
 from swarmnode.cli.options.gateway import PORT as GATEWAY_PORT
 from swarmnode.cli.options.gateway import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.cli.options.metrics import MetricsOptions
@@ -83,12 +83,11 @@ def host(
         metavar="MODEL",
         show_default=False,
     ),
-    new: Annotated[NewModelOptions, "mode model config module seed byte_level"],
+    new: Annotated[NewModelOptions, "mode model config module seed byte_level adapters"],
     name: str = option("", "Name of the swarm; default: the model's."),
     membership: MembershipOptions,
     guests: GuestOptions,
     doors: HostDoorOptions,
-    adapters: dict[str, Path] = ADAPTERS,
     node: Annotated[NodeOptions, "memory_bytes device quantize kv nat_port_map lan"],
     page: PageOptions,
     owner: NewOwnerOptions,
@@ -123,7 +122,7 @@ def host(
     announced = check_all("--announce", doors.announce, dialled=True)
     door = replace(config.host, name="bootstrap", announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
-    founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json, new=new)
+    founding = Founding(model, name, membership, doors, owner, quiet=as_json, new=new)
     check_home(home)
     with spinner("Reading", quiet=as_json) as end_spinner:
         swarm, path = founding.known(end_spinner)
@@ -176,7 +175,6 @@ class Founding:
     name: str
     membership: MembershipOptions
     doors: DoorOptions
-    adapters: Mapping[str, Path]
     owner: NewOwnerOptions
     quiet: bool
     new: NewModelOptions
@@ -213,7 +211,7 @@ class Founding:
                 f"{path} is {_article(_kind_of(swarm))} swarm and stays one; to found another, choose a name with --name",
                 2,
             )
-        if not self.adapters.keys() <= {*swarm.manifest.adapter_names}:
+        if not self.new.adapters.keys() <= {*swarm.manifest.adapter_names}:
             fail(f"{path} already exists; --adapter is for a new swarm: choose another name with --name", 2)
         self._check_addresses(swarm, path)
         self._check_gguf(swarm, path, end_spinner)
@@ -284,8 +282,6 @@ class Founding:
         from swarmnode.founding.bootstraps import Bootstraps
         from swarmnode.founding.swarm_creation import found, new_beside
 
-        if self.adapters and not self.new.serves_checkpoint:
-            fail("--adapter needs a checkpoint and --mode serve", 2)
         membership = self.membership.membership
         bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
         if self.owner.ask_password or not Path(self.model).expanduser().exists():
@@ -301,7 +297,7 @@ class Founding:
                     owner,
                     mode=self.new.mode,
                     private=membership == "private",
-                    adapters=self.adapters,
+                    adapters=self.new.adapters,
                     progress=progress,
                 )
         end_spinner()

@@ -35,7 +35,7 @@ def join(
 
     Then `swarmnode run NAME`, `generate NAME` and `status NAME` work everywhere.
 
-    Example: swarmnode join swarm2…
+    Example: swarmnode join
     """
     from swarmnode.swarm.records.invite import decode_invite
     from swarmnode.swarm.storage.named_swarms import JoinedSwarms
