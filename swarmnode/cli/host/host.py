@@ -83,7 +83,7 @@ def host(
         metavar="MODEL",
         show_default=False,
     ),
-    new: Annotated[NewModelOptions, "mode model config module seed byte_level adapters"],
+    new: Annotated[NewModelOptions, "mode model config module units seed byte_level adapters"],
     name: str = option("", "Name of the swarm; default: the model's."),
     membership: MembershipOptions,
     guests: GuestOptions,
