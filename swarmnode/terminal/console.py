@@ -31,6 +31,9 @@ THREADS_S = 0.5  # for threads to end after a command was asked to stop and is o
 
 logger = logging.getLogger(__name__)
 _asked_to_stop = threading.Event()
+changing_lines: list[
+    Callable[[bool], None]
+] = []  # clear a line that changes, and say whether it comes back; the top one is shown
 T = TypeVar("T")
 
 LEVELS = {
@@ -113,7 +116,7 @@ class LogOptions:
 
     def begin(self) -> None:
         """Set up logging: warnings, and with --verbose all messages of swarmnode."""
-        handler = logging.StreamHandler(sys.stderr)
+        handler = Handler()
         handler.setFormatter(LOG_FORMATS[self.log_format])
         logging.basicConfig(handlers=[handler], level=logging.WARNING)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about optional kernels
@@ -126,8 +129,32 @@ Verbosity = Annotated[LogOptions, "verbose"]
 def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     """Print text for people on standard output, or on standard error with `err`. Control characters of strangers' texts are
     replaced."""
+    make_room(again=nl)
     with outliving_terminal():
         typer.echo(printable(text), nl=nl, err=err)
+
+
+def make_room(*, again: bool) -> None:
+    """Clear the lines that change, before other output. With `again` they come back below it."""
+    for clear in list(changing_lines):
+        clear(again)
+
+
+def ask(question: str, **details: Any) -> str:
+    """Return the user's answer to a question on standard error; the keywords are those of `typer.prompt`."""
+    make_room(again=False)
+    return str(typer.prompt(question, err=True, **details))
+
+
+class Handler(logging.Handler):
+    """Log handler that prints on standard error, above lines that change."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record."""
+        try:
+            say(self.format(record), err=True)
+        except Exception:  # as in logging's own handlers: a log line never ends the program
+            self.handleError(record)
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:
@@ -170,6 +197,7 @@ def _refused(error: OSError) -> str:
 
 def print_json(value: Any) -> None:
     """Print a JSON value on one line of standard output."""
+    make_room(again=True)
     with outliving_terminal():
         typer.echo(json_line(value))
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from swarmnode.terminal.console import make_room
 from swarmnode.terminal.formatting import one_line
 
 
@@ -33,6 +34,7 @@ def new_table(
 
 def show(*tables: Table) -> None:
     """Print tables, as wide as the terminal."""
+    make_room(again=False)
     console = Console()
     for table in tables:
         console.print(table)

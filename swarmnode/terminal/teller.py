@@ -3,17 +3,17 @@ changes."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 from types import TracebackType
 from typing import Any
 
-from swarmnode.terminal.console import outliving_terminal, print_json, say
+from swarmnode.terminal.console import make_room, print_json, say
 from swarmnode.terminal.formatting import one_line
+from swarmnode.terminal.progress import ChangingLine
 
 # Events whose text the next one replaces on a terminal.
-PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "compressing"))
-CLEAR_LINE = "\x1b[2K"
+PASSING = frozenset(("reading", "opening", "waiting", "machine", "loading", "fetching", "moving", "compressing"))
+LAST = frozenset(("ready", "draining", "left"))  # events that end the changing line
 
 
 class Teller:
@@ -22,8 +22,7 @@ class Teller:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
-        self._changing = not as_json and sys.stdout.isatty()
-        self._line = ""
+        self._line = ChangingLine(sys.stdout) if not as_json and sys.stdout.isatty() else None
 
     def __repr__(self) -> str:
         return f"<Teller of {'JSON' if self._as_json else 'text'}, {self._line!r}>"
@@ -34,23 +33,16 @@ class Teller:
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._show("")
+        if self._line is not None:
+            self._line.close()
 
     def __call__(self, event: str, text: str, **details: Any) -> None:
         if self._as_json:
             print_json({"event": event, **details})
-        elif self._changing and event in PASSING:
-            self._show(one_line(text))
+        elif self._line is not None and event in PASSING:
+            make_room(again=True)
+            self._line.show(one_line(text))
         else:
-            line = self._line
-            self._show("")
+            if self._line is not None and event in LAST:
+                self._line.show("")
             say(text)
-            self._show(line if event not in ("ready", "draining", "left") else "")
-
-    def _show(self, line: str) -> None:
-        """Draw the changing line. The cursor stays at its beginning, so that any other output overwrites it."""
-        if self._changing and (line or self._line):
-            with outliving_terminal():
-                sys.stdout.write(f"{CLEAR_LINE}{line[: shutil.get_terminal_size().columns - 1]}\r")
-                sys.stdout.flush()
-        self._line = line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -107,11 +106,8 @@ class NewModelOptions:
         """Whether the swarm serves a checkpoint that already exists."""
         return self.mode == "serve" and bool(self.model)
 
-    def source(
-        self, weights: Path, *, force: bool, quiet: bool, first: Callable[[], None] = lambda: None
-    ) -> ModelSource:
-        """Return the model. Weights that do not exist yet are written into the folder `weights`. `first` is called before a bar is
-        shown."""
+    def source(self, weights: Path, *, force: bool, quiet: bool) -> ModelSource:
+        """Return the model. Weights that do not exist yet are written into the folder `weights`."""
         from swarmnode.founding.model_source import from_checkpoint, from_config, from_model, from_module
 
         trains = self.mode == "train"
@@ -119,7 +115,7 @@ class NewModelOptions:
             return from_config(self.config, weights, seed=self.seed, byte_level=self.byte_level, force=force)
         if self.module:
             return from_module(self.module, weights, units=self.units or None, trains=trains, force=force)
-        with bytes_bar("Reading the weights", quiet=quiet, first=first) as progress:
+        with bytes_bar("Reading the weights", quiet=quiet) as progress:
             if trains:
                 return from_checkpoint(self.model, weights, byte_level=self.byte_level, force=force, progress=progress)
             task = None if self.task == "auto" else self.task

@@ -26,7 +26,7 @@ from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, 
 from swarmnode.terminal.formatting import parse_life
 from swarmnode.terminal.option import argument, of_same_names, option
 from swarmnode.terminal.process import beginning_anew
-from swarmnode.terminal.progress import bytes_bar, spinner
+from swarmnode.terminal.progress import bytes_bar
 from swarmnode.terminal.standard_input import is_piped
 from swarmnode.terminal.teller import Teller
 
@@ -124,17 +124,17 @@ def host(
     watch = metrics.watch(home, as_json=as_json)
     founding = Founding(model, name, membership, doors, owner, quiet=as_json, new=new)
     check_home(home)
-    with spinner("Reading", quiet=as_json) as end_spinner:
-        swarm, path = founding.known(end_spinner)
-        new_owner = None
-        if swarm is None:
-            _probe(node)  # before anything is written
-            swarm, new_owner = founding.found(path, end_spinner)
+    swarm, path = founding.known()
+    new_owner = None
+    if swarm is None:
+        _probe(node)  # before anything is written
+        swarm, new_owner = founding.found(path)
     welcome = Welcome(path, terms, tell, nat=node.nat_port_map)
     key = new_owner.key if new_owner else welcome.key_for(swarm, owner)
     name_swarm(path, home)
 
     async def serve(stop: asyncio.Event) -> None:
+        tell("opening", f"Opening the door of {swarm.name}, and starting the node …")
         from swarmnode.node.bootstrap import SwarmHost
 
         _probe(node)
@@ -179,10 +179,9 @@ class Founding:
     quiet: bool
     new: NewModelOptions
 
-    def known(self, end_spinner: Callable[[], None]) -> tuple[Swarm | None, Path]:
+    def known(self) -> tuple[Swarm | None, Path]:
         """Return the swarm of this model that an earlier call founded here, None if there is none, and its file. Ends the command
-        if the file is missing or does not fit the request, or its GGUF file is missing or cut. `end_spinner` makes room for other
-        output."""
+        if the file is missing or does not fit the request, or its GGUF file is missing or cut."""
         from swarmnode.swarm.storage.swarmfile import SUFFIX, load_swarm, swarm_path
         from swarmnode.swarm.storage.user_file import is_user_file
 
@@ -204,7 +203,7 @@ class Founding:
                 2,
             )
         if not (is_file or self.new.founded(swarm) or _is_of(swarm, self.model)):
-            swarm = self._moved(swarm, path, end_spinner)
+            swarm = self._moved(swarm, path)
         assert swarm.manifest is not None
         if chosen not in ("", _kind_of(swarm)):
             fail(
@@ -214,25 +213,24 @@ class Founding:
         if not self.new.adapters.keys() <= {*swarm.manifest.adapter_names}:
             fail(f"{path} already exists; --adapter is for a new swarm: choose another name with --name", 2)
         self._check_addresses(swarm, path)
-        self._check_gguf(swarm, path, end_spinner)
+        self._check_gguf(swarm, path)
         return swarm, path
 
-    def _moved(self, swarm: Swarm, path: Path, end_spinner: Callable[[], None]) -> Swarm:
+    def _moved(self, swarm: Swarm, path: Path) -> Swarm:
         """Return the swarm with its GGUF file at the place that the user gives. Ends the command if the swarm has another model.
         Raises CheckpointError, LocalError."""
         from swarmnode.founding.swarm_creation import link_moved  # slow
 
         model = Path(self.model).expanduser()
-        with bytes_bar("Checking the weights", quiet=self.quiet, first=end_spinner) as progress:
+        with bytes_bar("Checking the weights", quiet=self.quiet) as progress:
             moved = link_moved(swarm, path, model, progress)
-        end_spinner()
         if moved is None:
             fail(f"{path} is a swarm of another model; choose another name with --name", 2)
         if not self.quiet:
             say(f"{path} has this model, and serves it from {model} now.")
         return moved
 
-    def _check_gguf(self, swarm: Swarm, path: Path, end_spinner: Callable[[], None]) -> None:
+    def _check_gguf(self, swarm: Swarm, path: Path) -> None:
         """End the command if the GGUF file of the swarm's weights is missing, cut or changed. It is read only if it is newer than
         the link to it. If the whole folder of the weights is gone, peers may hold them."""
         from swarmnode.swarm.storage.content import GGUF_SUFFIX, fault_of_content, fault_of_size
@@ -247,7 +245,7 @@ class Founding:
             link = folder / file.name
             fault = fault_of_size(file, folder)
             if fault is None and link.stat().st_mtime_ns > link.lstat().st_mtime_ns:
-                with bytes_bar("Checking the weights", quiet=self.quiet, first=end_spinner) as progress:
+                with bytes_bar("Checking the weights", quiet=self.quiet) as progress:
                     fault = fault_of_content(file, folder, progress)
             if fault is not None:
                 fail(
@@ -276,20 +274,17 @@ class Founding:
                 2,
             )
 
-    def found(self, path: Path, end_spinner: Callable[[], None]) -> tuple[Swarm, NewOwner | None]:
-        """Found the swarm; return it and its owner's key, None if it has no owner. `end_spinner` makes room for other output.
-        Raises UsageError, CheckpointError, LocalError."""
+    def found(self, path: Path) -> tuple[Swarm, NewOwner | None]:
+        """Found the swarm; return it and its owner's key, None if it has none. Raises UsageError, CheckpointError, LocalError."""
         from swarmnode.founding.bootstraps import Bootstraps
         from swarmnode.founding.swarm_creation import found, new_beside
 
         membership = self.membership.membership
         bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
-        if self.owner.ask_password or not Path(self.model).expanduser().exists():
-            end_spinner()  # for a question, or the bars of a download
         owner = None if membership == "open" else owner_of(path, self.owner)
         with new_beside(path) as weights:
-            source = self.new.source(weights, force=False, quiet=self.quiet, first=end_spinner)
-            with bytes_bar("Hashing the weights", quiet=self.quiet, first=end_spinner) as progress:
+            source = self.new.source(weights, force=False, quiet=self.quiet)
+            with bytes_bar("Hashing the weights", quiet=self.quiet) as progress:
                 swarm = found(
                     path,
                     source,
@@ -300,7 +295,6 @@ class Founding:
                     adapters=self.new.adapters,
                     progress=progress,
                 )
-        end_spinner()
         if not self.quiet:
             for line in (*(f"Note: {remark}" for remark in source.remarks), *([owner.advice] if owner else [])):
                 say(line)

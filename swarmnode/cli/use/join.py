@@ -9,10 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from swarmnode.counting import counted
 from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.terminal.console import ask as ask_for
 from swarmnode.terminal.option import argument, option
 from swarmnode.terminal.standard_input import MAX_LINE_BYTES, STANDARD_INPUT, is_piped, read_line
 
@@ -152,7 +151,7 @@ def _line(*, ask: bool) -> str:
     """Return the next line, from the prompt or standard input. The command itself is skipped, since `host` prints it before the
     invite and both may be pasted."""
     while True:
-        line = str(typer.prompt("Invite", err=True)) if ask else read_line()
+        line = ask_for("Invite") if ask else read_line()
         if line.split() != ["swarmnode", "join"]:
             return line
 

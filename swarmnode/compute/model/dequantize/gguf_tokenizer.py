@@ -6,12 +6,15 @@ not spelled in its alphabet of bytes (DeepSeek's). SentencePiece vocabularies ar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from swarmnode.compute.model.dequantize.pre_tokenizer import DEFAULT, PreTokenizer, as_pipeline, pre_tokenizer
 from swarmnode.errors import CheckpointError, LocalError
+
+stages = logging.getLogger("swarmnode.stages")
 
 PREFIX = "tokenizer."
 TOKENS = "tokenizer.ggml.tokens"
@@ -182,6 +185,7 @@ class GgufTokenizer:
         from tokenizers import decoders, pre_tokenizers
         from transformers import AutoTokenizer
 
+        stages.info("Converting a vocabulary of %s tokens", f"{len(self.tokens):,}")  # takes a minute on a slow machine
         auto: Any = AutoTokenizer
         own = auto.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
         pipeline = own.backend_tokenizer
