@@ -84,7 +84,7 @@ class ChangingLine:
             return
         seconds = int(time.monotonic() - self._since_s)
         text = f"{self._text} {seconds} s" if self._text and seconds else self._text
-        with outliving_terminal():
+        with outliving_terminal(), contextlib.suppress(ValueError):  # the stream is closed
             self._stream.write(f"{CLEAR_LINE}{text[: shutil.get_terminal_size().columns - 1]}\r")
             self._stream.flush()
         self._drawn = bool(self._text)
