@@ -186,7 +186,10 @@ class Founding:
         from swarmnode.swarm.storage.user_file import is_user_file
 
         chosen = self.membership.chosen
-        is_file = self.model.endswith(SUFFIX)
+        own = not Path(self.model).expanduser().exists() and is_user_file(
+            swarm_path(self.model)
+        )  # its name, or its path
+        is_file = self.model.endswith(SUFFIX) or own
         path = swarm_path(self.name or (self.model if is_file else _name_of(self.model)))
         if not is_user_file(path):
             if is_file:
