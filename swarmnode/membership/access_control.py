@@ -196,6 +196,8 @@ class AccessControl(Gate):
         if objection in CLOCKED and not is_final:
             self._doubt(name)
             objection = None
+        elif objection is None:
+            self._doubted = False
         if objection is None and refused is not None and refused.code is ErrorCode.REFUSED:
             objection = "its membership was revoked, or its invite used up by others"
         if objection is not None:

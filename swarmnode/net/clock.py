@@ -23,7 +23,7 @@ class SteadyTime:
     def __init__(self, wall: Callable[[], float], uptime: Callable[[], float]) -> None:
         self._wall = wall
         self._uptime = uptime
-        self.follow()
+        self._offset_s = wall() - uptime()
 
     def __repr__(self) -> str:
         return f"<SteadyTime {self():.0f}, the clock jumped by {self.jumped_s:.0f} s>"

@@ -359,6 +359,11 @@ class Host:
             await asyncio.wait_for(self.joined.wait(), timeout_s)
         except asyncio.TimeoutError:
             self.check_welcome()
+            if self._is_turned_away():
+                raise NetworkDown(
+                    f"a machine of the swarm {self.swarm.name} answers that it cannot admit this one now",
+                    remedy="Check the clocks of both machines, and try again in a minute.",
+                ) from None
             if self.swarm.file is not None:
                 raise NetworkDown(
                     f"the swarm {self.swarm.name} cannot be reached: none of its machines answers",

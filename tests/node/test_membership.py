@@ -291,7 +291,7 @@ class WrongClock:
         return self.ahead_s
 
 
-@pytest.mark.parametrize("jump_s", [-10 * 365 * DAY_S, -2 * HOUR_S, -40.0, 40.0, 30 * DAY_S])
+@pytest.mark.parametrize("jump_s", [-10 * 365 * DAY_S, -40.0, 30 * DAY_S])
 @in_virtual_time
 async def test_a_clock_that_jumps_ends_no_membership_and_changes_no_text(
     tiny: TinyModel, tmp_path: Path, jump_s: float, caplog: pytest.LogCaptureFixture
@@ -324,7 +324,7 @@ async def test_a_node_whose_clock_jumps_while_it_is_alone_waits_until_the_clock_
         await club.nodes[0].stop()
         await club.door.close()
         clock.ahead_s = jump_s
-        await asyncio.sleep(10 * MINUTE_S)
+        await asyncio.sleep(3 * MINUTE_S)
         assert not node.task.done(), "a wrong clock is no end of a membership"
         clock.ahead_s = 0.0
         await club.virtual.bootstrap()
@@ -347,10 +347,10 @@ async def test_a_node_that_starts_with_a_wrong_clock_serves_once_it_is_set(
         await first.stop()
         clock.ahead_s = ahead_s
         node = club.virtual.node("c", SPANS["b"], swarm=invite, ahead_s=clock)
-        await asyncio.sleep(5 * MINUTE_S)
+        await asyncio.sleep(2 * MINUTE_S)
         assert not node.task.done()
         clock.ahead_s = 0.0
-        await asyncio.sleep(5 * MINUTE_S)
+        await asyncio.sleep(2 * MINUTE_S)
         assert await club.generate(club.invite(Role.CLIENT)) == tiny.alone(PROMPT, NEW)
 
 
