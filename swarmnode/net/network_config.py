@@ -29,7 +29,7 @@ class NetworkConfig:
     direct: bool = True  # use direct TCP connections to peers that accept them
     record_validator: RecordValidator | None = None
     gate: Gate = OPEN_GATE
-    unix: Callable[[], float] = time.time  # time by which records expire, in unix seconds
+    unix: Callable[[], float] = time.time  # clock for the expiry of records, in unix seconds
     supervisor: Supervisor = field(default_factory=Supervisor)
 
 

@@ -155,7 +155,7 @@ class Directory:
         self._started_at = now()
         self.clock_offsets: dict[
             PeerId, float
-        ] = {}  # by peer: most seconds by which a new announcement was ahead of `now`
+        ] = {}  # by peer: lead of its new announcements over `now`, in seconds; the largest
         self._sequence = 0
         self._expires_at = 0.0
         self._sampling = ShardSampling(network.peer_id)
