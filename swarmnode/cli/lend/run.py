@@ -53,7 +53,7 @@ def run(
 
     If its GPU fails, it leaves, waits and starts again. The pause doubles each time, up to five minutes.
 
-    Example: swarmnode run swarm2… --device cuda --memory 6GB
+    Example: swarmnode run friends --device cuda --memory 6GB
     """
     logs.begin()
     config = node.config()
