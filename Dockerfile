@@ -2,7 +2,9 @@
 #
 #   docker build -t swarmnode .                                   for CPUs
 #   docker build -t swarmnode:cuda --build-arg TORCH=cuda .       for NVIDIA GPUs; run it with --gpus all
-#   docker run -d --name node --stop-timeout 30 -v swarmnode:/var/lib/swarmnode swarmnode run swarm1…invite…
+#   docker run -d --name node --stop-timeout 30 -v swarmnode:/var/lib/swarmnode --env-file node.env swarmnode run
+#
+# node.env, which only you can read (chmod 600), has the line SWARMNODE_INVITE=swarm2…: other users can read a command line.
 #
 # `run` and `host` are watched by the health check at the end of this file. More in docs/operator.md.
 
@@ -32,13 +34,13 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && if [ ${TORCH} = cpu ]; then rm bitsandbytes/*_cuda*; fi
 
 FROM debian:bookworm-slim
-# tini is the first process: it passes signals on, and takes care of what a node's p2pd leaves behind. /invites is for volumes that
-# containers share.
+# tini is the first process: it passes signals on, and takes care of what a node's p2pd leaves behind. /invites and /page are for
+# volumes that containers share.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 tini \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --uid 10001 --home-dir /var/lib/swarmnode --create-home --shell /usr/sbin/nologin swarmnode \
-    && install --directory --owner=swarmnode /invites
+    && install --directory --owner=swarmnode /invites /page
 COPY --from=build /opt/swarmnode /opt/swarmnode
 # Metrics stay inside the container until SWARMNODE_METRICS_HOST says 0.0.0.0. The NVIDIA variables ask the container
 # toolkit for the driver; without it nothing reads them.

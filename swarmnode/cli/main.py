@@ -14,6 +14,7 @@ import typer
 from swarmnode.cli.options.node_file import ConfiguredCommand
 from swarmnode.terminal.commands import HELP, CommandPlace, CommandTable, CommandTree
 from swarmnode.terminal.console import fail, leave_threads
+from swarmnode.terminal.progress import spinner
 from swarmnode.version import __version__
 
 _OF_RUN = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True}}
@@ -59,7 +60,7 @@ TABLE = CommandTable(
         },
         "owner": {
             "host": CommandPlace(
-                "host.host", shown="name memory device public uses expires port no-page door-only json"
+                "host.host", shown="name mode config memory device public uses expires no-page door-only"
             ),
             "create": CommandPlace(
                 "host.create", shown="model mode config module listen announce public ask-password force json"
@@ -191,8 +192,10 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     _open_standard_streams()
     os.umask(os.umask(0) | 0o002)  # other users cannot write our files, whatever umask we were started with
+    quiet = "--json" in sys.argv or not sys.stdout.isatty()
     try:
-        app()
+        with spinner("Starting", quiet=quiet, until_output=True):
+            app()
     except SystemExit as ended:
         leave_threads(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
         raise

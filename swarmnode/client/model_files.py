@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, read_config, stop_ids, vocabulary_size
+from swarmnode.codec.sampling import USUAL
 from swarmnode.data.conversation import ChatEnding
 from swarmnode.errors import LocalError, NoRoute, UsageError
 from swarmnode.hollow_package import folders_of, put_hollow_package
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 # Names of one config field in different model families: Llama, GPT-2, MPT, older ones.
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_sequence_length")
 STRETCHED = ("linear", "dynamic", "ntk")  # scalings of rotary embeddings whose config has the positions before scaling
+CHOOSING = ("temperature", "top_p", "top_k", "min_p")  # what decides between likely and unlikely tokens
 DRAWING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
 
 
@@ -67,9 +69,10 @@ def positions_of(config: Mapping[str, Any]) -> int | None:
 
 def generation_defaults(folder: Path) -> dict[str, float | int]:
     """Return the checkpoint's defaults for sampling, as fields of GenerateOptions. Missing values and values that GenerateOptions
-    refuses are left out."""
+    refuses are left out. A checkpoint without a temperature, top-p, top-k and min-p gets those of `USUAL`."""
     told = read_config(folder / "generation_config.json")
-    return {name: told[name] for name in DRAWING if _can_be_drawn_by(name, told.get(name))}
+    usable = {name: told[name] for name in DRAWING if _can_be_drawn_by(name, told.get(name))}
+    return usable if usable.keys() & set(CHOOSING) else {**USUAL, **usable}
 
 
 def _can_be_drawn_by(name: str, value: object) -> bool:
@@ -303,7 +306,7 @@ class ModelFiles:
         self._limits: ModelLimits | None = None
         self._stop_ids: tuple[int, ...] | None = None
         self._most_positions = most_positions
-        self._defaults: dict[str, float | int] | None = None
+        self.known_defaults: dict[str, float | int] | None = None  # for sampling; None: not read yet
 
     def __repr__(self) -> str:
         return f"<ModelFiles in {self._folder}>" if self._folder else "<ModelFiles, not fetched yet>"
@@ -346,11 +349,10 @@ class ModelFiles:
         return self._manifest.model.positions or None if self._limits is None else self._limits.positions
 
     async def generation_defaults(self) -> dict[str, float | int]:
-        """Return the checkpoint's defaults for sampling, as fields of GenerateOptions. Raises NoRoute if no peer provides the
-        config."""
-        if self._defaults is None:
-            self._defaults = generation_defaults(await self.folder())
-        return self._defaults
+        """Return the defaults for sampling of `model_config.generation_defaults`. Raises NoRoute if no peer provides the config."""
+        if self.known_defaults is None:
+            self.known_defaults = generation_defaults(await self.folder())
+        return self.known_defaults
 
     async def stop_ids(self) -> tuple[int, ...]:
         """Return the ids of the tokens that end a text; empty if none are known. Raises NoRoute if no peer provides the files."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
 from swarmnode.errors import CheckpointError, ContextTooLong, UsageError
 from swarmnode.files import parse_json
-from swarmnode.serving.client.limits import ModelLimits
+from swarmnode.serving.client.limits import MAX_TOKEN_CHARS, ModelLimits
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,6 +60,8 @@ class RemoteEncoder:
             tokenizer = self._known_tokenizer()
             if most_tokens is None:
                 self._limits.check_text(len(text))
+            elif self._limits.positions is not None:  # all that can count; the rest of a huge text would take seconds
+                text = text[: self._limits.positions * MAX_TOKEN_CHARS]
             text = await asyncio.to_thread(tokenizer.encode, text)
         if most_tokens is not None:
             text = await self._shortened(text, most_tokens)

@@ -408,23 +408,24 @@ class SwarmClient(SwarmObserver):
             self._module = asyncio.ensure_future(self._open_module())
         return await asyncio.shield(self._module)
 
-    async def embed(self, texts: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
+    async def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = True) -> list[np.ndarray]:
         """Compute the vectors of texts.
 
         Args:
             texts: Texts, or rows of token ids.
+            truncate: Cut texts that are longer than the model takes, as sentence-transformers does; else they are refused.
 
         Returns:
             One float32 vector per text.
 
         Raises:
             UsageError: The swarm's model does not embed texts, or a text cannot be encoded.
-            ContextTooLong: A text is longer than the model takes.
+            ContextTooLong: A text is longer than the model takes, and not to be cut.
             NoRoute: The peers do not cover the model within the client's patience.
             Busy: The peers have no room within the client's patience.
         """
-        encoder = await self.encoder(EMBED)
-        return await encoder.vectors([await encoder.ids(text) for text in texts])
+        encoder, most_tokens = await self.encoder(EMBED), -1 if truncate else None
+        return await encoder.vectors([await encoder.ids(text, most_tokens=most_tokens) for text in texts])
 
     async def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
         """Classify texts.
@@ -585,9 +586,14 @@ class SwarmClient(SwarmObserver):
         return await self._files.stop_ids()
 
     async def generation_defaults(self) -> dict[str, float | int]:
-        """Return the checkpoint's defaults for sampling, as fields of GenerateOptions. They apply only if the caller passes them
-        on."""
+        """Return the defaults for sampling over HTTP, as fields of GenerateOptions: the checkpoint's, or temperature 0.8, top-k 40
+        and top-p 0.95 if it has none. They apply only if the caller passes them on."""
         return await self._files.generation_defaults()
+
+    @property
+    def known_defaults(self) -> dict[str, float | int] | None:
+        """Result of `generation_defaults`, as far as known without asking a peer; None if it is not known yet."""
+        return self._files.known_defaults
 
 
 async def _whole(stream: TextStream) -> Generation:

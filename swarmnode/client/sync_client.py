@@ -170,9 +170,10 @@ class SyncSwarm:
         """
         return self.run(self._client.infer(inputs))
 
-    def embed(self, texts: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
-        """Return a vector for each text (or row of token ids). Raises UsageError if the swarm serves no embedding model."""
-        return self.run(self._client.embed(texts))
+    def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = True) -> list[np.ndarray]:
+        """Return a vector for each text (or row of token ids). Texts that are longer than the model takes are cut, or refused with
+        ContextTooLong if not `truncate`. Raises UsageError if the swarm serves no embedding model."""
+        return self.run(self._client.embed(texts, truncate=truncate))
 
     def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
         """Return the probability of each class for each text. Raises UsageError if the swarm serves no classifier."""

@@ -176,6 +176,7 @@ class ServedModel:
             parent=self.parent,
             system_prompt=None if prompter is None else prompter.system_place,
             tool_prompt=None if prompter is None else prompter.tool_place,
+            sampling=self.client.known_defaults,
         )
 
     def place(self, key: ApiKey) -> AbstractAsyncContextManager[None]:

@@ -33,7 +33,7 @@ from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers.record_validation import NOTICE_LIFE_S, due, notice_keys, take_in
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.certificate import Role, admit_peer, open_certificate, open_grant
-from swarmnode.swarm.records.membership import Membership
+from swarmnode.swarm.records.membership import CLOCKED, EXPIRED, Membership
 from swarmnode.swarm.storage.issued_invites import AdmittedPeer
 from swarmnode.swarm.storage.remembered import MembershipFile
 from swarmnode.swarm.storage.swarmfile import Swarm
@@ -82,6 +82,7 @@ class AccessControl(Gate):
         self.guards_table = self.membership.private
         self.on_look: Callable[[], None] = lambda: None
         self.turned_away: PeerRefused | None = None  # the refusal of the last peer called, if it refused
+        self._doubted = False
         self._links: dict[GuardedLink, None] = {}  # the oldest first
         self._introductions: dict[PeerId, asyncio.Task[None]] = {}
         self._network: Network | None = None
@@ -180,14 +181,23 @@ class AccessControl(Gate):
         member = self.membership.member(peer)
         return "" if member is None else member.group
 
-    def check_welcome(self, own: PeerId, name: str, needs: Role = Role.CLIENT, *, alone: bool = True) -> None:
+    def check_welcome(
+        self, own: PeerId, name: str, needs: Role = Role.CLIENT, *, alone: bool = True, expiry_is_final: bool = False
+    ) -> None:
         """Raise NotAdmitted if the swarm does not admit this peer, or not for the role `needs`.
 
         `own` is this peer's id and `name` the swarm's name. A refusal by the last peer called counts only if this peer is `alone`,
-        that is, if no other peer speaks with it.
+        that is, if no other peer speaks with it. An expiry by this machine's clock alone is logged, and counts once a peer refuses
+        too, or at once if `expiry_is_final`: the clock may be wrong.
         """
-        objection = self.membership.objection_to_us(own, self.clock())
-        if objection is None and alone and self.turned_away is not None:
+        objection, refused = self.membership.objection_to_us(own, self.clock()), self.turned_away if alone else None
+        is_final = objection is EXPIRED and (expiry_is_final or refused is not None)
+        if objection in CLOCKED and not is_final:
+            self._doubt(name)
+            objection = None
+        elif objection is None:
+            self._doubted = False
+        if objection is None and refused is not None and refused.code is ErrorCode.REFUSED:
             objection = "its membership was revoked, or its invite used up by others"
         if objection is not None:
             raise NotAdmitted(f"the swarm {name} does not admit this peer: {objection}; ask its owner for a new invite")
@@ -195,6 +205,22 @@ class AccessControl(Gate):
         if role < needs:
             wanted = needs.name.lower()
             raise NotAdmitted(f"your invite to {name} is for a {role.name.lower()}, and this needs one for a {wanted}")
+
+    def _doubt(self, name: str) -> None:
+        """Log once that the membership is not valid at the time that this machine's clock shows."""
+        own = self.membership.own()
+        if self._doubted or own is None:
+            return
+        self._doubted = True
+        ends = f" to {_date(own.expires_at)}" if own.expires_at else ""
+        log.warning(
+            "the membership in %s is valid from %s%s, and this machine's clock shows %s; this node waits until the clock is right, "
+            "or another machine refuses it",
+            name,
+            _date(own.admitted_at),
+            ends,
+            _date(self.clock()),
+        )
 
     def _spread(self, source: GuardedLink | None = None) -> None:
         """Apply a newer revocation list, and send it to all links but `source`."""
@@ -207,6 +233,9 @@ class AccessControl(Gate):
     def _cut(self) -> None:
         """Cut the links to peers that are no members any more."""
         now = self.clock()
+        if self._network is not None:
+            with contextlib.suppress(ProtocolError):  # the own clock may have been wrong at the start
+                self.membership.admit(self._network.peer_id, self.membership.certificate, now)
         for link in list(self._links):
             if not self.membership.stands(link.peer, now):
                 log.info("peer %s is not a member any more", link.peer)
@@ -232,7 +261,7 @@ class AccessControl(Gate):
             link = await Link.connect(self._network, peer, MEMBERSHIP_PROTOCOL, self._hello, config=self._link_config)
         except BaseException as error:
             self._introductions.pop(peer, None)  # the next call tries again
-            if isinstance(error, PeerRefused) and error.code is ErrorCode.REFUSED:
+            if isinstance(error, PeerRefused) and error.code in (ErrorCode.REFUSED, ErrorCode.BUSY):
                 self.turned_away = error
             raise
         self.turned_away = None
@@ -295,6 +324,10 @@ class AccessControl(Gate):
         return len({link.peer for link in links})
 
 
+def _date(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix_s))
+
+
 def _nothing_else(_frame: Frame, body: Body) -> None:
     raise ProtocolError(f"a {type(body).__name__} came on a link of the membership protocol")
 
@@ -305,6 +338,7 @@ def access_control_of(
     """Return the access control of a peer in a swarm that has an owner; None if it has none, since then every peer is admitted.
 
     `clock` gives unix time. Raises NotAdmitted if the invite does not make this peer a member, or not in the role that it `needs`.
+    A node whose invite is not valid at the time of this machine's clock starts, and waits: the clock may be wrong.
     """
     if not swarm.owner:
         return None
@@ -317,8 +351,9 @@ def access_control_of(
     if swarm.revocations:
         with contextlib.suppress(ProtocolError):  # a list that is not the owner's is ignored
             membership.take_list(swarm.revocations)
-    access_control.check_welcome(peer, swarm.name, needs)
-    membership.admit(peer, certificate, clock())  # this peer is a member in its own table, too
+    access_control.check_welcome(peer, swarm.name, needs, expiry_is_final=needs is Role.CLIENT)
+    with contextlib.suppress(ProtocolError):  # a node whose clock is wrong is admitted later
+        membership.admit(peer, certificate, clock())  # this peer is a member in its own table, too
     return access_control
 
 

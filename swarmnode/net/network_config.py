@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,7 @@ class NetworkConfig:
     direct: bool = True  # use direct TCP connections to peers that accept them
     record_validator: RecordValidator | None = None
     gate: Gate = OPEN_GATE
+    unix: Callable[[], float] = time.time  # clock for the expiry of records, in unix seconds
     supervisor: Supervisor = field(default_factory=Supervisor)
 
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import shlex
+import statistics
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,7 @@ from swarmnode.membership.access_control import access_control_of
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.addressing.addresses import is_loopback, peer_of, without_peer
-from swarmnode.net.clock import Clock
+from swarmnode.net.clock import Clock, SteadyTime
 from swarmnode.net.identity import Identity, IdentitySlot, verify
 from swarmnode.net.interfaces import Network, PeerId
 from swarmnode.net.links.link_config import OPEN_GATE, LinkConfig
@@ -253,7 +254,8 @@ class Host:
             else:
                 identity = Identity.load_or_create(slot.path)
             needs = NEEDS.get(role, Role.VOLUNTEER)
-            clock = platform.clock
+            time = platform.clock.steady_time()
+            clock = replace(platform.clock, unix=time)
             supervisor = Supervisor(clock.monotonic)
             access_control = access_control_of(
                 swarm, identity.peer_id, config.home, needs=needs, clock=clock.unix, on_crash=supervisor.ends_peer
@@ -265,13 +267,13 @@ class Host:
             raise
         self = cls(swarm, config, network, slot, identity, access_control, supervisor, clock)
         try:
-            await self._enter()
+            await self._enter(time)
         except BaseException:
             await self.close()
             raise
         return self
 
-    async def _enter(self) -> None:
+    async def _enter(self, time: SteadyTime) -> None:
         if self.access_control is not None:
             self.access_control.on_look = self._expel
             await self.access_control.start(self.network, self.hello, self.link_config)
@@ -283,6 +285,7 @@ class Host:
             self.joined.set()
         await self.directory.start()
         self._tasks.spawn(self._keep_joined(), "keep joined")
+        self._tasks.spawn(self._watch_clock(time), "watch the clock")
         if not self.config.looks_on:
             self._tasks.spawn(self._dial_bootstraps(), "dial bootstraps")
         self._tasks.spawn(self._tell_paths(), "tell paths")
@@ -297,15 +300,20 @@ class Host:
             self.directory.expel(others)
 
     async def _keep_book(self, file: Path, access_control: AccessControl) -> None:
-        """Note members in the owner's book beside the .swarm file, if the owner's list of invites is there. A failure ends this."""
-        try:
-            while True:
-                await asyncio.sleep(self.config.book_s)
+        """Note members in the owner's book beside the .swarm file, if the owner's list of invites is there. A failure, such as a
+        full disk, is logged once, and tried again."""
+        told = False
+        while True:
+            await asyncio.sleep(self.config.book_s)
+            try:
                 if issued_invites_path(file).is_file():
                     names = {peer: announced.name for peer, announced in self.directory.peers().items()}
                     await asyncio.to_thread(note_members, file, access_control.admitted(names))
-        except (LocalError, UsageError) as error:
-            log.warning("members of %s are no longer noted: %s", self.swarm.name, error)
+                told = False
+            except (LocalError, UsageError) as error:
+                if not told:
+                    log.warning("members of %s are not noted at the moment: %s", self.swarm.name, error)
+                told = True
 
     def _bootstraps(self) -> list[str]:
         """Return the addresses at which the swarm may be found: the user's, the invite's, the last good ones, the LAN's."""
@@ -352,6 +360,31 @@ class Host:
                     told = True
             await asyncio.sleep(self.config.rejoin_s)
 
+    async def _watch_clock(self, time: SteadyTime) -> None:
+        """Decide after each jump of the machine's clock whether this peer follows it.
+
+        New announcements of other peers carry their time. If it fits the time before the jump better than the clock's, this peer
+        keeps the former time, and looks again. Without such announcements it follows: it may have started with a wrong clock.
+        """
+        told = False
+        while True:
+            await asyncio.sleep(self.config.rejoin_s)
+            if not time.jumped_s:
+                told = False
+                continue
+            if not told:
+                way = "forward" if time.jumped_s > 0 else "back"
+                text = "this machine's clock was set %s by %.0f s; this node keeps its former time for as long as others share it"
+                log.warning(text, way, abs(time.jumped_s))
+                told = True
+            self.directory.clock_offsets.clear()
+            await asyncio.sleep(self.config.clock_s)
+            offsets = self.directory.clock_offsets.values()
+            ahead_s = statistics.median(offsets) if offsets else time.jumped_s
+            if time.jumped_s and abs(ahead_s - time.jumped_s) < abs(ahead_s):
+                time.follow()
+                log.warning("this node follows the machine's clock now; if the clock is wrong, set it (NTP)")
+
     def _has_own_message(self) -> bool:
         """Return whether the user learns otherwise why this peer is alone: the swarm refuses it, or its command asks and waits for
         the first answer; or whether the invite names this peer, and being alone is normal."""
@@ -392,6 +425,11 @@ class Host:
             await asyncio.wait_for(self.joined.wait(), timeout_s)
         except asyncio.TimeoutError:
             self.check_welcome()
+            if self._is_turned_away():
+                raise NetworkDown(
+                    f"a machine of the swarm {self.swarm.name} answers that it cannot admit this one now",
+                    remedy="Check the clocks of both machines, and try again in a minute.",
+                ) from None
             if self.swarm.file is not None:
                 raise NetworkDown(
                     f"the swarm {self.swarm.name} cannot be reached: none of its machines answers",

@@ -40,6 +40,7 @@ class HostConfig:
     lan: bool = False
     join_timeout_s: float = 3.0
     rejoin_s: float = 2.0
+    clock_s: float = 60.0  # for other peers' announcements to show whether a clock that jumped is right
     paths_s: float = 10.0  # interval between announcements of the measured paths
     book_s: float = 20.0  # interval between notes of members in the owner's book
     looks_on: bool = False  # a client: no place in the DHT, no announcement
@@ -68,6 +69,7 @@ def network_config(
         direct=config.direct,
         record_validator=record_validator(swarm.id, verify, clock.unix, membership=membership),
         gate=access_control or OPEN_GATE,
+        unix=clock.unix,
     )
 
 

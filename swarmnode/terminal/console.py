@@ -14,7 +14,6 @@ import errno
 import functools
 import logging
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -33,12 +32,16 @@ from swarmnode.files import default_home
 from swarmnode.net.tasks import cancel_the_rest, until_first
 from swarmnode.terminal.formatting import json_line, one_line, printable
 from swarmnode.terminal.option import option, taking_settings
+from swarmnode.terminal.progress import ChangingLine
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
 THREADS_S = 0.5  # for threads to end after a command was asked to stop and is over
 
 logger = logging.getLogger(__name__)
 _asked_to_stop = threading.Event()
+changing_lines: list[
+    Callable[[bool], None]
+] = []  # clear a line that changes, and say whether it comes back; the top one is shown
 T = TypeVar("T")
 
 LEVELS = {
@@ -121,7 +124,7 @@ class LogOptions:
 
     def begin(self) -> None:
         """Set up logging: warnings, and with --verbose all messages of swarmnode."""
-        handler = logging.StreamHandler(sys.stderr)
+        handler = Handler()
         handler.setFormatter(LOG_FORMATS[self.log_format])
         logging.basicConfig(handlers=[handler], level=logging.WARNING)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about optional kernels
@@ -134,8 +137,32 @@ Verbosity = Annotated[LogOptions, "verbose"]
 def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     """Print text for people on standard output, or on standard error with `err`. Control characters of strangers' texts are
     replaced."""
+    make_room(again=nl)
     with outliving_terminal():
         typer.echo(printable(text), nl=nl, err=err)
+
+
+def make_room(*, again: bool) -> None:
+    """Clear the lines that change, before other output. With `again` they come back below it."""
+    for clear in list(changing_lines):
+        clear(again)
+
+
+def ask(question: str, **details: Any) -> str:
+    """Return the user's answer to a question on standard error; the keywords are those of `typer.prompt`."""
+    make_room(again=False)
+    return str(typer.prompt(question, err=True, **details))
+
+
+class Handler(logging.Handler):
+    """Log handler that prints on standard error, above lines that change."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record."""
+        try:
+            say(self.format(record), err=True)
+        except Exception:  # as in logging's own handlers: a log line never ends the program
+            self.handleError(record)
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:
@@ -178,6 +205,7 @@ def _refused(error: OSError) -> str:
 
 def print_json(value: Any) -> None:
     """Print a JSON value on one line of standard output."""
+    make_room(again=True)
     with outliving_terminal():
         typer.echo(json_line(value))
 
@@ -355,8 +383,8 @@ def _text(data: bytes) -> str:
 
 
 # Events whose text the next one replaces on a terminal.
-PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "compressing"))
-CLEAR_LINE = "\x1b[2K"
+PASSING = frozenset(("reading", "opening", "waiting", "machine", "loading", "fetching", "moving", "compressing"))
+LAST = frozenset(("ready", "draining", "left"))  # events that end the changing line
 
 
 class Teller:
@@ -365,8 +393,7 @@ class Teller:
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
-        self._changing = not as_json and sys.stdout.isatty()
-        self._line = ""
+        self._line = ChangingLine(sys.stdout) if not as_json and sys.stdout.isatty() else None
 
     def __repr__(self) -> str:
         return f"<Teller of {'JSON' if self._as_json else 'text'}, {self._line!r}>"
@@ -377,23 +404,16 @@ class Teller:
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._show("")
+        if self._line is not None:
+            self._line.close()
 
     def __call__(self, event: str, text: str, **details: Any) -> None:
         if self._as_json:
             print_json({"event": event, **details})
-        elif self._changing and event in PASSING:
-            self._show(one_line(text))
+        elif self._line is not None and event in PASSING:
+            make_room(again=True)
+            self._line.show(one_line(text))
         else:
-            line = self._line
-            self._show("")
+            if self._line is not None and event in LAST:
+                self._line.show("")
             say(text)
-            self._show(line if event not in ("ready", "draining", "left") else "")
-
-    def _show(self, line: str) -> None:
-        """Draw the changing line. The cursor stays at its beginning, so that any other output overwrites it."""
-        if self._changing and (line or self._line):
-            with outliving_terminal():
-                sys.stdout.write(f"{CLEAR_LINE}{line[: shutil.get_terminal_size().columns - 1]}\r")
-                sys.stdout.flush()
-        self._line = line

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swarmnode.errors import UsageError
+from swarmnode.terminal.console import make_room
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 MAX_DURATION_S = 100 * 365 * 86_400
@@ -109,6 +110,7 @@ def new_table(
 
 def show(*tables: Table) -> None:
     """Print tables, as wide as the terminal."""
+    make_room(again=False)
     console = Console()
     for table in tables:
         console.print(table)

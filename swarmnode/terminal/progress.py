@@ -1,41 +1,165 @@
-"""Progress bars on standard error of a terminal, and the effort of a search, which a time limit can cut short."""
+"""Progress of a command on a terminal: one line that changes, bars, and the effort of a search, which a time limit can cut short.
+
+No command is silent for long: what it does stands in a `spinner`, from the start of the process on, with its seconds.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import IO
 
-from swarmnode.terminal.console import say
+from swarmnode.terminal.console import changing_lines, make_room, outliving_terminal, say
+from swarmnode.terminal.formatting import one_line
 
 NOMINAL_S = 10.0  # most time of a search of effort 1 on a slow core
 RESERVE_S, RESERVE_SHARE = 0.1, 0.02  # of a limit, kept for the start and for printing the result
+TICK_S = 0.5
+STAGES = (
+    "swarmnode.stages"  # logger of long parts of a deed, by rooms that know no terminal; a changing line shows them
+)
+CLEAR_LINE = "\x1b[2K"
+
+
+class ChangingLine:
+    """Line of a terminal whose text is replaced, with the seconds since it was set. Other output goes above it.
+
+    The cursor stays at the line's beginning, so that output that does not know of it overwrites it. A thread draws the line
+    again, also while the main thread imports or computes.
+    """
+
+    def __init__(self, stream: IO[str], *, until_output: bool = False) -> None:
+        """Make an empty line on `stream`. With `until_output` the first other output ends it."""
+        self._stream = stream
+        self._until_output = until_output
+        self._text, self._since_s, self._drawn = "", 0.0, False
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        changing_lines.append(self._clear)
+        self._stages = _Stages(self)
+        logging.getLogger(STAGES).addHandler(self._stages)
+        logging.getLogger(STAGES).setLevel(logging.INFO)
+        logging.getLogger(STAGES).propagate = False  # else each is a log line, too
+        threading.Thread(target=self._tick, name="swarmnode-line", daemon=True).start()
+
+    def __repr__(self) -> str:
+        return f"<ChangingLine {self._text!r}>"
+
+    @property
+    def text(self) -> str:
+        """Text without the seconds; empty if nothing is shown."""
+        return self._text
+
+    def show(self, text: str, *, at_once: bool = True) -> None:
+        """Show `text` in place of the former one, now or at the next tick. An empty text clears the line."""
+        with self._lock:
+            if text != self._text:
+                self._text, self._since_s = text, time.monotonic()
+            if at_once or not text:
+                self._draw()
+
+    def close(self) -> None:
+        """Clear the line for good."""
+        with self._lock:
+            self.show("")
+            self._closed.set()
+            logging.getLogger(STAGES).removeHandler(self._stages)
+            if self._clear in changing_lines:
+                changing_lines.remove(self._clear)
+
+    def _tick(self) -> None:
+        while not self._closed.wait(TICK_S):
+            with self._lock:
+                if self._text and not self._closed.is_set() and changing_lines[-1] == self._clear:
+                    self._draw()
+
+    def _draw(self) -> None:
+        if not (self._text or self._drawn):
+            return
+        seconds = int(time.monotonic() - self._since_s)
+        text = f"{self._text} {seconds} s" if self._text and seconds else self._text
+        with outliving_terminal(), contextlib.suppress(ValueError):  # the stream is closed
+            self._stream.write(f"{CLEAR_LINE}{text[: shutil.get_terminal_size().columns - 1]}\r")
+            self._stream.flush()
+        self._drawn = bool(self._text)
+
+    def _clear(self, again: bool) -> None:
+        with self._lock:
+            text = self._text
+            self._text = ""
+            self._draw()
+            self._text = text if again and not self._until_output else ""
+
+
+class _Stages(logging.Handler):
+    """Handler that shows each message on a changing line that shows something."""
+
+    def __init__(self, line: ChangingLine) -> None:
+        super().__init__()
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._line.text:
+            self._line.show(f"{one_line(record.getMessage())} …")
+
+
+class Spinner:
+    """Activity of a command, on a changing line. Calling it ends the display early; None shows nothing."""
+
+    def __init__(self, line: ChangingLine | None) -> None:
+        self._line = line
+
+    def __call__(self) -> None:
+        """End the display."""
+        if self._line is not None:
+            self._line.close()
+
+    def __repr__(self) -> str:
+        return f"<Spinner {self._line!r}>"
+
+    def now(self, what: str) -> None:
+        """Show `what` from now on."""
+        if self._line is not None:
+            self._line.show(f"{one_line(what)} …", at_once=False)
 
 
 @contextlib.contextmanager
-def spinner(what: str, *, quiet: bool) -> Iterator[Callable[[], None]]:
-    """Show that something goes on, and for how long; yield the function that ends the display early. It does nothing if standard
-    error is no terminal or `quiet` is true."""
-    if not _watched(quiet):
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        bars.add_task(what, total=None)
-        yield bars.stop
+def spinner(what: str, *, quiet: bool = False, until_output: bool = False) -> Iterator[Spinner]:
+    """Show that something goes on, and for how long; yield the display, which can be ended early. It shows nothing if standard
+    error is no terminal or `quiet` is true. With `until_output` the first other output ends it."""
+    shown = Spinner(ChangingLine(sys.stderr, until_output=until_output) if _watched(quiet) else None)
+    shown.now(what)
+    try:
+        yield shown
+    finally:
+        shown()
 
 
 @contextlib.contextmanager
-def bytes_bar(
-    what: str, *, quiet: bool, first: Callable[[], None] = lambda: None
-) -> Iterator[Callable[[int, int], None] | None]:
+def covering_lines() -> Iterator[None]:
+    """Hide the changing lines while a display of another kind is on the terminal."""
+    make_room(again=True)
+
+    def nothing(_again: bool) -> None:
+        pass
+
+    changing_lines.append(nothing)
+    try:
+        yield
+    finally:
+        changing_lines.remove(nothing)
+
+
+@contextlib.contextmanager
+def bytes_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     """Show a bar of bytes; yield the function `progress(done, total)` that updates it, or None if standard error is no terminal or
-    `quiet` is true. The bar appears at the first call, after `first` has been called."""
+    `quiet` is true. The bar appears at the first call."""
     if not _watched(quiet):
         yield None
         return
@@ -46,15 +170,18 @@ def bytes_bar(
     bars = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bars.add_task(what, total=None)
 
-    def progress(done: int, total: int) -> None:
-        first()
-        bars.start()
-        bars.update(task, completed=done, total=total)
+    with contextlib.ExitStack() as covering:
 
-    try:
+        def progress(done: int, total: int) -> None:
+            if not bars.live.is_started:
+                covering.enter_context(covering_lines())
+                covering.callback(bars.stop)
+                bars.start()
+            bars.update(task, completed=done, total=total)
+            if done >= total:  # what follows has its own display
+                covering.close()
+
         yield progress
-    finally:
-        bars.stop()
 
 
 @contextlib.contextmanager
@@ -68,7 +195,7 @@ def share_bar(what: str, *, quiet: bool) -> Iterator[Callable[[float, str], None
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    with covering_lines(), Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(what, total=1.0, told="")
         yield lambda share, told: bars.update(task, completed=share, told=told)
 

@@ -13,10 +13,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.terminal.console import print_json, ranges, say
-from swarmnode.terminal.formatting import format_duration
+from swarmnode.terminal.formatting import format_duration, printable
+from swarmnode.terminal.progress import covering_lines
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
     from rich.text import Text
 
     from swarmnode.compute.training.local import StepSummary
@@ -170,7 +171,7 @@ class TrainingView:
     def status(self) -> str:
         """Return the state of the training in one line."""
         if self.run is None:
-            return "reading the data"
+            return self.beginning or "reading the data"
         if self.missing is not None:
             return waiting_text(self.why, self.missing)
         if not self.reports:
@@ -231,19 +232,34 @@ class Lines(TrainingView):
 
 
 class Curve(TrainingView):
-    """View for a terminal: the loss curve, redrawn as it grows."""
+    """View for a terminal: the loss curve, redrawn as it grows, with the seconds since the state below it changed. Notes stay above
+    it."""
 
-    def __init__(self, sinks: tuple[Sink, ...], update: Callable[[RenderableType], None], width: int) -> None:
+    def __init__(self, sinks: tuple[Sink, ...], console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(sinks)
-        self._update = update
-        self._width = width
+        self._console = console
+        self._clock = clock
+        self._told, self._since_s = "", clock()
 
-    def show(self) -> None:
-        """Show the state after a change."""
+    def note(self, text: str) -> None:
+        """Print a line above the curve, which a print past the console would leave to be overwritten."""
+        self._console.print(printable(text), markup=False, soft_wrap=True)
+
+    def drawn(self) -> RenderableType:
+        """Return the curve, if a step has been made, and the state as a line."""
+        state = self.status()
+        if state != self._told:
+            self._told, self._since_s = state, self._clock()
+        seconds = int(self._clock() - self._since_s)
+        state = f"{state}  {seconds} s" if seconds else state
+        style = "yellow" if self.missing is not None else "bold"
+        if not self.reports:
+            from rich.text import Text
+
+            return Text(state, style)
         points = [(report.step, report.loss) for report in self.reports]
         end = self.run.steps if self.run is not None else 1
-        style = "yellow" if self.missing is not None else "bold"
-        self._update(curve_with_notes(points, end, self._width, (self.status(), style)))
+        return curve_with_notes(points, end, self._console.width, (state, style))
 
 
 @contextlib.contextmanager
@@ -274,8 +290,10 @@ def _view(
         return Lines(sinks)
     from rich.live import Live
 
-    live = stack.enter_context(Live(console=console, refresh_per_second=8))
-    return Curve(sinks, live.update, console.width)
+    stack.enter_context(covering_lines())
+    curve = Curve(sinks, console)
+    stack.enter_context(Live(console=console, refresh_per_second=4, get_renderable=curve.drawn))
+    return curve
 
 
 def step_json(report: StepSummary) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from transformers import GPT2Config
 
 from swarmnode.cli.host import host as command
 from swarmnode.cli.options.gateway import Served, free_gateway_port
@@ -78,6 +79,45 @@ def test_the_next_time_it_goes_on_with_the_same_swarm(folder: Path) -> None:
         assert_clear(invoke("host", "./tiny", *other), 2, "other addresses", "--name")
     for kind in ("--open", "--public"):
         assert_clear(invoke("host", "./tiny", kind), 2, "a private swarm", "--name")
+
+
+def save_config(folder: Path, **changes: int) -> None:
+    sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, **changes}
+    GPT2Config(**sizes, bos_token_id=0, eos_token_id=0).save_pretrained(folder)
+
+
+def test_one_command_founds_a_swarm_that_trains(folder: Path) -> None:
+    """From a config, a checkpoint or a module; the same command goes on, and another model or mode is refused."""
+    save_config(folder / "gpt2")
+    save_llama(folder / "bytes", 1, vocab_size=256, hidden_size=16, intermediate_size=32)
+    (folder / "vision.py").write_text(
+        "import torch\n\n\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.inner = torch.nn.Linear(4, 4)\n\n    def forward(self, x):\n"
+        "        return self.inner(x).square().mean()\n\n\ndef digits():\n    return Net(), {'x': torch.ones(2, 4)}\n"
+    )
+    ways = {
+        "gpt2": ("--config", "./gpt2", "--mode", "train"),
+        "letters": ("--config", "gpt2/config.json", "--mode", "train", "--name", "letters", "--seed", "3"),
+        "verses": ("./bytes", "--mode", "train", "--byte-level", "--name", "verses"),
+        "digits": ("--module", "vision:digits", "--mode", "train"),
+    }
+    for name, way in ways.items():
+        for _ in range(2):
+            done = invoke("host", *way, *LOOPBACK, "--no-page")
+            assert done.returncode == 0, done.stderr
+            assert f"swarmnode train {name} --data PATH" in done.stdout and "swarmnode join" in done.stdout
+        manifest = load_swarm(folder / f"{name}.swarm").manifest
+        assert manifest is not None and manifest.mode == TRAIN
+    assert invoke("host", "letters.swarm").returncode == invoke("host", "letters").returncode == 0
+    save_config(folder / "larger" / "gpt2", n_embd=32)
+    other = ("--config", "larger/gpt2", "--mode", "train")
+    assert_clear(invoke("host", *other), 2, "another model", "--name")
+    assert_clear(invoke("host", "./tiny", "--name", "gpt2"), 2, "trains", "--mode train", "--name")
+    assert invoke("host", "./tiny", *LOOPBACK).returncode == 0
+    assert_clear(invoke("host", "./tiny", "--mode", "train"), 2, "serves", "--mode serve", "--name")
+    assert_clear(invoke("host", "--config", "./gpt2"), 2, "--mode train")
+    assert_clear(invoke("host", "./tiny", "--model", "./tiny"), 2, "once")
+    assert_clear(invoke("host"), 2, "exactly one")
 
 
 def save_parts(folder: Path) -> list[Path]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 
 import pytest
 from rich.console import Console
 
 from swarmnode.cli.use.status import status_table
-from swarmnode.terminal.console import JsonLines, Teller, TextLines, print_json, say
+from swarmnode.terminal import progress
+from swarmnode.terminal.console import Handler, JsonLines, Teller, TextLines, changing_lines, print_json, say
 from swarmnode.terminal.formatting import json_line, one_line, printable, show, wrapped
 
 ESCAPES = ["\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\x08\x08", "\r", "\x00", "\x7f", "\u202e", "\u2066", "\u2028"]
@@ -99,6 +101,80 @@ def test_what_passes_shares_a_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch
     assert terminal.getvalue().count("\n") == 2 and "\x1b[2J" not in terminal.getvalue()
     assert terminal.getvalue().endswith("Left\n")
     assert "20 %" not in terminal.getvalue().partition("Serving")[2], "it is over"
+
+
+def a_terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What is written from now on to standard output and standard error, which are one terminal."""
+    written = io.StringIO()
+    written.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdout", written)
+    monkeypatch.setattr("sys.stderr", written)
+    monkeypatch.setattr(progress, "TICK_S", 3600.0)  # a test draws by itself
+    return written
+
+
+def screen(written: str) -> list[str]:
+    """The lines that a terminal shows after all of this output."""
+    lines = [""]
+    for part in re.split(r"(\r|\n|\x1b\[2K)", written):
+        if part == "\n":
+            lines.append("")
+        elif part == "\x1b[2K":
+            lines[-1] = ""
+        elif part and part != "\r":
+            lines[-1] = part + lines[-1][len(part) :]
+    return lines
+
+
+def test_what_a_command_does_stands_below_its_other_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
+    line = progress.ChangingLine(terminal)
+    line.show("Joining friends …")
+    assert screen(terminal.getvalue()) == ["Joining friends …"]
+    say("No machine holds layers 3-4 yet", err=True)
+    assert screen(terminal.getvalue()) == ["No machine holds layers 3-4 yet", ""]
+    line.show(line.text)  # as a tick does
+    assert screen(terminal.getvalue())[-1] == "Joining friends …"
+    logging.getLogger(progress.STAGES).info("Converting a vocabulary of 262,144 tokens")
+    assert screen(terminal.getvalue())[-1] == "Converting a vocabulary of 262,144 tokens …"
+    line._since_s -= 75.2
+    line.show(line.text)
+    assert screen(terminal.getvalue())[-1].endswith("… 75 s")
+    say("Once", nl=False)  # a text that goes on in its line
+    line.show(line.text)
+    assert screen(terminal.getvalue()) == ["No machine holds layers 3-4 yet", "Once"]
+    line.close()
+
+
+def test_the_start_of_a_command_is_told_until_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
+    with progress.spinner("Starting", until_output=True) as start, progress.spinner("Reading") as reading:
+        assert start._line is not None and reading._line is not None
+        assert changing_lines[-1] == reading._line._clear, "the inner one is shown"
+        print_json({"event": "ready"})
+        assert (start._line.text, reading._line.text) == ("", "Reading …")
+        with progress.covering_lines():
+            assert changing_lines[-1] != reading._line._clear, "a bar has the terminal for itself"
+    assert not changing_lines and screen(terminal.getvalue()) == ['{"event": "ready"}', ""]
+
+
+def test_a_log_line_stands_above_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = a_terminal(monkeypatch)
+    with progress.spinner("Reading") as reading:
+        assert reading._line is not None
+        reading._line.show("Reading …")
+        Handler().handle(logging.makeLogRecord({"msg": "a peer has gone"}))
+        reading._line.show("Reading …")
+        assert screen(terminal.getvalue()) == ["a peer has gone", "Reading …"]
+
+
+def test_a_pipe_gets_no_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = io.StringIO()
+    monkeypatch.setattr("sys.stderr", pipe)
+    with progress.spinner("Joining friends") as joining, progress.bytes_bar("Reading", quiet=False) as bar:
+        joining.now("Loading")
+        assert bar is None and not changing_lines
+    assert not pipe.getvalue()
 
 
 def test_sentences_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -67,19 +68,26 @@ def test_the_speed_is_that_of_the_last_steps_together() -> None:
 
 
 def test_a_terminal_shows_curve_and_line() -> None:
-    shown: list[RenderableType] = []
-    view = Curve((), shown.append, 60)
-    view.show()
-    assert "reading the data" in _text(shown[-1])
+    screen, now_s = io.StringIO(), [0.0]
+    view = Curve((), Console(width=60, file=screen), lambda: now_s[0])
+    view.beginning = "joining friends"
+    assert _text(view.drawn()).split() == ["joining", "friends"]
+    now_s[0] = 9.5
+    assert _text(view.drawn()).split() == ["joining", "friends", "9", "s"], "a wait is told with its seconds"
+    view.going_on("Expected: 2 s a step", "a holds layers 0-3: its owner could see [red]texts[/red]")
+    assert screen.getvalue().splitlines() == [
+        "Expected: 2 s a step",
+        "a holds layers 0-3: its owner could see [red]texts[/red]",
+    ], "a plan stays above the curve, whole"
     view.begun(RUN, DATA)
     for step in range(20):
         view.step(report(step, loss=3.0 - step / 10))
-    text = _text(shown[-1])
+    text = _text(view.drawn())
     assert "step 20 of 100" in text
     assert "3 " in text.splitlines()[0]
     assert any(ord(character) > 0x2800 for character in text)
     view.waiting("no peer of the swarm is ready", ())
-    assert "no peer of the swarm is ready" in _text(shown[-1])
+    assert "no peer of the swarm is ready" in _text(view.drawn())
 
 
 def _text(renderable: RenderableType) -> str:

@@ -23,6 +23,7 @@ FOLDER = CONTRIB / "compose"
 COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 ROLES = {name: service for name, service in SERVICES.items() if service["image"] == "swarmnode" and name != "create"}
+WATCHED = {name: service for name, service in ROLES.items() if name != "page"}  # the others have metrics and layers
 
 
 def interpolated(text: str) -> str:
@@ -36,9 +37,17 @@ def mounts(service: dict[str, Any]) -> dict[str, str]:
     return {target: source for source, target, *_ in split}
 
 
-def test_a_door_and_three_nodes() -> None:
+def test_a_door_three_nodes_and_a_page() -> None:
     commands = [parse(list(map(interpolated, service["command"]))) for service in ROLES.values()]
-    assert commands == ["host", "run", "run", "run"]
+    assert commands == ["host", "run", "run", "run", "serve"]
+
+
+def test_the_page_is_for_this_machine_and_asks_for_a_key() -> None:
+    page = SERVICES["page"]
+    assert page["ports"] == ["127.0.0.1:8000:8000"] and "--keys" in page["command"]
+    keys, invite = page["command"][page["command"].index("--keys") + 1], page["command"][1]
+    assert keys in interpolated(SERVICES["create"]["command"][0]) and Path(keys).parent.as_posix() in mounts(page)
+    assert Path(invite).parent.as_posix() in mounts(page) and "/health" in page["healthcheck"]["test"][-1]
 
 
 def test_volumes_are_declared_and_files_are_there() -> None:
@@ -65,7 +74,7 @@ def test_every_role_is_scraped_where_the_image_serves_metrics() -> None:
     _, image = load(CONTRIB / "docker" / "dockerfile.py").read(ROOT / "Dockerfile")
     port = image.last("ENV").pairs["SWARMNODE_METRICS_PORT"]
     listed = yaml.safe_load((FOLDER / "prometheus" / "compose.json").read_text())
-    assert [entry["targets"] for entry in listed] == [[f"{name}:{port}"] for name in ROLES]
+    assert [entry["targets"] for entry in listed] == [[f"{name}:{port}"] for name in WATCHED]
 
 
 @needs_prometheus
@@ -101,7 +110,7 @@ def test_create_founds_once(tmp_path: Path) -> None:
     model = tmp_path / "model"
     save_llama(model, layers=2)
     [script] = SERVICES["create"]["command"]
-    script = interpolated(script).replace("/invites/", f"{tmp_path}/")
+    script = re.sub("/(invites|page)/", f"{tmp_path}/", interpolated(script))
     command = tmp_path / "bin" / "swarmnode"
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m swarmnode.cli.main "$@"\n')
@@ -115,8 +124,10 @@ def test_create_founds_once(tmp_path: Path) -> None:
     }
     for _ in range(2):  # as when the containers start again
         subprocess.run([*SERVICES["create"]["entrypoint"], script], cwd=tmp_path, env=environment, check=True)
+    from swarmnode.gateway.access.keys import KeyFile
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
+    assert KeyFile(tmp_path / "keys").find((tmp_path / "key").read_text().strip())
     founded, invited = load_swarm(tmp_path / "friends.swarm"), load_swarm(tmp_path / "friends.invite")
     assert invited.id == founded.id and invited.bootstraps == founded.bootstraps
     assert [address.split("/p2p/")[0] for address in invited.bootstraps] == [

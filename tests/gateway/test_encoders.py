@@ -18,6 +18,7 @@ from swarmnode.compute.capacity.memory import graph_sizes
 from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import GraphCheckpoint
+from swarmnode.errors import ContextTooLong
 from swarmnode.founding.model_source import ModelSource, from_model, outline
 from swarmnode.version import missing_package
 from tests.contrib.script import load
@@ -88,7 +89,7 @@ async def test_embeddings_are_the_models(embedding: Any, tmp_path: Path) -> None
 async def test_embeddings_that_cannot_be(embedding: Any, tmp_path: Path) -> None:
     founded, _, nodes = embedding
     wrong = {
-        f"the model takes {POSITIONS - 4}": {"input": LONG},
+        f"the model takes {POSITIONS - 4}": {"input": LONG, "truncate": False},
         "vectors of 32 numbers": {"input": TEXT, "dimensions": 8},
         "not in the model's vocabulary": {"input": [[1, 99]]},
         "is negative": {"input": [-1]},
@@ -169,7 +170,7 @@ async def test_agents_are_offered_what_the_model_is_for(embedding: Any, classify
         assert {tool.name for tool in await tools.server("friends").list_tools()} == {"embed", "status"}
         (vector,) = (await tools.embed([TEXT]))["vectors"]
         assert vector == (await served.client.embed([TEXT]))[0].tolist()
-        for texts in ([], [TEXT] * 65, [LONG]):
+        for texts in ([], [TEXT] * 65):
             with pytest.raises(ToolError, match=r"texts|tokens"):
                 await tools.embed(texts)
     async with serving(classifies, tmp_path / "classifies", nodes=whole) as served:
@@ -205,10 +206,17 @@ async def test_long_texts_are_cut_where_the_request_says_so(embedding: Any, tmp_
             told = (await served.http.post("/v1/embeddings", json={"input": TEXT, **body})).json()
             np.testing.assert_allclose(told["data"][0]["embedding"], cut_H, atol=1e-5)
             assert told["usage"]["prompt_tokens"] == 4
-        for body in ({"truncate_prompt_tokens": -1}, {"truncate": True}, {"truncate": "END"}):
+        for body in ({}, {"truncate_prompt_tokens": -1}, {"truncate": True}, {"truncate": "END"}):
             told = (await served.http.post("/v1/embeddings", json={"input": LONG, **body})).json()
             assert told["usage"]["prompt_tokens"] == POSITIONS - 4
-        for body in ({}, {"truncate": False}, {"truncate": "NONE"}):
+        with torch.no_grad():
+            cut_H = whole(torch.tensor([[1, *[IDS[3]] * (POSITIONS - 6), 2]])).last_hidden_state[0, 0].numpy()
+        vector = (await served.http.post("/v1/embeddings", json={"input": LONG})).json()["data"][0]["embedding"]
+        np.testing.assert_allclose(vector, cut_H, atol=1e-5)
+        assert (await served.client.embed([LONG]))[0].tolist() == pytest.approx(vector, abs=1e-6)
+        with pytest.raises(ContextTooLong):
+            await served.client.embed([LONG], truncate=False)
+        for body in ({"truncate": False}, {"truncate": "NONE"}):
             assert (await served.http.post("/v1/embeddings", json={"input": LONG, **body})).status_code == 400
         for body in ({"truncate": "START"}, {"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": 1}):
             answer = await served.http.post("/v1/embeddings", json={"input": TEXT, **body})

@@ -152,8 +152,8 @@ async def test_models_and_what_watches(founded: Founded, tmp_path: Path) -> None
 
 @in_virtual_time
 async def test_what_a_draw_is_asked_to_heed_reaches_the_last_hop(founded: Founded, tmp_path: Path) -> None:
-    options = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "temperature": 0.8, "seed": 3}
-    extra = {"min_p": 0.05, "repetition_penalty": 1.2}
+    options = {"frequency_penalty": 1.5, "presence_penalty": 0.5, "temperature": 0.8, "seed": 3, "top_p": 1.0}
+    extra = {"min_p": 0.05, "repetition_penalty": 1.2, "top_k": 0}  # else a model that says nothing has 40
     bias = {"100": 4.0, "7": -100.0}
     async with serving(founded, tmp_path) as served:
         expected = await served.client.generate(

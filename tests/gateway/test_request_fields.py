@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from swarmnode.client.model_files import generation_defaults, positions_of
+from swarmnode.codec.sampling import USUAL
 from swarmnode.gateway.generation.sampling_fields import REFUSED
 from swarmnode.serving.client.generation import GenerateOptions
 from tests.gateway.conftest import MODEL, Served, found_on, serving
@@ -253,7 +254,16 @@ def test_defaults_are_what_texts_can_be_drawn_by(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({**told, "frequency_penalty": 99, "top_h": 3}))
     assert generation_defaults(tmp_path) == {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1}
     (tmp_path / "generation_config.json").write_text("[]")
-    assert generation_defaults(tmp_path) == {}
+    assert generation_defaults(tmp_path) == USUAL
+    for told, drawn in (
+        ({"top_k": 20}, {"top_k": 20}),
+        ({"temperature": 0}, {"temperature": 0}),
+        ({"min_p": 0.1}, {"min_p": 0.1}),
+        ({"temperature": -1, "top_p": "x"}, USUAL),
+        ({"repetition_penalty": 1.1, "eos_token_id": 2}, {**USUAL, "repetition_penalty": 1.1}),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps(told))
+        assert generation_defaults(tmp_path) == drawn, told
 
 
 @in_virtual_time
@@ -289,12 +299,19 @@ async def options_of(served: Served, monkeypatch: pytest.MonkeyPatch) -> list[Ge
 
 
 @in_virtual_time
-async def test_without_a_generation_config_the_temperature_is_openais(
+async def test_without_a_generation_config_all_apis_draw_as_is_usual(
     founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(founded, tmp_path) as served:
         drawn = await options_of(served, monkeypatch)
-        await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=1)
-        assert (drawn[-1].temperature, drawn[-1].top_p, drawn[-1].top_k) == (1.0, 1.0, 0)
+        for path, body in PATHS.items():
+            assert (await served.http.post(path, json=body)).status_code == 200
+            assert {name: getattr(drawn[-1], name) for name in USUAL} == USUAL, path
+            for field, value, name in (("temperature", 1, "temperature"), ("top_p", 1, "top_p")):
+                await served.http.post(path, json={**body, field: value})
+                assert {each: getattr(drawn[-1], each) for each in USUAL} == {**USUAL, name: value}, path
+        assert (await served.http.get("/v1/models")).json()["data"][0]["sampling"] == USUAL
+        await served.openai.completions.create(model=MODEL, prompt="hens", max_tokens=1, temperature=0)
+        assert drawn[-1].temperature == 0
         with pytest.raises(openai.BadRequestError, match="temperature"):
             await served.openai.completions.create(model=MODEL, prompt="hens", temperature=-1)

@@ -27,7 +27,7 @@ from swarmnode.peer.questions import ask
 from swarmnode.swarm.peers.standing import parse_trust
 from swarmnode.swarm.records.certificate import Role, open_grant
 from swarmnode.swarm.records.manifest import PRIVATE
-from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_admitted_peers
+from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, note_members, open_admitted_peers
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time
@@ -276,3 +276,113 @@ async def test_a_revoked_invite_admits_nobody_any_more(tiny: TinyModel, tmp_path
         await club.revoke(invites=[named])
         with pytest.raises(NotAdmitted, match="does not admit"):
             await club.generate(guest)
+
+
+HOUR_S, DAY_S = 3_600.0, 86_400.0
+
+
+class WrongClock:
+    """How far a machine's clock is ahead."""
+
+    def __init__(self, ahead_s: float = 0.0) -> None:
+        self.ahead_s = ahead_s
+
+    def __call__(self) -> float:
+        return self.ahead_s
+
+
+@pytest.mark.parametrize("jump_s", [-10 * 365 * DAY_S, -40.0, 30 * DAY_S])
+@in_virtual_time
+async def test_a_clock_that_jumps_ends_no_membership_and_changes_no_text(
+    tiny: TinyModel, tmp_path: Path, jump_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node serves on while its clock is wrong, by the time that the others share, and after the clock is right again."""
+    clock = WrongClock()
+    async with club_of(tiny, tmp_path) as club:
+        await club.nodes[1].stop()
+        node = club.virtual.node("c", SPANS["b"], swarm=club.invite(life_s=7 * DAY_S), ahead_s=clock)
+        await node.wait_for("ready")
+        invite = club.invite(Role.CLIENT)
+        for clock.ahead_s in (jump_s, 0.0):
+            for _ in range(2):
+                await asyncio.sleep(MINUTE_S)
+                assert await club.generate(invite) == tiny.alone(PROMPT, NEW)
+        assert not node.task.done() and "clock was set" in caplog.text
+
+
+@pytest.mark.parametrize("jump_s", [-2 * HOUR_S, 30 * DAY_S])
+@in_virtual_time
+async def test_a_node_whose_clock_jumps_while_it_is_alone_waits_until_the_clock_is_right(
+    tiny: TinyModel, tmp_path: Path, jump_s: float
+) -> None:
+    """It follows its clock, since no machine says otherwise, and waits: what it holds of a membership is out of its time."""
+    clock = WrongClock()
+    async with club_of(tiny, tmp_path) as club:
+        await club.nodes[1].stop()
+        node = club.virtual.node("c", SPANS["b"], swarm=club.invite(life_s=7 * DAY_S), ahead_s=clock)
+        await node.wait_for("ready")
+        await club.nodes[0].stop()
+        await club.door.close()
+        clock.ahead_s = jump_s
+        await asyncio.sleep(3 * MINUTE_S)
+        assert not node.task.done(), "a wrong clock is no end of a membership"
+        clock.ahead_s = 0.0
+        await club.virtual.bootstrap()
+        club.virtual.node("a", SPANS["a"], swarm=club.invite())
+        await asyncio.sleep(3 * MINUTE_S)
+        assert await club.generate(club.invite(Role.CLIENT)) == tiny.alone(PROMPT, NEW)
+
+
+@pytest.mark.parametrize("ahead_s", [-2 * DAY_S, 30 * DAY_S])
+@in_virtual_time
+async def test_a_node_that_starts_with_a_wrong_clock_serves_once_it_is_set(
+    tiny: TinyModel, tmp_path: Path, ahead_s: float
+) -> None:
+    clock = WrongClock()
+    async with club_of(tiny, tmp_path) as club:
+        await club.nodes[1].stop()
+        invite = club.invite(life_s=7 * DAY_S)
+        first = club.virtual.node("c", SPANS["b"], swarm=invite, ahead_s=clock)
+        await first.wait_for("ready")
+        await first.stop()
+        clock.ahead_s = ahead_s
+        node = club.virtual.node("c", SPANS["b"], swarm=invite, ahead_s=clock)
+        await asyncio.sleep(2 * MINUTE_S)
+        assert not node.task.done()
+        clock.ahead_s = 0.0
+        await asyncio.sleep(2 * MINUTE_S)
+        assert await club.generate(club.invite(Role.CLIENT)) == tiny.alone(PROMPT, NEW)
+
+
+@in_virtual_time
+async def test_the_owners_book_goes_on_after_a_full_disk(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = True
+
+    def note(file: Path, peers: Any) -> None:
+        if full:
+            raise LocalError(f"cannot write {file}: no space left on device")
+        note_members(file, peers)
+
+    monkeypatch.setattr("swarmnode.peer.host.note_members", note)
+    async with club_of(tiny, tmp_path) as club:
+        club.book.save()
+        await asyncio.sleep(MINUTE_S)
+        full = False
+        await asyncio.sleep(MINUTE_S)
+        assert {peer.name for peer in open_admitted_peers(club.virtual.file)} >= {"a", "b"}
+
+
+@in_virtual_time
+async def test_a_membership_that_is_over_ends_the_node(tiny: TinyModel, tmp_path: Path) -> None:
+    """By its own clock and that of the others: also where it starts again."""
+    async with club_of(tiny, tmp_path) as club:
+        await club.nodes[1].stop()
+        invite = club.invite(life_s=2 * MINUTE_S)
+        node = club.virtual.node("c", SPANS["b"], swarm=invite)
+        await node.wait_for("ready")
+        await asyncio.sleep(3 * MINUTE_S)
+        for ended in (node, club.virtual.node("c", SPANS["b"], swarm=invite)):
+            with pytest.raises(NotAdmitted, match="expired"):
+                await asyncio.wait_for(ended.task, MINUTE_S)

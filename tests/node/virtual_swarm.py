@@ -279,10 +279,10 @@ class VirtualSwarm:
         """Unix time in seconds: from when the swarm was made, as fast as the loop says."""
         return self._epoch_s + self._loop.time()
 
-    def platform(self, cost_s: Callable[[WorkItem], float] = pass_s) -> Platform:
-        """What a peer of this swarm stands on; its device takes `cost_s` for what it does."""
+    def platform(self, cost_s: Callable[[WorkItem], float] = pass_s, ahead_s: Callable[[], float] = float) -> Platform:
+        """What a peer of this swarm stands on; its device takes `cost_s` for what it does, and its clock is `ahead_s` ahead."""
         device, now = DeviceTime(), self._loop.time
-        clock = Clock(self.unix, now, now, device.now, device.hold_up)
+        clock = Clock(lambda: self.unix() + ahead_s(), now, now, device.now, device.hold_up)
         return Platform(self.world.start, lambda _threads: InlineExecutor(cost_s), clock)
 
     # -- founding
@@ -314,6 +314,7 @@ class VirtualSwarm:
         *,
         swarm: str | Path | None = None,
         cost_s: Callable[[WorkItem], float] = pass_s,
+        ahead_s: Callable[[], float] = float,
         config: NodeConfig | None = None,
         **stage: Any,
     ) -> VirtualMember:
@@ -326,7 +327,7 @@ class VirtualSwarm:
             load_swarm(swarm or self.file),
             config,
             lambda event, text, **details: told[0].tell(event, text, **details),
-            platform=self.platform(cost_s),
+            platform=self.platform(cost_s, ahead_s),
         )
         told.append(VirtualMember(name, node, self, home))
         self.members[name] = told[0]

@@ -11,7 +11,7 @@ from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOpti
 from swarmnode.cli.options.owner import NewOwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
 from swarmnode.errors import UsageError
-from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.terminal.console import HOME, JSON, command, print_json, say
 from swarmnode.terminal.option import argument, of_same_names, option, path_option
 from swarmnode.terminal.progress import bytes_bar
 
@@ -39,7 +39,8 @@ class NewModelOptions:
         metavar="PATH|HUB_ID",
     )
     config: Path | None = path_option(
-        "Train from random weights: a folder with a transformers config.json and, if any, a tokenizer.",
+        "Train from random weights: a folder with a config.json of transformers and, if any, a tokenizer: those of a model's page "
+        "on the hub, or what GPT2Config(...).save_pretrained(DIR) writes.",
         metavar="DIR",
     )
     module: str = option(
@@ -58,6 +59,7 @@ class NewModelOptions:
     )
     byte_level: bool = option(False, "Use bytes as tokens, without a tokenizer.")
     units: int = option(0, "Cut a --module into about this many layers.", show_default=False)
+    adapters: dict[str, Path] = ADAPTERS
 
     def check(self) -> None:
         """Check that the options go together. Raises UsageError if they do not."""
@@ -75,6 +77,29 @@ class NewModelOptions:
             raise UsageError("--plain needs --model and --mode serve")
         if self.byte_level and (self.module or self.mode == "serve"):
             raise UsageError("--byte-level needs a language model and --mode train")
+        if self.adapters and not self.serves_checkpoint:
+            raise UsageError("--adapter needs --model and --mode serve")
+
+    @property
+    def what(self) -> str:
+        """The text that names the model: that of --model or --config, or the last part of --module."""
+        return self.model or str(self.config or "") or self.module.rpartition(":")[2].removesuffix(".pt2")
+
+    def founded(self, swarm: Swarm) -> bool:
+        """Return whether `swarm` was founded by these --config or --module: the sizes in the config are the same, or the swarm has
+        a module. False for --model, and if the swarm's weights are not here."""
+        from swarmnode.client.tokenizer import read_config
+        from swarmnode.swarm.storage.content import CONFIG_NAME, GRAPH_NAME
+
+        folder = swarm.checkpoint
+        if folder is None or self.model:
+            return False
+        if self.config is None:
+            return (folder / GRAPH_NAME).is_file()
+        given = self.config if self.config.name == CONFIG_NAME else self.config / CONFIG_NAME
+        asked, kept = read_config(given.expanduser()), read_config(folder / CONFIG_NAME)
+        sizes = {name: size for name, size in asked.items() if type(size) is int and name in kept}
+        return bool(sizes) and all(kept[name] == size for name, size in sizes.items())
 
     @property
     def serves_checkpoint(self) -> bool:
@@ -120,7 +145,6 @@ def create(
     *,
     name: str = argument(..., "Name of the swarm; its file is NAME.swarm.", metavar="NAME"),
     model: NewModelOptions,
-    adapters: dict[str, Path] = ADAPTERS,
     doors: Annotated[CreateDoorOptions, "running listen announce"],
     standing: StandingOptions,
     owner: NewOwnerOptions,
@@ -136,7 +160,7 @@ def create(
 
     Example: swarmnode create friends --model ./llama --listen /ip4/0.0.0.0/tcp/4001 --announce /ip4/203.0.113.7/tcp/4001
 
-    Example: swarmnode create school --mode train --config ./gpt2-small
+    Example: swarmnode create school --mode train --config ./gpt2-small --listen /ip4/0.0.0.0/tcp/4001
 
     Example: swarmnode create poets --model ./llama --adapter verse=./verse-lora --adapter prose=./prose-lora
 
@@ -144,8 +168,6 @@ def create(
     """
     membership, silent = standing.membership, quiet or as_json
     model.check()
-    if adapters and not model.serves_checkpoint:
-        fail("--adapter needs --model and --mode serve", 2)
     from swarmnode.founding.swarm_creation import Bootstraps, found, new_beside, new_swarm_file
 
     path = new_swarm_file(name, force=force)
@@ -163,7 +185,7 @@ def create(
                 private=membership == "private",
                 products="" if model.products == "any" else model.products,
                 by_credit=standing.priority == "credit",
-                adapters=adapters,
+                adapters=model.adapters,
                 force=force,
                 progress=progress,
             )
@@ -183,7 +205,9 @@ def _tell(swarm: Swarm, path: Path, model_source: ModelSource, mode: str) -> Non
     for remark in model_source.remarks:
         say(f"Note: {remark}")
     file = shlex.quote(str(path))
-    say(f"Wrote {path}. Next: swarmnode host --door-only {file}, then on each machine: swarmnode run INVITE")
+    say(
+        f"Wrote {path}. Next: swarmnode host --door-only {file}, then on each machine: swarmnode join, and paste the invite"
+    )
     if mode == "train":
         say(f"When they run: swarmnode train {file} --data PATH --steps N")
     elif model_source.model.task:

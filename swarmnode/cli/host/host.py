@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.host.bootstrap import DOOR, open_door
+from swarmnode.cli.host.create import NewModelOptions
 from swarmnode.cli.lend.lending import attended
-from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, listen_option, owner_of
+from swarmnode.cli.options.founding import DoorOptions, MembershipOptions, listen_option, owner_of
 from swarmnode.cli.options.gateway import PORT as GATEWAY_PORT
 from swarmnode.cli.options.gateway import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.cli.options.metrics import MetricsOptions
@@ -26,7 +27,7 @@ from swarmnode.terminal.console import EVENTS, HOME, LogOptions, Teller, command
 from swarmnode.terminal.formatting import parse_life
 from swarmnode.terminal.option import argument, of_same_names, option
 from swarmnode.terminal.process import beginning_anew
-from swarmnode.terminal.progress import bytes_bar, spinner
+from swarmnode.terminal.progress import bytes_bar
 
 if TYPE_CHECKING:
     from swarmnode.founding.swarm_creation import NewOwner
@@ -87,17 +88,18 @@ class PageOptions:
 @command
 def host(
     *,
-    model: str = argument(
+    source: str = argument(
         "",
         "A folder, GGUF file or hub id (organisation/model:Q4_K_M), or your .swarm file.",
         metavar="MODEL",
+        show_default=False,
     ),
+    new: Annotated[NewModelOptions, "mode model config module units seed byte_level adapters"],
     name: str = option("", "Name of the swarm; default: the model's."),
     membership: MembershipOptions,
     guests: GuestOptions,
     doors: HostDoorOptions,
-    adapters: dict[str, Path] = ADAPTERS,
-    node: Annotated[NodeOptions, "memory_bytes max_cache_bytes device quantize kv nat_port_map direct lan"],
+    node: Annotated[NodeOptions, "memory_bytes device quantize kv nat_port_map lan"],
     page: PageOptions,
     owner: NewOwnerOptions,
     home: Path = HOME,
@@ -114,8 +116,15 @@ def host(
 
     Example: swarmnode host ./llama
 
+    Example: swarmnode host --config ./gpt2-small --mode train --name school
+
     Example: swarmnode host --door-only friends
     """
+    if source and new.model:
+        fail(f"give the model once: {source}, or --model {new.model}", 2)
+    new = replace(new, model=source or new.model)
+    new.check()
+    model = new.what
     logs.begin()
     if doors.door_only:
         open_door(model, replace(node, home=home), name or DOOR, doors, metrics, as_json=as_json)
@@ -133,19 +142,19 @@ def host(
     announced = check_all("--announce", doors.announce, dialled=True)
     door = replace(config.host, name=DOOR, announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
-    founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json)
+    founding = Founding(model, name, membership, doors, owner, quiet=as_json, new=new)
     check_home(home)
-    with spinner("Reading", quiet=as_json) as end_spinner:
-        swarm, path = founding.known(end_spinner)
-        new_owner = None
-        if swarm is None:
-            _probe(node)  # before anything is written
-            swarm, new_owner = founding.found(path, end_spinner)
+    swarm, path = founding.known()
+    new_owner = None
+    if swarm is None:
+        _probe(node)  # before anything is written
+        swarm, new_owner = founding.found(path)
     welcome = Welcome(path, terms, tell, nat=node.nat_port_map)
     key = new_owner.key if new_owner else welcome.key_for(swarm, owner)
     name_swarm(path, home)
 
     async def serve(stop: asyncio.Event) -> None:
+        tell("opening", f"Opening the door of {swarm.name}, and starting the node …")
         from swarmnode.node.bootstrap import SwarmHost
 
         _probe(node)
@@ -186,19 +195,21 @@ class Founding:
     name: str
     membership: MembershipOptions
     doors: DoorOptions
-    adapters: Mapping[str, Path]
     owner: NewOwnerOptions
     quiet: bool
+    new: NewModelOptions
 
-    def known(self, end_spinner: Callable[[], None]) -> tuple[Swarm | None, Path]:
+    def known(self) -> tuple[Swarm | None, Path]:
         """Return the swarm of this model that an earlier call founded here, None if there is none, and its file. Ends the command
-        if the file is missing or does not fit the request, or its GGUF file is missing or cut. `end_spinner` makes room for other
-        output."""
+        if the file is missing or does not fit the request, or its GGUF file is missing or cut."""
         from swarmnode.swarm.storage.small_files import is_user_file
         from swarmnode.swarm.storage.swarmfile import SUFFIX, load_swarm, swarm_path
 
         chosen = self.membership.chosen
-        is_file = self.model.endswith(SUFFIX)
+        own = not Path(self.model).expanduser().exists() and is_user_file(
+            swarm_path(self.model)
+        )  # its name, or its path
+        is_file = self.model.endswith(SUFFIX) or own
         path = swarm_path(self.name or (self.model if is_file else _name_of(self.model)))
         if not is_user_file(path):
             if is_file:
@@ -209,36 +220,40 @@ class Founding:
         swarm = load_swarm(path)
         if swarm.manifest is None:
             fail(f"{path} is an invite to a swarm: use it with `swarmnode join` or `swarmnode run`", 2)
-        if not (is_file or _is_of(swarm, self.model)):
-            swarm = self._moved(swarm, path, end_spinner)
+        if not is_file and self.new.mode != swarm.manifest.mode:
+            fail(
+                f"{path} is a swarm that {swarm.manifest.mode}s: add --mode {swarm.manifest.mode}, or choose another --name",
+                2,
+            )
+        if not (is_file or self.new.founded(swarm) or _is_of(swarm, self.model)):
+            swarm = self._moved(swarm, path)
         assert swarm.manifest is not None
         if chosen not in ("", _kind_of(swarm)):
             fail(
                 f"{path} is {_article(_kind_of(swarm))} swarm and stays one; to found another, choose a name with --name",
                 2,
             )
-        if not self.adapters.keys() <= {*swarm.manifest.adapter_names}:
+        if not self.new.adapters.keys() <= {*swarm.manifest.adapter_names}:
             fail(f"{path} already exists; --adapter is for a new swarm: choose another name with --name", 2)
         self._check_addresses(swarm, path)
-        self._check_gguf(swarm, path, end_spinner)
+        self._check_gguf(swarm, path)
         return swarm, path
 
-    def _moved(self, swarm: Swarm, path: Path, end_spinner: Callable[[], None]) -> Swarm:
+    def _moved(self, swarm: Swarm, path: Path) -> Swarm:
         """Return the swarm with its GGUF file at the place that the user gives. Ends the command if the swarm has another model.
         Raises CheckpointError, LocalError."""
         from swarmnode.founding.swarm_creation import link_moved  # slow
 
         model = Path(self.model).expanduser()
-        with bytes_bar("Checking the weights", quiet=self.quiet, first=end_spinner) as progress:
+        with bytes_bar("Checking the weights", quiet=self.quiet) as progress:
             moved = link_moved(swarm, path, model, progress)
-        end_spinner()
         if moved is None:
             fail(f"{path} is a swarm of another model; choose another name with --name", 2)
         if not self.quiet:
             say(f"{path} has this model, and serves it from {model} now.")
         return moved
 
-    def _check_gguf(self, swarm: Swarm, path: Path, end_spinner: Callable[[], None]) -> None:
+    def _check_gguf(self, swarm: Swarm, path: Path) -> None:
         """End the command if the GGUF file of the swarm's weights is missing, cut or changed. It is read only if it is newer than
         the link to it. If the whole folder of the weights is gone, peers may hold them."""
         from swarmnode.swarm.storage.content import GGUF_SUFFIX, fault_of_content, fault_of_size
@@ -253,7 +268,7 @@ class Founding:
             link = folder / file.name
             fault = fault_of_size(file, folder)
             if fault is None and link.stat().st_mtime_ns > link.lstat().st_mtime_ns:
-                with bytes_bar("Checking the weights", quiet=self.quiet, first=end_spinner) as progress:
+                with bytes_bar("Checking the weights", quiet=self.quiet) as progress:
                     fault = fault_of_content(file, folder, progress)
             if fault is not None:
                 fail(
@@ -282,33 +297,26 @@ class Founding:
                 2,
             )
 
-    def found(self, path: Path, end_spinner: Callable[[], None]) -> tuple[Swarm, NewOwner | None]:
-        """Found the swarm; return it and its owner's key, None if it has no owner. `end_spinner` makes room for other output.
-        Raises UsageError, CheckpointError, LocalError."""
-        from swarmnode.founding.model_source import from_model
+    def found(self, path: Path) -> tuple[Swarm, NewOwner | None]:
+        """Found the swarm; return it and its owner's key, None if it has none. Raises UsageError, CheckpointError, LocalError."""
         from swarmnode.founding.swarm_creation import Bootstraps, found, new_beside
-        from swarmnode.swarm.records.manifest import SERVE
 
         membership = self.membership.membership
         bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
-        if self.owner.ask_password or not Path(self.model).expanduser().exists():
-            end_spinner()  # for a question, or the bars of a download
         owner = None if membership == "open" else owner_of(path, self.owner)
         with new_beside(path) as weights:
-            with bytes_bar("Reading the weights", quiet=self.quiet, first=end_spinner) as progress:
-                source = from_model(self.model, weights, packs=True, progress=progress)
-            with bytes_bar("Hashing the weights", quiet=self.quiet, first=end_spinner) as progress:
+            source = self.new.source(weights, force=False, quiet=self.quiet)
+            with bytes_bar("Hashing the weights", quiet=self.quiet) as progress:
                 swarm = found(
                     path,
                     source,
                     bootstraps,
                     owner,
-                    mode=SERVE,
+                    mode=self.new.mode,
                     private=membership == "private",
-                    adapters=self.adapters,
+                    adapters=self.new.adapters,
                     progress=progress,
                 )
-        end_spinner()
         if not self.quiet:
             for line in (*(f"Note: {remark}" for remark in source.remarks), *([owner.advice] if owner else [])):
                 say(line)

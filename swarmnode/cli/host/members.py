@@ -126,7 +126,7 @@ def invite(
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Print an invite to a private swarm. Anyone with the invite can join, by `swarmnode run INVITE`, even while you are offline.
+    """Print an invite to a private swarm. Anyone with the invite can join, by `swarmnode join`, even while you are offline.
 
     Example: swarmnode invite friends.swarm --note Carol --expires 30d
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from swarmnode.errors import LocalError, NetworkDown
-from swarmnode.terminal.console import HOME, JSON, command, fail, is_piped, print_json, run_async, say
+from swarmnode.terminal.console import HOME, JSON, command, fail, is_piped, make_room, print_json, run_async, say
 from swarmnode.terminal.formatting import wrapped
 from swarmnode.terminal.option import argument, option
 from swarmnode.version import __version__, update_command
@@ -88,6 +88,7 @@ def _ask_for_bandwidth(swarm: str) -> None:
 
     most = f"{BANDWIDTH_PEERS * TEST_BYTES / 1e6:.1f} MB"
     question = f"This sends up to {most} to {BANDWIDTH_PEERS} machines of {swarm} and receives as much. Go on?"
+    make_room(again=False)
     typer.confirm(question, default=True, abort=True, err=True)
 
 

@@ -15,6 +15,7 @@ from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.terminal.console import joined, run_async
 from swarmnode.terminal.option import option
 from swarmnode.terminal.process import CollectorPause
+from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
@@ -45,10 +46,14 @@ TRUST = option(
 def ask(swarm: str, home: Path, question: Callable[[SwarmClient], Any]) -> Any:
     """Join the swarm, return the result of `question`, awaited if it is awaitable, and leave. Raises UsageError, NetworkDown,
     NotAdmitted."""
-    from swarmnode.client.swarm_client import SwarmClient
 
     async def look(stop: asyncio.Event) -> Any:
-        async with await joined(SwarmClient.join(open_swarm(swarm, home), home=home), stop) as client:
+        loaded = open_swarm(swarm, home)
+        with spinner(f"Joining {loaded.name}"):
+            from swarmnode.client.swarm_client import SwarmClient
+
+            client = await joined(SwarmClient.join(loaded, home=home), stop)
+        async with client:
             answer = question(client)
             return await answer if inspect.isawaitable(answer) else answer
 
@@ -61,12 +66,13 @@ async def asking(
 ) -> AsyncIterator[SwarmClient]:
     """Join the swarm, yield a client for one question or conversation, and leave. Raises UsageError, NetworkDown, NotAdmitted;
     Interrupted if `stop` is set before the swarm is joined."""
-    from swarmnode.client.swarm_client import SwarmClient
-
     with CollectorPause():
         loaded = open_swarm(swarm, home)
-        joining = SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust, audit_share=0.0)
-        client = await joined(joining, stop)
+        with spinner(f"Joining {loaded.name}"):
+            from swarmnode.client.swarm_client import SwarmClient  # takes seconds on a slow machine
+
+            joining = SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust, audit_share=0.0)
+            client = await joined(joining, stop)
     if not needs_torch:
         leave_torch_out()
     async with client:

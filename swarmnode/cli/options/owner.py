@@ -14,12 +14,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
-
 from swarmnode.files import read_bounded
 from swarmnode.net.identity import SigningKey
 from swarmnode.swarm.storage.owner_key import SUFFIX, is_locked, load_owner_key, parse_owner_key
-from swarmnode.terminal.console import fail, is_piped
+from swarmnode.terminal.console import ask, fail, is_piped
 from swarmnode.terminal.option import option, path_option
 
 KEY_VARIABLE = "SWARMNODE_OWNER_KEY"
@@ -103,5 +101,5 @@ def known_password(password_file: Path | None) -> str:
 def _ask(question: str, *, again: bool) -> str:
     if is_piped():
         fail(f"there is no terminal to ask for the password: give --password-file or set {PASSWORD_VARIABLE}", 2)
-    password: str = typer.prompt(question, hide_input=True, confirmation_prompt=again, err=True)
+    password: str = ask(question, hide_input=True, confirmation_prompt=again)
     return password

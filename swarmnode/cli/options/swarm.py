@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,14 +14,15 @@ if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 _WAYS = "The swarm's name, .swarm file or invite; - reads it from a pipe"
-SWARM = argument("", f"{_WAYS}; default: the one used last.", metavar="[SWARM]")
+INVITE_VARIABLE = "SWARMNODE_INVITE"  # for containers and services: a command line can be read by other users
+SWARM = argument("", f"{_WAYS}; default: {INVITE_VARIABLE}, or the one used last.", metavar="[SWARM]")
 THIS_SWARM = argument(..., f"{_WAYS}.", metavar="SWARM")  # if another argument follows
 SWARM_FILE = argument(..., "Your .swarm file, or the name of a swarm that you founded.", metavar="SWARM")
 
 
 def open_swarm(text: str, home: Path) -> Swarm:
-    """Return the swarm that `text` names, and remember it as the one used last. Ends the command if `text` is empty and no swarm
-    was used before. Raises UsageError."""
+    """Return the swarm that `text` names, and remember it as the one used last. If `text` is empty, the invite in the environment
+    counts, else the swarm used last; ends the command if there is neither. Raises UsageError."""
     from swarmnode.swarm.records.invite import looks_like_invite
     from swarmnode.swarm.storage.named_swarms import JoinedSwarms
     from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
@@ -28,9 +30,9 @@ def open_swarm(text: str, home: Path) -> Swarm:
     joined = JoinedSwarms(home)
     if text == STANDARD_INPUT:
         text = read_line()
-    text = (
-        text or joined.last or fail("which swarm? Give a .swarm file, an invite or a name; you have used none yet", 2)
-    )
+    text = text or os.environ.get(INVITE_VARIABLE, "").strip() or joined.last or ""
+    if not text:
+        fail("which swarm? Give a .swarm file, an invite or a name; you have used none yet", 2)
     swarm = load_swarm(text, home)
     if not looks_like_invite(text):
         path = swarm_path(text)

@@ -12,6 +12,7 @@ from swarmnode.config import QUANTIZATIONS
 from swarmnode.counting import counted
 from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option
+from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,13 +61,16 @@ def fit(
             fail("--measure takes one model", 2)
         show_speed(models[0] if models else "", node.stage, home, as_json=as_json)
         return
-    from swarmnode.compute.device import probe_device
+    stage, rows = node.stage, list[dict[str, Any]]()
+    with spinner("Looking at this machine", quiet=as_json):
+        from swarmnode.compute.device import probe_device  # imports torch
 
-    stage = node.stage
-    probed = probe_device(stage.device)
-    rows = list[dict[str, Any]]()
+        probed = probe_device(stage.device)
     for model in models:
-        with tempfile.TemporaryDirectory(prefix="swarmnode-fit-") as folder:
+        with (
+            spinner(f"Reading the config and the headers of {model}", quiet=as_json),
+            tempfile.TemporaryDirectory(prefix="swarmnode-fit-") as folder,
+        ):
             rows += _rows(model, probed, stage.memory_bytes, rtt / 1000, Path(folder), None if train else stage.kv)
     if as_json:
         print_json(rows)

@@ -21,7 +21,7 @@ from swarmnode.terminal.console import (
     unless_stopped,
 )
 from swarmnode.terminal.option import argument, option
-from swarmnode.terminal.progress import bytes_bar
+from swarmnode.terminal.progress import bytes_bar, spinner
 
 
 @command
@@ -57,17 +57,20 @@ def export(
     unconfirmed: list[str] = []
 
     async def fetch(stop: asyncio.Event) -> int | None:
-        async with await joined(TrainingClient.join(known, home, patience_s=patience), stop) as client:
-            with bytes_bar("Fetching the trained weights", quiet=as_json) as progress:
-                exporting = client.export(
-                    target,
-                    force=force,
-                    patience_s=patience,
-                    average=average,
-                    progress=progress,
-                    on_unconfirmed=unconfirmed.extend,
-                )
-                return await unless_stopped(exporting, stop)
+        with spinner(f"Joining {known.name}", quiet=as_json) as joining:
+            client = await joined(TrainingClient.join(known, home, patience_s=patience), stop)
+            joining.now("Asking for the newest step")
+            async with client:
+                with bytes_bar("Fetching the trained weights", quiet=as_json) as progress:
+                    exporting = client.export(
+                        target,
+                        force=force,
+                        patience_s=patience,
+                        average=average,
+                        progress=progress,
+                        on_unconfirmed=unconfirmed.extend,
+                    )
+                    return await unless_stopped(exporting, stop)
 
     step = run_async(fetch)
     if step is None:

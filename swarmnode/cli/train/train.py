@@ -113,8 +113,11 @@ def train(
     is_new: list[bool] = []  # whether the swarm needed this trainer
 
     async def train_with_others(meter: TrainerMeter, stop: asyncio.Event) -> int:
+        view.beginning = f"joining {known.name}"
+        client = await joined(TrainingClient.join(known, watch.home, patience_s=patience), stop)
+        view.beginning = ""
         async with (
-            await joined(TrainingClient.join(known, watch.home, patience_s=patience), stop) as client,
+            client,
             watch.over(known.name, lambda: [*meter.readings(), *client.readings()]),
         ):
             done = await client.train(data, settings, meter, stop, rules)

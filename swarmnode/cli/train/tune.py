@@ -222,7 +222,7 @@ def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdap
     from swarmnode.terminal.tuning_text import change_lines, plan_lines
 
     watch, name, plans = place.watch, place.swarm.name, list[TuningPlan]()
-    view.beginning = "opening the adapter"
+    view.beginning = f"joining {name}"
 
     def tell(plan: TuningPlan) -> None:
         lines = change_lines(plans[-1], plan) if plans else plan_lines(plan)
@@ -232,8 +232,10 @@ def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdap
 
     async def with_others(meter: TrainerMeter, stop: asyncio.Event) -> TunedAdapter:
         join = TuningClient.join(place.swarm, watch.home, patience_s=place.patience_s, trust=place.trust)
+        client = await joined(join, stop)
+        view.beginning = "reading the data, opening the adapter"
         async with (
-            await joined(join, stop) as client,
+            client,
             watch.over(name, lambda: [*meter.readings(), *client.readings()]),
         ):
             return await client.tune(settings, meter, stop, tell, view.note)

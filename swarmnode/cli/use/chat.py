@@ -34,6 +34,7 @@ from swarmnode.terminal.console import (
 )
 from swarmnode.terminal.formatting import one_line
 from swarmnode.terminal.option import option
+from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
@@ -236,7 +237,8 @@ class Dialogue:
     async def check_model(self) -> None:
         """Say so if the model has no chat template. Raises UsageError if it cannot chat at all, NoRoute if no peer provides its
         tokenizer."""
-        tokenizer = await self._client.chat_tokenizer()
+        with spinner("Loading the tokenizer", quiet=self._as_json):
+            tokenizer = await self._client.chat_tokenizer()
         if not tokenizer.has_chat_template:
             say(NO_TEMPLATE, err=True)
 
@@ -256,9 +258,10 @@ class Dialogue:
 
     async def write(self, message: str) -> None:
         """Print the answer to `message` as it comes, or as JSON at its end. Raises what `SwarmClient.stream_chat` raises."""
-        async for piece in await self._conversation.ask(message):
-            if not self._as_json:
-                say(piece.text or "", nl=False)
+        with spinner("Waiting for the first word", quiet=self._as_json):
+            async for piece in await self._conversation.ask(message):
+                if not self._as_json:
+                    say(piece.text or "", nl=False)
         if self._as_json:
             print_json(generation_json(self._conversation.result))
         else:

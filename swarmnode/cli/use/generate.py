@@ -30,6 +30,7 @@ from swarmnode.terminal.console import (
     unless_stopped,
 )
 from swarmnode.terminal.option import argument, option
+from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
@@ -108,9 +109,10 @@ async def _produce(client: SwarmClient, prompt: str | list[int], options: Any, *
     stream_of_text = await client.stream(prompt, options)
     result, smooth = stream_of_text.result, False
     try:
-        async for piece in stream_of_text:
-            if stream:
-                say(piece.text if piece.text is not None else f"{piece.id} ", nl=False)
+        with spinner("Waiting for the first word", quiet=not stream):
+            async for piece in stream_of_text:
+                if stream:
+                    say(piece.text if piece.text is not None else f"{piece.id} ", nl=False)
         smooth = not result.reroutes
     finally:
         level = logging.INFO if smooth or not result.route else logging.WARNING

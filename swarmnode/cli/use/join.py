@@ -9,8 +9,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from swarmnode.counting import counted
 from swarmnode.terminal.console import (
     HOME,
@@ -24,6 +22,7 @@ from swarmnode.terminal.console import (
     read_line,
     say,
 )
+from swarmnode.terminal.console import ask as ask_for
 from swarmnode.terminal.option import argument, option
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def join(
 
     Then `swarmnode run NAME`, `generate NAME` and `status NAME` work everywhere.
 
-    Example: swarmnode join swarm2…
+    Example: swarmnode join
     """
     from swarmnode.swarm.records.invite import decode_invite
     from swarmnode.swarm.storage.named_swarms import JoinedSwarms
@@ -162,7 +161,7 @@ def _line(*, ask: bool) -> str:
     """Return the next line, from the prompt or standard input. The command itself is skipped, since `host` prints it before the
     invite and both may be pasted."""
     while True:
-        line = str(typer.prompt("Invite", err=True)) if ask else read_line()
+        line = ask_for("Invite") if ask else read_line()
         if line.split() != ["swarmnode", "join"]:
             return line
 

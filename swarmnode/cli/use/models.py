@@ -45,6 +45,8 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
     if not known:
         say("No swarm has a name here yet. To join one: swarmnode join; to start one: swarmnode host MODEL")
         return
+    from swarmnode.codec.sampling import USUAL
+    from swarmnode.swarm.records.manifest import GENERATE
     from swarmnode.terminal.formatting import new_table, show
 
     table = new_table("", ("swarm", "model", "what it does", "layers", "GB", "who"), numbers=("layers", "GB"))
@@ -57,6 +59,9 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
             one.name, one.model, one.does, str(one.units or ""), size, ", ".join(filter(None, (one.members, used)))
         )
     show(table)
+    if any(one.task == GENERATE for one in known):
+        usual = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in USUAL.items())
+        say(f"A model that brings no sampling settings gets {usual} over HTTP, unless the request says otherwise.")
 
 
 def _known(home: Path) -> Iterator[KnownModel]:

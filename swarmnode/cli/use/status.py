@@ -32,6 +32,7 @@ from swarmnode.terminal.console import (
 )
 from swarmnode.terminal.formatting import one_line
 from swarmnode.terminal.option import option, path_option
+from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -143,7 +144,10 @@ def status(
     from swarmnode.credit.priorities import summary, worker_credits
 
     async def look(stop: asyncio.Event) -> None:
-        async with await joined(SwarmClient.join(open_swarm(swarm, home), home=home), stop) as client:
+        loaded = open_swarm(swarm, home)
+        with spinner(f"Asking {loaded.name}", quiet=as_json):
+            client = await joined(SwarmClient.join(loaded, home=home), stop)
+        async with client:
             await _read_limits(client)
 
             def status_of() -> dict[str, Any]:

@@ -81,7 +81,9 @@ class EncoderRequest(BaseModel):
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="Cut texts to this many tokens; -1: to the model's limit."
     )
-    truncate: bool | Literal["NONE", "END"] = Field(False, description="Cut texts at the model's limit.")
+    truncate: bool | Literal["NONE", "END"] = Field(
+        False, description="Cut texts at the model's limit; false: refuse longer ones."
+    )
 
     @property
     def most_tokens(self) -> int | None:
@@ -99,6 +101,9 @@ class EncoderRequest(BaseModel):
 class EmbeddingRequest(EncoderRequest):
     """Body of POST /v1/embeddings."""
 
+    truncate: bool | Literal["NONE", "END"] = Field(
+        True, description="Cut texts at the model's limit, as sentence-transformers does; false: refuse longer ones."
+    )
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1)
 

@@ -113,7 +113,8 @@ class ModelCard(BaseModel):
     """Model of this gateway: a swarm, or one of its adapters. `max_model_len` is the number of positions, as in vLLM. `task` is
     what the model is for: generate, embed, classify, infer (any other module), or train (the swarm only trains it). `parent` is the
     model that an adapter changes, as in vLLM. `system_prompt` and `tool_prompt` tell where system texts and tools go: into the chat
-    template's own place, or elsewhere if it has none. They are null if there is no chat template or it is not loaded yet."""
+    template's own place, or elsewhere if it has none. They are null if there is no chat template or it is not loaded yet.
+    `sampling` has the values that a request gets if it leaves them out; null if they are not known yet, or it writes no text."""
 
     id: str
     object: str = "model"
@@ -124,6 +125,7 @@ class ModelCard(BaseModel):
     parent: str | None = None
     system_prompt: str | None = None
     tool_prompt: str | None = None
+    sampling: dict[str, float] | None = None
 
 
 class ModelList(BaseModel):

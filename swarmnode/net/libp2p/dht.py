@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -273,13 +273,19 @@ class EngineDht(Dht):
     keepers stay."""
 
     def __init__(
-        self, valid: RecordValidator | None, groups: AddressGroups, *, client_mode: bool, timeout_s: float
+        self,
+        valid: RecordValidator | None,
+        groups: AddressGroups,
+        *,
+        client_mode: bool,
+        timeout_s: float,
+        unix: Callable[[], float] = time.time,
     ) -> None:
         self._valid = valid
         self._groups = groups
         self._client_mode = client_mode
         self._timeout_s = timeout_s
-        self._store = RecordStore()
+        self._store = RecordStore(unix)
         self._keepers = Keepers()
         self._population = Population()
         self._peer: PeerId = ""

@@ -116,7 +116,11 @@ class Engine(Network):
         self.restarts = 0
         self._groups = AddressGroups(lambda: self._running().connected())
         self._dht = EngineDht(
-            config.record_validator, self._groups, client_mode=config.client_mode, timeout_s=config.dht_timeout_s
+            config.record_validator,
+            self._groups,
+            client_mode=config.client_mode,
+            timeout_s=config.dht_timeout_s,
+            unix=config.unix,
         )
         self._folder = SocketFolder()
         self._inbox = Inbox(self._folder.path / "in.sock", self._incoming)

@@ -154,6 +154,9 @@ class Directory:
         self._peer_table = PeerTable()
         self._own: Announcement | None = None
         self._started_at = now()
+        self.clock_offsets: dict[
+            PeerId, float
+        ] = {}  # by peer: lead of its new announcements over `now`, in seconds; the largest
         self._sequence = 0
         self._expires_at = 0.0
         self._sampling = ShardSampling(network.peer_id)
@@ -340,7 +343,9 @@ class Directory:
                 logger.debug("ignored a record: %s", error)
                 continue
             if announcement.peer != self.network.peer_id:
-                self._peer_table.observe(announcement)
+                if self._peer_table.observe(announcement):
+                    ahead_s, known_s = announcement.issued_at - self._now(), self.clock_offsets.get(announcement.peer)
+                    self.clock_offsets[announcement.peer] = ahead_s if known_s is None else max(known_s, ahead_s)
             elif announcement.sequence > self._sequence:  # from an earlier run whose clock was ahead
                 self._sequence, self._expires_at = announcement.sequence, announcement.expires_at
                 self._speak.set()

@@ -102,15 +102,16 @@ class PeerTable:
         """Return the newest announcement of a peer, live or not; None if it has none."""
         return self._newest.get(peer)
 
-    def observe(self, announcement: Announcement) -> None:
-        """Take in an announcement. One that is not newer than the known one (a replay) is ignored."""
+    def observe(self, announcement: Announcement) -> bool:
+        """Take in an announcement, and return whether it was taken. One that is not newer than the known one (a replay) is
+        ignored."""
         known = self._newest.get(announcement.peer)
-        if known is None and len(self._newest) >= MAX_PEERS:
-            return
-        if known is None or announcement.sequence > known.sequence:
-            self._newest[announcement.peer] = announcement
-            if announcement.life is State.PAUSED:
-                self._suspicions.pop(announcement.peer, None)
+        if len(self._newest) >= MAX_PEERS if known is None else announcement.sequence <= known.sequence:
+            return False
+        self._newest[announcement.peer] = announcement
+        if announcement.life is State.PAUSED:
+            self._suspicions.pop(announcement.peer, None)
+        return True
 
     def forget(self, peer: PeerId) -> None:
         """Drop the announcement of `peer` from the table."""

@@ -109,6 +109,9 @@ sign_list, open_list = _LISTS.sign, _LISTS.open
 
 MAX_MEMBERS = 16_384
 RACE_S = 60.0
+EXPIRED = "its membership has expired"
+TOO_EARLY = "its admission lies in the future; is a clock wrong?"
+CLOCKED = (EXPIRED, TOO_EARLY)  # objections that a wrong clock makes, too
 MAX_INVITES = 256
 MAX_PEERS_OF_A_HOME = 8  # a node and seven programs at once that ask
 
@@ -224,7 +227,8 @@ class Membership:
     def admit(self, peer: PeerId, proof: bytes, now: float) -> None:
         """Admit a peer with an authenticated id by its certificate, which only a private swarm needs.
 
-        Raises ProtocolError: REFUSED if the peer is not a member now, BUSY if too many members are known.
+        Raises ProtocolError: REFUSED if the peer is not a member, BUSY if it is none by the present time alone, or if too many
+        members are known.
         """
         self._admit(peer, proof, now, shown=True)
 
@@ -259,7 +263,8 @@ class Membership:
     def _check(self, peer: PeerId, member: Member | None, now: float, *, shown: bool = False) -> None:
         reason = self._objection(peer, member, now, shown=shown)
         if reason is not None:
-            raise ProtocolError(f"{peer}: {reason}", code=ErrorCode.REFUSED, peer=peer)
+            code = ErrorCode.BUSY if reason in CLOCKED else ErrorCode.REFUSED  # this peer's clock may be the wrong one
+            raise ProtocolError(f"{peer}: {reason}", code=code, peer=peer)
 
     def _objection(self, peer: PeerId, member: Member | None, now: float, *, shown: bool = False) -> str | None:
         """Return why this peer is not admitted now; None if it is."""
@@ -272,9 +277,9 @@ class Membership:
     def _objection_to_use(self, member: Member, now: float, *, shown: bool = False) -> str | None:
         """Return why the certificate is not valid now; None if it is. A free place of a limited invite is taken."""
         if member.expired(now):
-            return "its membership has expired"
+            return EXPIRED
         if member.admitted_at > now + MAX_SKEW_S:
-            return "its admission lies in the future; is a clock wrong?"
+            return TOO_EARLY
         return self.uses.objection(member, now, shown=shown)
 
     def stands(self, peer: PeerId, now: float) -> bool:

@@ -12,6 +12,7 @@ earlier ones left. They come from the models' own tokenizer.json files; llama.cp
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,6 +197,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
+stages = logging.getLogger("swarmnode.stages")
+
 PREFIX = "tokenizer."
 TOKENS = "tokenizer.ggml.tokens"
 SPACE = "▁"
@@ -365,6 +368,7 @@ class GgufTokenizer:
         from tokenizers import decoders, pre_tokenizers
         from transformers import AutoTokenizer
 
+        stages.info("Converting a vocabulary of %s tokens", f"{len(self.tokens):,}")  # takes a minute on a slow machine
         auto: Any = AutoTokenizer
         own = auto.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
         pipeline = own.backend_tokenizer
