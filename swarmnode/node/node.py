@@ -361,6 +361,8 @@ class Node:
         self._tell(
             "machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores; {hardware.holds}", **machine
         )
+        if hardware.advice:
+            self._tell("advice", hardware.advice, advice=hardware.advice)
         workplace = Workplace(host, hardware, self._executors, adapters)
         loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place
