@@ -6,6 +6,8 @@ import datetime
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from swarmnode.config import Size
+
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 
 
@@ -37,10 +39,10 @@ class Rules:
     days: frozenset[int] = frozenset()  # 0 is Monday
     on_mains: bool = False
     max_memory_pressure: float | None = None  # largest share of the time that some program waits for memory
-    monthly_bytes: int | None = None  # sent and received, in a month
+    monthly_bytes: Size = Size()  # sent and received, in a month
     month_day: int = 1  # first day of the month that counts
     unmetered: bool = False  # not on metered connections
-    max_others_gpu_bytes: int | None = None  # largest memory of a card for other programs
+    max_others_gpu_bytes: Size = Size()  # largest memory of a card for other programs
     max_others_gpu_load: float | None = None  # largest share of a card's time for other programs
 
     @property

@@ -106,7 +106,7 @@ class Node:
         """Prepare a node; nothing runs yet.
 
         Args:
-            swarm: A swarm, a .swarm file, an invite, or a name that `swarmnode join` has stored.
+            swarm: A swarm, a .swarm file, an invite, or the name of a joined, founded or public swarm.
             config: What the node lends; the default is most of the machine.
             tell: Called with (event, text for people, details by name).
             platform: Network, executor and clocks.

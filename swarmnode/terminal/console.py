@@ -21,7 +21,7 @@ from typing import IO, Annotated, Any, NoReturn, TypeVar
 import typer
 
 from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
-from swarmnode.files import default_home
+from swarmnode.files import home_folder
 from swarmnode.net.tasks import cancel_the_rest, until_first
 from swarmnode.terminal.formatting import json_line, printable
 from swarmnode.terminal.option import option, taking_settings
@@ -81,11 +81,6 @@ class Interrupted(Exception):
     """Raised after the second Ctrl-C, which asks to leave at once."""
 
 
-def home_folder(home: Path | None = None, _flag: str = "") -> Path:
-    """Return the folder for state: the given one, or the default."""
-    return default_home() if home is None else home.expanduser().absolute()
-
-
 def home_option() -> Any:
     """Define the option --home. Its value is an absolute path, by default the platform's place for user data."""
     return option(
@@ -93,7 +88,7 @@ def home_option() -> Any:
         "Folder of this machine's identity, caches and known peers.",
         "--home",
         typed=Path,
-        parse=home_folder,
+        parse=lambda home, _flag: home_folder(home),
         factory=home_folder,
         envvar="SWARMNODE_HOME",
     )
