@@ -222,7 +222,7 @@ class SyncSwarm:
             adapter: To generate, the name of the swarm's LoRA adapter or a folder of yours; "" is the model alone. To train, peft's
                 config or fields of a recipe such as {"method": "lora", "rank": 16}.
             is_trainable: Train the adapter in the folder `adapter` further; without an adapter, only parameters of yours train.
-            **sizes: Of a model that trains: `rows` (16) and `positions` (1024), the most rows of a batch and tokens of a row, and
+            **sizes: Of a model that trains: `rows` (8) and `positions` (512), the most rows of a batch and tokens of a row, and
                 `window` (4), the most forward passes that wait for their backward pass.
 
         Raises:
