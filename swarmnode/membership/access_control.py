@@ -194,7 +194,10 @@ class AccessControl(Gate):
         role = self.membership.own_role()
         if role < needs:
             wanted = needs.name.lower()
-            raise NotAdmitted(f"your invite to {name} is for a {role.name.lower()}, and this needs one for a {wanted}")
+            raise NotAdmitted(
+                f"your invite to {name} is for a {role.name.lower()}, and this needs one for a {wanted}: ask its owner for it "
+                f"(swarmnode invite SWARM --role {wanted})"
+            )
 
     def _spread(self, source: GuardedLink | None = None) -> None:
         """Apply a newer revocation list, and send it to all links but `source`."""

@@ -14,6 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.terminal.console import print_json, ranges, say
 from swarmnode.terminal.formatting import format_duration
+from swarmnode.version import missing_package
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -307,7 +308,7 @@ def _tensorboard_sink(stack: contextlib.ExitStack[bool | None], folder: Path) ->
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UsageError("--tensorboard needs another package: pip install tensorboard, or use --log") from None
+        raise UsageError(f"{missing_package('tensorboard')}; or use --log instead of --tensorboard") from None
     try:
         writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
     except OSError as error:
