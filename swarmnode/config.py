@@ -1,9 +1,15 @@
-"""Settings: one frozen dataclass per component, each with defaults that suit a home machine. Times in seconds, sizes in bytes."""
+"""Settings: one frozen dataclass per component, each with defaults that suit a home machine. Times in seconds, sizes in bytes.
+
+Sizes and rates may be given as users write them ("6GB", "8Mbit"). A text with two possible meanings is refused, and the error shows
+how to write it.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar, overload
 
 from swarmnode.errors import UsageError
 
@@ -27,6 +33,87 @@ SCHEDULES_BY_NAME = (
 DEVICES = re.compile(r"auto|all|cpu|mps|cuda|(cuda|cpu):\d{1,3}(,\1:\d{1,3})*")
 
 LEAST_SHARE = 0.01
+
+_PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_PREFIXES = {f"{prefix}i": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+MAX_BYTES = 10**18
+LEAST_BPS, MAX_BPS = 9600, 10**15  # at lower rates, even the links' heartbeats come too late
+_NUMBER = r"(\d+(?:\.\d+)?)\s*"
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Return the bytes of a size like 6GB or 512MiB. Raises UsageError if `text` is no size, has no unit, is 0 or is too large."""
+    lowered = text.strip().lower()
+    match = re.fullmatch(_NUMBER + r"([kmgt]i?)?b?", lowered)
+    if match is None:
+        raise UsageError(f"{option} {text}: this is not a size; write it as 6GB or 512MiB")
+    if lowered[-1].isdigit():
+        raise UsageError(f"{option} {text}: the unit is missing; write {text.strip()}GB or {text.strip()}MiB")
+    exact_bytes = float(match[1]) * (_PREFIXES | _BINARY_PREFIXES)[match[2] or ""]
+    if exact_bytes > MAX_BYTES:
+        raise UsageError(f"{option} {text}: no machine has that much; write it as 6GB or 512MiB")
+    size_bytes = int(exact_bytes)
+    if not size_bytes:
+        raise UsageError(f"{option} {text}: this is nothing; leave the option out, or give a size like 6GB")
+    return size_bytes
+
+
+def parse_rate(text: str, option: str) -> float:
+    """Return the bits per second of a rate like 8Mbit or 500kbit/s. Raises UsageError if `text` is no rate, has no unit or is out
+    of range."""
+    lowered = text.strip().lower()
+    match = re.fullmatch(_NUMBER + r"(?:([kmg]?)(?:bits?(?:/s)?|bps)|([kmg]))", lowered)
+    if match is None and re.fullmatch(_NUMBER, lowered):
+        raise UsageError(f"{option} {text}: the unit is missing; write {text.strip()}Mbit (per second)")
+    if match is None or not float(match[1]):
+        raise UsageError(f"{option} {text}: this is not a rate; write it as 8Mbit or 500kbit (bits per second)")
+    rate_bps = float(match[1]) * _PREFIXES[match[2] or match[3] or ""]
+    if not LEAST_BPS <= rate_bps <= MAX_BPS:
+        raise UsageError(
+            f"{option} {text}: give a rate from {LEAST_BPS / 1e3:g}kbit, which keeps links alive, to {MAX_BPS / 1e12:g}Tbit"
+        )
+    return rate_bps
+
+
+N = TypeVar("N", int, float)
+
+
+class _Quantity(Generic[N]):
+    """Field of a frozen dataclass that takes a number, None, or a text as users write it; it holds the number, and is None without
+    a value."""
+
+    def __init__(self, parse: Callable[[str, str], N]) -> None:
+        self._parse: Callable[[str, str], N] = parse
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> None: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> N | None: ...
+    def __get__(self, instance: Any, owner: type) -> N | None:
+        """Return the value; None, which is the default, for the class."""
+        value: N | None = None if instance is None else instance.__dict__[self._name]
+        return value
+
+    def __set__(self, instance: object, value: N | str | None) -> None:
+        """Set the value once, for `__init__`. Raises UsageError if a text is no such quantity."""
+        vars(instance)[self._name] = self._parse(value, self._name) if isinstance(value, str) else value
+
+
+class Size(_Quantity[int]):
+    """Field of bytes that also takes a text like "6GB" or "512MiB"."""
+
+    def __init__(self) -> None:
+        super().__init__(parse_bytes)
+
+
+class Rate(_Quantity[float]):
+    """Field of bits per second that also takes a text like "8Mbit"."""
+
+    def __init__(self) -> None:
+        super().__init__(parse_rate)
 
 
 @dataclass(frozen=True)
@@ -75,7 +162,7 @@ class StageConfig:
     quantize: str = "none"
     products: str = "auto"  # of packed weights; auto: exact if the dtype is float32 by choice, else fast
     kv: str = "plain"  # form of the KV cache; int8: per head and position
-    memory_bytes: int | None = None  # of each card; of the machine if CPUs compute
+    memory_bytes: Size = Size()  # of each card; of the machine if CPUs compute
     threads: int | None = None
     cache_tokens: int = 4096  # positions (rows x length) that must fit beside the weights
     max_cache_tokens: int = 262_144

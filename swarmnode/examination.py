@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from swarmnode.codec.body import VERSION
 from swarmnode.compute.capacity.memory import usable_bytes
 from swarmnode.compute.device import probe_device, usable_cores
-from swarmnode.compute.model.packing.ggml import PACKAGE, library
 from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
 from swarmnode.counting import counted, format_bytes
 from swarmnode.errors import LocalError
 from swarmnode.files import existing, may_write
-from swarmnode.measuring.hardware import MEMORY_SHARE
+from swarmnode.measuring.hardware import MEMORY_SHARE, has_packed_products, missing_products
 from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.reachability import answers, own_interfaces, seen_at
@@ -111,9 +110,9 @@ def judge_weights(manifest: Manifest) -> list[Finding]:
     room_bytes = int(device.free_bytes * MEMORY_SHARE)
     held = min(units, usable_bytes(room_bytes) * units // max(1, weights_bytes))
     seen = f"{format_bytes(room_bytes)} hold about {held} of {units} layers, packed"
-    if device.kind == "cpu" and library() is None:
+    if device.kind == "cpu" and not has_packed_products(device):
         seen = f"{format_bytes(weights_bytes)} are packed, and dequantised here, which takes several times the memory"
-        return [Finding("weights", "doubtful", seen, f"pip install {PACKAGE}")]
+        return [Finding("weights", "doubtful", seen, missing_products(device))]
     return [_enough("weights", held > 0, seen, "free memory, or lend a machine with more")]
 
 

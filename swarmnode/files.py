@@ -147,9 +147,10 @@ def make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def default_home() -> Path:
-    """Return the folder for identities, caches and known peers: $SWARMNODE_HOME, or the platform's place for user data."""
+def home_folder(home: str | Path | None = None) -> Path:
+    """Return the folder for identities, caches and known peers, as an absolute path: `home`, else $SWARMNODE_HOME, else the
+    platform's place for user data."""
     import platformdirs
 
-    named = os.environ.get("SWARMNODE_HOME")
+    named = home or os.environ.get("SWARMNODE_HOME")
     return Path(named).expanduser().absolute() if named else Path(platformdirs.user_data_dir("swarmnode"))

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, TypedDict
 
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.data.rules import DataSummary
-from swarmnode.errors import UsageError
-from swarmnode.files import default_home
+from swarmnode.errors import SwarmnodeError, UsageError
+from swarmnode.files import home_folder
 from swarmnode.membership.owner import InviteTerms, friends_invite
 from swarmnode.net.identity import SigningKey, hosting_alone
 from swarmnode.node.bootstrap import SwarmHost
@@ -29,6 +29,7 @@ from swarmnode.peer.host_config import HostConfig
 from swarmnode.swarm.records.manifest import SERVE, TRAIN
 from swarmnode.swarm.records.run import RECIPE, Averaging, Compression, Recipe, Run
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
 from swarmnode.swarm.storage.owner_key import is_locked, load_owner_key
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
@@ -51,8 +52,11 @@ def create(
     adapters: Mapping[str, Path] = MappingProxyType({}),
     plain: bool = False,
     overwrite: bool = False,
+    home: str | Path | None = None,
 ) -> Swarm:
     """Found a swarm for a model and write NAME.swarm. It has no peers yet: `host` or `swarmnode host --door-only` opens its door.
+
+    From now on `connect`, `Node`, `train` and the commands know the swarm by its name in any folder.
 
     Args:
         model: Folder in the format of transformers, GGUF file, or hub id.
@@ -65,6 +69,7 @@ def create(
         adapters: Folders with LoRA adapters, by the adapters' names.
         plain: Whether the weights of a GGUF file are written dequantised, for older machines.
         overwrite: Whether an existing NAME.swarm may be replaced.
+        home: Folder that keeps the names of swarms; by default $SWARMNODE_HOME, else the platform's place for user data.
 
     Returns:
         The swarm; its `file` is the path of NAME.swarm, and its `invite` the line for other machines.
@@ -90,7 +95,16 @@ def create(
         else:
             source = from_checkpoint(str(model), weights, force=overwrite)
         private = membership == "private"
-        return found(path, source, bootstraps, owner, mode=mode, private=private, adapters=adapters, force=overwrite)
+        swarm = found(path, source, bootstraps, owner, mode=mode, private=private, adapters=adapters, force=overwrite)
+    _name(path, home_folder(home))
+    return swarm
+
+
+def _name(file: Path, home: Path) -> None:
+    """Let Python and commands in any folder know a founder's swarm by the name of its file; does nothing if the name cannot be
+    kept."""
+    with contextlib.suppress(OSError, SwarmnodeError):  # then other folders need the path
+        JoinedSwarms(home).remember_file(file)
 
 
 class HostedSwarm:
@@ -190,7 +204,7 @@ def host(swarm: Swarm | str | Path, config: NodeConfig | None = None, *, passwor
     """Open the door of a swarm that was founded here, and lend this machine to it.
 
     Args:
-        swarm: The result of `create`, or the .swarm file.
+        swarm: The result of `create`, the .swarm file, or the name of a swarm that was founded on this machine.
         config: What the node lends; the default is most of the machine.
         password: Password of a locked owner's key, to make invites.
 
@@ -205,6 +219,7 @@ def host(swarm: Swarm | str | Path, config: NodeConfig | None = None, *, passwor
     known = swarm if isinstance(swarm, Swarm) else load_swarm(swarm, config.host.home)
     if known.file is None:
         raise UsageError("only the .swarm file of the founder can be hosted; with an invite, use Node")
+    _name(known.file, config.host.home)
     return HostedSwarm(known, config, password)
 
 
@@ -254,10 +269,10 @@ def train(
     Leaving the loop stops this trainer; the swarm keeps the finished steps, and the same call continues.
 
     Args:
-        swarm: A swarm that trains, its .swarm file, an invite, or a stored name.
+        swarm: A swarm that trains, its .swarm file, an invite, or the name of a joined, founded or public swarm.
         data: Text file, folder or .jsonl; for a module an .npz file of its inputs.
         steps: Updates of the whole run.
-        home: Folder of this machine's identity; by default the platform's place for user data.
+        home: Folder of this machine's identity; by default $SWARMNODE_HOME, else the platform's place for user data.
         patience_s: Seconds to wait for the swarm's answer.
         **settings: Fields of the run, such as `batch`, `sequence`, `learning_rate` and `seed`.
 
@@ -276,7 +291,7 @@ def train(
     run = Run(data=NO_DATA, steps=steps, **fields)  # type: ignore[arg-type]  # checked by RunKeywords
     path = Path(data)
     check_early(path, run)
-    folder = default_home() if home is None else Path(home)
+    folder = home_folder(home)
     known = swarm if isinstance(swarm, Swarm) else load_swarm(swarm, folder)
     return _Training(known, folder, path, run, patience_s).events()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,17 +14,28 @@ OPTIONAL = {
     "mcp": "mcp>=2,<3",
     "xllamacpp": "xllamacpp>=2026.10,<2027",
     "triton": "triton>=3",
-}  # as the extras in pyproject.toml
+    "pyarrow": "pyarrow>=18",
+    "zstandard": "zstandard>=0.22",
+    "tensorboard": "tensorboard>=2.18",
+}  # requirements as in pyproject.toml; xllamacpp is a dependency wherever it has a wheel
 IN_DOCKER = Path("/.dockerenv")
+REBUILD = "# build the image again, in a newer checkout (docs/operator.md)"
 UV_TOOL, PIPX = "uv-receipt.toml", "pipx_metadata.json"  # files that the tools leave in an environment of theirs
 
 
 def missing_package(name: str) -> str:
-    """Return the sentence that the package `name` of OPTIONAL is missing, with the command that installs it for this
-    interpreter."""
+    """Return the sentence that the package `name` of OPTIONAL is missing, with the command that adds it."""
+    return f"the Python package {name} is missing: {install_command(name)}"
+
+
+def install_command(name: str) -> str:
+    """Return the shell command that adds the package `name` of OPTIONAL to this installation: that of the tool that made it (pipx,
+    uv or pip), or a comment for an image of Docker, which is built again."""
     if _is_made_by(PIPX):
-        return f"the Python package {name} is missing: {shlex.join(['pipx', 'inject', DISTRIBUTION, OPTIONAL[name]])}"
-    return f"the Python package {name} is missing: {_pip('install', OPTIONAL[name])}"
+        return shlex.join(["pipx", "inject", Path(sys.prefix).name, OPTIONAL[name]])
+    if _is_image():
+        return REBUILD
+    return _pip("install", OPTIONAL[name])
 
 
 def update_command() -> str:
@@ -37,8 +49,8 @@ def update_command() -> str:
         steps.append(f"uv tool upgrade {DISTRIBUTION}")
     elif _is_made_by(PIPX):
         steps.append(f"pipx upgrade {DISTRIBUTION}")
-    elif IN_DOCKER.exists() and not _has_pip():
-        return "# build the image again, in a newer checkout (docs/operator.md)"
+    elif _is_image():
+        return REBUILD
     else:
         steps.append(_pip("install", "--upgrade", source or DISTRIBUTION))
     return " && ".join(steps)
@@ -70,6 +82,11 @@ def _source() -> tuple[str, bool]:
 
 def _is_made_by(tool: str) -> bool:
     return (Path(sys.prefix) / tool).is_file()
+
+
+def _is_image() -> bool:
+    """Return whether this is an image of Docker without a tool that installs packages, as ours."""
+    return IN_DOCKER.exists() and not _has_pip() and shutil.which("uv") is None
 
 
 def _pip(*arguments: str) -> str:

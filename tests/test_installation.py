@@ -6,12 +6,14 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from swarmnode import version
 from swarmnode.cli.options.files import read_toml
@@ -40,8 +42,35 @@ def test_no_text_advises_to_install_another_project() -> None:
 def test_the_project_file_has_the_same_names() -> None:
     project = read_toml(None, ROOT / "pyproject.toml", what="TOML")["project"]
     assert project["name"] == version.DISTRIBUTION and project["scripts"].keys() == {"swarmnode"}
-    for name, requirement in version.OPTIONAL.items():
-        assert project["optional-dependencies"][name] == [requirement]
+    asked = {each.partition(";")[0] for each in project["dependencies"]}
+    asked |= {each for extra in project["optional-dependencies"].values() for each in extra}
+    assert asked >= {*version.OPTIONAL.values()}
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "has"),
+    [
+        *((system, "x86_64", True) for system in ("linux", "darwin")),
+        *(("linux", machine, machine == "aarch64") for machine in ("aarch64", "armv7l", "riscv64", "ppc64le", "x86")),
+        *(
+            ("darwin", "arm64", True),
+            ("win32", "AMD64", True),
+            ("win32", "ARM64", False),
+            ("freebsd14", "amd64", False),
+        ),
+        ("linux", "", False),
+    ],
+)
+def test_ggml_is_installed_where_it_has_a_wheel(system: str, machine: str, has: bool) -> None:
+    """Wheels of xllamacpp 2026.10: cp310-abi3 for manylinux2014 and macOS 13 on two processors each, and for Windows on one."""
+    project = read_toml(None, ROOT / "pyproject.toml", what="TOML")["project"]
+    markers = [
+        requirement.marker
+        for requirement in map(Requirement, project["dependencies"])
+        if requirement.name == "xllamacpp"
+    ]
+    here = {"sys_platform": system, "platform_machine": machine}
+    assert sum(marker is not None and marker.evaluate(here) for marker in markers) == has
 
 
 def test_a_missing_package_is_named_with_the_interpreter_that_lacks_it(
@@ -51,12 +80,20 @@ def test_a_missing_package_is_named_with_the_interpreter_that_lacks_it(
     command = version.missing_package("xllamacpp").partition(": ")[2]
     assert shlex.split(command) == ["/home/me/my tools/python", "-m", "pip", "install", version.OPTIONAL["xllamacpp"]]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(version, "IN_DOCKER", tmp_path / "no")
     command = version.missing_package("mcp").partition(": ")[2]
     assert shlex.split(command)[:5] == ["uv", "pip", "install", "--python", sys.executable]
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    (tmp_path / version.PIPX).touch()
+    monkeypatch.setattr(version, "IN_DOCKER", tmp_path)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/uv")
+    assert version.install_command("mcp").startswith("uv pip install")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert version.install_command("mcp").startswith("# build the image again")
+    environment = tmp_path / "swarmnode-p2p-next"  # of `pipx install --suffix -next`
+    environment.mkdir()
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    (environment / version.PIPX).touch()
     command = version.missing_package("mcp").partition(": ")[2]
-    assert shlex.split(command) == ["pipx", "inject", version.DISTRIBUTION, version.OPTIONAL["mcp"]]
+    assert shlex.split(command) == ["pipx", "inject", "swarmnode-p2p-next", version.OPTIONAL["mcp"]]
 
 
 @pytest.mark.parametrize(

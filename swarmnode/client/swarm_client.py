@@ -30,7 +30,7 @@ from swarmnode.config import ClientConfig
 from swarmnode.credit.priorities import Claims
 from swarmnode.credit.receipts import ReceiptIssuer
 from swarmnode.errors import NoRoute, UsageError
-from swarmnode.files import default_home
+from swarmnode.files import home_folder
 from swarmnode.measuring.meters import ClientMeter, cause_of
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
@@ -124,7 +124,7 @@ class SwarmClient(SwarmObserver):
 
         Args:
             swarm: The swarm to join.
-            home: Folder for the client's state; by default the platform's place for user data.
+            home: Folder for the client's state; by default $SWARMNODE_HOME, else the platform's place for user data.
             patience_s: How long to wait for the swarm, in seconds; also how long a later request waits for a route.
             trust: Peers that may compute.
             audit_share: Share of the answers' cost to spend on recomputing some of them at other peers; 0 turns this off.
@@ -138,7 +138,7 @@ class SwarmClient(SwarmObserver):
             NetworkDown: No peer answers within `patience_s`.
             NotAdmitted: The peers that answer refuse this client.
         """
-        home = default_home() if home is None else home
+        home = home_folder(home)
         started_s = platform.clock.monotonic()
         async with joining(swarm, home, patience_s=patience_s, platform=platform) as host:
             await host.manifest(patience_s=patience_s - (platform.clock.monotonic() - started_s))
@@ -643,7 +643,7 @@ def _import_causal_lm() -> tuple[Any, Any]:
 
 
 async def aconnect(
-    swarm: str | Path,
+    swarm: Swarm | str | Path,
     *,
     home: str | Path | None = None,
     patience_s: float = 60.0,
@@ -653,8 +653,8 @@ async def aconnect(
     """Join a swarm as an asyncio client: `async with await aconnect(...) as swarm`.
 
     Args:
-        swarm: A .swarm file, an invite, or the name of a joined or public swarm.
-        home: Folder for the client's state; by default the platform's place for user data.
+        swarm: The result of `create`, a .swarm file, an invite, or the name of a joined, founded or public swarm.
+        home: Folder for the client's state; by default $SWARMNODE_HOME, else the platform's place for user data.
         patience_s: How long to wait for the swarm, in seconds; also how long a later request waits for a route.
         trust: Peers that may compute: peer ids or their ends, `group:NAME`, `net:203.0.113.0/24`. Empty allows all.
         audit_share: Share of the answers' cost to spend on recomputing some of them at other peers; 0 turns this off.
@@ -667,6 +667,7 @@ async def aconnect(
         UsageError: `swarm` or `trust` cannot be read.
         NotAdmitted: The swarm refuses this client.
     """
-    folder = None if home is None else Path(home)
-    known, trusted = load_swarm(swarm, folder), parse_trust(trust)
+    folder = home_folder(home)
+    known = swarm if isinstance(swarm, Swarm) else load_swarm(swarm, folder)
+    trusted = parse_trust(trust)
     return await SwarmClient.join(known, home=folder, patience_s=patience_s, trust=trusted, audit_share=audit_share)

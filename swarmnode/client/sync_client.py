@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from swarmnode.client.tuning.tuned_lm import TunedCausalLM
     from swarmnode.compute.training.adapters.recipe import AdapterRecipe
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
+    from swarmnode.swarm.storage.swarmfile import Swarm
 
 T = TypeVar("T")
 
@@ -222,7 +223,7 @@ class SyncSwarm:
             adapter: To generate, the name of the swarm's LoRA adapter or a folder of yours; "" is the model alone. To train, peft's
                 config or fields of a recipe such as {"method": "lora", "rank": 16}.
             is_trainable: Train the adapter in the folder `adapter` further; without an adapter, only parameters of yours train.
-            **sizes: Of a model that trains: `rows` (16) and `positions` (1024), the most rows of a batch and tokens of a row, and
+            **sizes: Of a model that trains: `rows` (8) and `positions` (512), the most rows of a batch and tokens of a row, and
                 `window` (4), the most forward passes that wait for their backward pass.
 
         Raises:
@@ -253,7 +254,7 @@ class SyncSwarm:
 
 
 def connect(
-    swarm: str | Path,
+    swarm: Swarm | str | Path,
     *,
     home: str | Path | None = None,
     patience_s: float = 60.0,
@@ -263,8 +264,8 @@ def connect(
     """Join a swarm as a client: `with connect(...) as swarm`.
 
     Args:
-        swarm: A .swarm file, an invite, or the name of a joined or public swarm.
-        home: Folder for the client's state; by default the platform's place for user data.
+        swarm: The result of `create`, a .swarm file, an invite, or the name of a joined, founded or public swarm.
+        home: Folder for the client's state; by default $SWARMNODE_HOME, else the platform's place for user data.
         patience_s: How long to wait for the swarm, in seconds; also how long a later request waits for a route.
         trust: Peers that may compute: peer ids or their ends, `group:NAME`, `net:203.0.113.0/24`. Empty allows all.
         audit_share: Share of the answers' cost to spend on recomputing some of them at other peers; 0 turns this off.

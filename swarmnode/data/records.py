@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 from swarmnode.data.formats import KINDS
 from swarmnode.errors import UsageError
 from swarmnode.files import parse_json
+from swarmnode.version import missing_package
 
 MAX_RECORD_BYTES = 16 << 20  # of one line: a compressed file of a few bytes can expand to any size
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv")
@@ -228,9 +229,7 @@ def _zstd(path: Path) -> IO[bytes]:
     try:
         zstandard: Any = importlib.import_module("zstandard")
     except ImportError:
-        raise UsageError(
-            f"{path}: Zstandard files need another package: pip install zstandard, or decompress it"
-        ) from None
+        raise UsageError(f"{path}: {missing_package('zstandard')}; or decompress the file") from None
     file: IO[bytes] = zstandard.open(path, "rb")
     return file
 
@@ -240,9 +239,7 @@ def _arrow(path: Path, name: str) -> Any:
     try:
         return importlib.import_module(f"pyarrow.{name}")
     except ImportError:
-        raise UsageError(
-            f"{path}: Parquet and folders of datasets need another package: pip install pyarrow, or give JSON lines"
-        ) from None
+        raise UsageError(f"{path}: {missing_package('pyarrow')}; or give JSON lines") from None
 
 
 def _parquet_records(path: Path) -> Iterator[DataRecord]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 
+from swarmnode.config import Size
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -48,10 +49,10 @@ class Rules:
     days: frozenset[int] = frozenset()  # 0 is Monday
     on_mains: bool = False
     max_memory_pressure: float | None = None  # largest share of the time that some program waits for memory
-    monthly_bytes: int | None = None  # sent and received, in a month
+    monthly_bytes: Size = Size()  # sent and received, in a month
     month_day: int = 1  # first day of the month that counts
     unmetered: bool = False  # not on metered connections
-    max_others_gpu_bytes: int | None = None  # largest memory of a card for other programs
+    max_others_gpu_bytes: Size = Size()  # largest memory of a card for other programs
     max_others_gpu_load: float | None = None  # largest share of a card's time for other programs
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import math
 import shutil
 from collections.abc import Callable, Sequence
@@ -32,8 +31,8 @@ from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.mtp import eagle_bytes, is_eagle, mtp_bytes
+from swarmnode.compute.model.packing import ggml
 from swarmnode.compute.model.packing.card_matrix import TRITON, kernels
-from swarmnode.compute.model.packing.ggml import PACKAGE, library
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.serving.mtp_guesses import CACHE_POSITIONS
 from swarmnode.compute.stopwatch import Throttle
@@ -49,15 +48,14 @@ from swarmnode.plan.audits.judgement import KV8, PACKED
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.swarm.records.announcement import Machine, Section
-from swarmnode.version import missing_package
+from swarmnode.version import install_command
 
 if TYPE_CHECKING:
     from swarmnode.weights.adapter_files import AdapterFiles
 
-log = logging.getLogger(__name__)
-
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
+FASTER_PACKED = 3  # decoding with fast products on CPUs beside dequantised weights, docs/performance.md
 NAME_LENGTH = 48  # characters of a device's announced name
 
 
@@ -86,6 +84,7 @@ class Hardware:
     width: int = 0  # float32 values per position, or per sample of a module, that pass between two units
     draft: DraftPart | None = None  # on the first device, if this node holds the first layers
     head: HeadPart | None = None  # guesses at this node, if it holds the last layers
+    advice: str = ""  # what a missing package would gain, and the command that installs it
 
     def __repr__(self) -> str:
         return f"<Hardware {self.device_name}, {self.capacity_units} units in {self.dtype}>"
@@ -136,6 +135,7 @@ class Hardware:
             torch.float32 if fixed else _common_dtype(devices, _own_dtype(devices, checkpoint, config), config.dtype)
         )
         products = _products(config) if _stays_packed(devices, checkpoint, config, dtype) else PLAIN
+        advice = packed_advice(devices, checkpoint, config, dtype)
         sizes = _sizes(checkpoint, dtype, config, trains=trains, keeps_packed=products != PLAIN)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
         head = _head_part(checkpoint, draft, config, sizes, dtype)
@@ -156,6 +156,7 @@ class Hardware:
             width=_width(checkpoint),
             draft=part,
             head=head,
+            advice=advice,
         )
         if hardware.capacity_units == 0:
             raise LocalError(
@@ -448,25 +449,61 @@ def _products(config: StageConfig) -> str:
 
 
 def _stays_packed(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig, dtype: torch.dtype) -> bool:
-    """Return whether packed weights stay packed here: if all devices are CPUs or all are cards, and have fast products for them.
+    """Return whether packed weights stay packed here: if they can, and all devices have fast products for them. A card whose owner
+    chose the products does without these."""
+    if not _can_stay_packed(devices, checkpoint, config, dtype):
+        return False
+    return all(map(has_packed_products, devices)) or (devices[0].kind == "cuda" and config.products != AUTO)
 
-    A card whose owner chose the products does without these. A quantised checkpoint of safetensors stays packed on CPUs only.
-    """
+
+def _can_stay_packed(
+    devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig, dtype: torch.dtype
+) -> bool:
+    """Return whether fast products would keep the weights packed: if the owner wants them, and all devices are CPUs, which compute
+    in float32, or all are cards. A quantised checkpoint of safetensors stays packed on CPUs only."""
     wanted = checkpoint.is_packed and config.quantize == "none" and config.products != PLAIN
     kinds = {device.kind for device in devices}
     possible = [{"cpu"}] if checkpoint.quantised is not None else [{"cpu"}, {"cuda"}]
-    if not wanted or kinds not in possible or (kinds == {"cpu"} and dtype is not torch.float32):
-        return False
-    has_products = all(map(has_packed_products, devices))
-    package = PACKAGE if kinds == {"cpu"} else TRITON
-    if not has_products and importlib.util.find_spec(package) is None:
-        log.warning("packed weights take several times their memory or time here: %s", missing_package(package))
-    return has_products or (kinds == {"cuda"} and config.products != AUTO)
+    return wanted and kinds in possible and (kinds != {"cpu"} or dtype is torch.float32)
 
 
 def has_packed_products(device: Device) -> bool:
     """Return whether there are fast products of packed weights for this device."""
-    return library() is not None if device.kind == "cpu" else kernels(device.torch_device) is not None
+    return ggml.library() is not None if device.kind == "cpu" else kernels(device.torch_device) is not None
+
+
+def packed_advice(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig, dtype: torch.dtype) -> str:
+    """Return what a package would gain that the packed weights lack here; empty if they lack none."""
+    lacking = [device for device in devices if not has_packed_products(device)]
+    if not lacking or not _can_stay_packed(devices, checkpoint, config, dtype):
+        return ""
+    packed, plain = (
+        sum(unit_sizes(checkpoint, dtype=dtype, keeps_packed=keeps).weight_bytes) for keeps in (True, False)
+    )
+    return missing_products(lacking[0], plain / packed, is_fast=_products(config) == FAST)
+
+
+def missing_products(device: Device, memory_ratio: float | None = None, *, is_fast: bool = True) -> str:
+    """Return what a model of packed weights would gain on `device` with the package that multiplies them, and the command that
+    installs it; or why the installed one cannot be used. Empty if a card lacks its products for another reason.
+
+    Args:
+        device: The device, which has no fast products of packed weights.
+        memory_ratio: Bytes of the dequantised weights for each byte of the packed ones, if they are known.
+        is_fast: Whether the products would be the fast ones, of which the gain in speed was measured on CPUs.
+    """
+    is_cpu = device.kind == "cpu"
+    package = ggml.PACKAGE if is_cpu else TRITON
+    times = "several times" if memory_ratio is None else f"{max(2, round(memory_ratio))} times"
+    if is_cpu and (why := ggml.fault()):
+        return (
+            f"{package} cannot be used on this machine ({why}): the model is slower here, and takes {times} the memory."
+        )
+    if importlib.util.find_spec(package) is not None:
+        return ""
+    gain = f"run {FASTER_PACKED} times faster and " if is_cpu and is_fast else ""
+    less = "less memory" if memory_ratio is None else f"{times} less memory"
+    return f"This model would {gain}take {less} with {package}. Install: {install_command(package)}"
 
 
 def _common_dtype(devices: Sequence[Device], own: torch.dtype, wanted: str) -> torch.dtype:

@@ -204,7 +204,10 @@ class AccessControl(Gate):
         role = self.membership.own_role()
         if role < needs:
             wanted = needs.name.lower()
-            raise NotAdmitted(f"your invite to {name} is for a {role.name.lower()}, and this needs one for a {wanted}")
+            raise NotAdmitted(
+                f"your invite to {name} is for a {role.name.lower()}, and this needs one for a {wanted}: ask its owner for it "
+                f"(swarmnode invite SWARM --role {wanted})"
+            )
 
     def _doubt(self, name: str) -> None:
         """Log once that the membership is not valid at the time that this machine's clock shows."""

@@ -111,7 +111,8 @@ def measured(hardware: Hardware | None, own: Announcement | None) -> dict[str, A
     """Return the memory, its room and the speed of a node for its owner. `hardware` is None until the devices are known, `own`
     until the node announces itself.
 
-    `room` is that of the hardware. `memory` has for each device its name, whether it is a card, and the bytes in use, lent, and in
+    `room` and `advice` are those of the hardware.
+    `memory` has for each device its name, whether it is a card, and the bytes in use, lent, and in
     total. `speed` has the
     positions (samples) of one session that pass through the span in a second, when decoding and in training; 0 if that was not
     measured.
@@ -121,6 +122,7 @@ def measured(hardware: Hardware | None, own: Announcement | None) -> dict[str, A
     speeds = (0.0, 0.0) if own is None else (own.decode_units_per_s, own.training_units_per_s)
     return {
         "room": None if hardware is None else hardware.room,
+        "advice": "" if hardware is None else hardware.advice,
         "memory": [
             {
                 "device": each.device.name,

@@ -104,7 +104,7 @@ class Node:
         """Prepare a node; nothing runs yet.
 
         Args:
-            swarm: A swarm, a .swarm file, an invite, or a name that `swarmnode join` has stored.
+            swarm: A swarm, a .swarm file, an invite, or the name of a joined, founded or public swarm.
             config: What the node lends; the default is most of the machine.
             tell: Called with (event, text for people, details by name).
             platform: Network, executor and clocks.
@@ -359,6 +359,8 @@ class Node:
         self._tell(
             "machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores; {hardware.holds}", **machine
         )
+        if hardware.advice:
+            self._tell("advice", hardware.advice, advice=hardware.advice)
         workplace = Workplace(host, hardware, self._executors, adapters)
         loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
         return loader, place

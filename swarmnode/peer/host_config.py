@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.config import MEMBERS_TOO
-from swarmnode.files import default_home
+from swarmnode.config import MEMBERS_TOO, Rate, Size
+from swarmnode.files import home_folder
 from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relayed, peer_of
 from swarmnode.net.clock import Clock
 from swarmnode.net.identity import verify
@@ -30,7 +30,7 @@ class HostConfig:
     """Settings of a peer's presence. Empty `host_maddrs` mean loopback if only this machine can reach the swarm, else all
     interfaces."""
 
-    home: Path = field(default_factory=default_home)
+    home: Path = field(default_factory=home_folder)
     name: str = ""
     host_maddrs: tuple[str, ...] = ()
     announce_maddrs: tuple[str, ...] = ()
@@ -44,10 +44,10 @@ class HostConfig:
     paths_s: float = 10.0  # interval between announcements of the measured paths
     book_s: float = 20.0  # interval between notes of members in the owner's book
     looks_on: bool = False  # a client: no place in the DHT, no announcement
-    max_upload_bps: float | None = None  # of all links together, bits/s
-    max_download_bps: float | None = None
+    max_upload_bps: Rate = Rate()  # of all links together, bits/s
+    max_download_bps: Rate = Rate()
     # For fetched weights of all swarms and states kept for others; None: most of the free disk space.
-    max_cache_bytes: int | None = None
+    max_cache_bytes: Size = Size()
     # Files and folders on this machine to copy the swarm's weights from before peers are asked; None: none.
     weights: tuple[Path, ...] | None = None
     adapters: str = MEMBERS_TOO  # those that sessions may ask for at this node

@@ -28,7 +28,7 @@ from typing import IO, Annotated, Any, NoReturn, TypeVar
 import typer
 
 from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
-from swarmnode.files import default_home
+from swarmnode.files import home_folder
 from swarmnode.net.tasks import cancel_the_rest, until_first
 from swarmnode.terminal.formatting import json_line, one_line, printable
 from swarmnode.terminal.option import option, taking_settings
@@ -42,6 +42,7 @@ _asked_to_stop = threading.Event()
 changing_lines: list[
     Callable[[bool], None]
 ] = []  # clear a line that changes, and say whether it comes back; the top one is shown
+_for_json: list[IO[str]] = []  # standard output of the commands under way that print JSON
 T = TypeVar("T")
 
 LEVELS = {
@@ -92,11 +93,6 @@ class Interrupted(Exception):
     """Raised after the second Ctrl-C, which asks to leave at once."""
 
 
-def home_folder(home: Path | None = None, _flag: str = "") -> Path:
-    """Return the folder for state: the given one, or the default."""
-    return default_home() if home is None else home.expanduser().absolute()
-
-
 def home_option() -> Any:
     """Define the option --home. Its value is an absolute path, by default the platform's place for user data."""
     return option(
@@ -104,7 +100,7 @@ def home_option() -> Any:
         "Folder of this machine's identity, caches and known peers.",
         "--home",
         typed=Path,
-        parse=home_folder,
+        parse=lambda home, _flag: home_folder(home),
         factory=home_folder,
         envvar="SWARMNODE_HOME",
     )
@@ -173,13 +169,14 @@ def fail(message: str, exit_code: int = 1) -> NoReturn:
 
 def command(function: Callable[..., T]) -> Callable[..., T]:
     """Turn a function into a command. Typer sees the options of its settings; a SwarmnodeError or an error of the system becomes
-    one line and an exit code, never a stack trace."""
+    one line and an exit code, never a stack trace. With `as_json`, standard output has the command's JSON alone."""
     taking = taking_settings(function)
 
     @functools.wraps(taking)
     def wrapped(**typed: Any) -> T:
         try:
-            return taking(**typed)
+            with _json_alone() if typed.get("as_json") else contextlib.nullcontext():
+                return taking(**typed)
         except SwarmnodeError as error:
             fail(with_remedy(error), error.exit_code)
         except (Interrupted, KeyboardInterrupt):
@@ -207,7 +204,23 @@ def print_json(value: Any) -> None:
     """Print a JSON value on one line of standard output."""
     make_room(again=True)
     with outliving_terminal():
-        typer.echo(json_line(value))
+        typer.echo(json_line(value), file=standard_output())
+
+
+def standard_output() -> IO[str]:
+    """Return the stream of the command's results, which is not `sys.stdout` inside a command that prints JSON."""
+    return _for_json[-1] if _for_json else sys.stdout
+
+
+@contextlib.contextmanager
+def _json_alone() -> Iterator[None]:
+    """Keep standard output for `print_json`: texts for people, and what libraries print, go to standard error."""
+    _for_json.append(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _for_json.pop()
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from swarmnode.errors import LocalError, UsageError
 from swarmnode.terminal.console import print_json, ranges, say
 from swarmnode.terminal.formatting import format_duration, printable
 from swarmnode.terminal.progress import covering_lines
+from swarmnode.version import missing_package
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -325,7 +326,7 @@ def _tensorboard_sink(stack: contextlib.ExitStack[bool | None], folder: Path) ->
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise UsageError("--tensorboard needs another package: pip install tensorboard, or use --log") from None
+        raise UsageError(f"{missing_package('tensorboard')}; or use --log instead of --tensorboard") from None
     try:
         writer: Any = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
     except OSError as error:

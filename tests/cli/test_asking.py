@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import platform
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from swarmnode import examination
 from swarmnode.cli.plan.bench import _cards
+from swarmnode.cli.plan.fit import _rows
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
 from swarmnode.compute.capacity.speed import KNOWN_MODELS, LLAMA_8B
 from swarmnode.compute.device import Device
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.packing import ggml
 from swarmnode.compute.model.packing.ggml import library
+from swarmnode.config import StageConfig
 from swarmnode.examination import judge_bandwidth, judge_versions, judge_weights
+from swarmnode.founding.model_source import from_checkpoint
 from swarmnode.measuring.bandwidth import Bandwidth
+from swarmnode.measuring.hardware import packed_advice
 from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.link_config import PeerVersions
 from swarmnode.plan.offline.fit import fit
 from swarmnode.swarm.records.manifest import PACKED_FORMAT, Manifest, ModelInfo
 from swarmnode.swarm.storage.content import PACKED_NAME, FileContent
+from swarmnode.version import install_command
 from tests.cli.command import assert_clear, invoke
-from tests.compute.model.llama_gguf import save_llama_gguf
+from tests.compute.model.llama_gguf import lose_ggml, save_llama_gguf
 from tests.encoders import save_encoder
 from tests.llama import save_llama
 from tests.swarm.storage.test_joined_swarms import FRIENDS
@@ -69,10 +80,14 @@ def test_the_doctor_counts_packed_bytes(monkeypatch: pytest.MonkeyPatch) -> None
     packed = Manifest(
         "big", ModelInfo("llama", 50, 64), (small, FileContent("weights.gguf", 20 << 30, bytes(32))), 1, PACKED_FORMAT
     )
-    monkeypatch.setattr(examination, "library", lambda: None)
-    (finding,) = judge_weights(packed)
-    assert finding.verdict == "doubtful" and "21.5 GB are packed" in finding.seen and "xllamacpp" in finding.remedy
-    monkeypatch.setattr(examination, "library", lambda: object())
+    with monkeypatch.context() as without:
+        lose_ggml(without)
+        (finding,) = judge_weights(packed)
+    assert finding.verdict == "doubtful" and "21.5 GB are packed" in finding.seen
+    assert finding.remedy.startswith(
+        "This model would run 3 times faster and take less memory with xllamacpp. Install: "
+    )
+    monkeypatch.setattr(ggml, "library", lambda: object())
     (finding,) = judge_weights(packed)
     assert finding.seen == "12.9 GB hold about 28 of 50 layers, packed" and finding.verdict == "good"
     assert judge_weights(msgspec.structs.replace(packed, files=packed.files[1:])) == []
@@ -118,6 +133,41 @@ def test_a_gguf_file_fits_before_a_swarm_is_founded_on_it(tmp_path: Path) -> Non
     assert all(row["fitting"] == 4 and row["max_model_len"] == 2048 for row in rows)
     assert "tiny.gguf" in invoke(*asked).stdout and [path.name for path in tmp_path.iterdir()] == ["tiny.gguf"]
     assert_clear(invoke("fit", "none.gguf"), 2, "no such GGUF file")
+
+
+def test_packed_weights_say_what_the_missing_package_would_gain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_llama_gguf(tmp_path / "tiny.gguf", form="Q4_0")
+    from_checkpoint(str(tmp_path / "tiny.gguf"), tmp_path / "packed", packs=True)
+    cpu = Device("cpu", 0, "CPU", 20 << 30, 15 << 30, shared=True)
+
+    def told(products: str = "fast", folder: str = "packed", dtype: torch.dtype = torch.float32, **more: Any) -> str:
+        config = StageConfig(device="cpu", products=products, **more)
+        return packed_advice([cpu], Checkpoint(tmp_path / folder), config, dtype)
+
+    lose_ggml(monkeypatch)
+    gain, command = "7 times less memory with xllamacpp. Install: ", install_command("xllamacpp")
+    assert told() == f"This model would run 3 times faster and take {gain}{command}"
+    assert told("exact") == f"This model would take {gain}{command}"
+    assert not any((told("plain"), told(quantize="int8"), told(dtype=torch.bfloat16))), "packed weights are not wanted"
+    (tmp_path / "outline").mkdir()
+    rows = _rows(str(tmp_path / "tiny.gguf"), cpu, None, 0.02, tmp_path / "outline", "plain")
+    assert {row["advice"] for row in rows} == {told()}
+    save_llama(tmp_path / "plain", 2, vocab_size=64, hidden_size=64, intermediate_size=512)
+    assert told(folder="plain") == ""
+    lose_ggml(monkeypatch, "this CPU has no AVX2")
+    assert told().startswith(
+        "xllamacpp cannot be used on this machine (this CPU has no AVX2): the model is slower here"
+    )
+
+
+def test_an_old_processor_does_not_load_ggml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ggml, "_Library", lambda file: pytest.fail("its code would end the process"))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    if importlib.util.find_spec(ggml.PACKAGE) is not None:
+        assert ggml._load.__wrapped__() == "this CPU has no AVX2"
 
 
 def test_modules_and_encoders_fit_as_they_are_exported(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.cli.options.quantities import parse_bytes, parse_rate
-from swarmnode.config import StageConfig
+from swarmnode.config import StageConfig, parse_bytes, parse_rate
 from swarmnode.errors import UsageError
 from swarmnode.founding.swarm_creation import Bootstraps
 from swarmnode.net.addressing.addresses import port_of

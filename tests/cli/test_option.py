@@ -9,7 +9,7 @@ import pytest
 import typer
 import typer.testing
 
-from swarmnode.cli.options.quantities import parse_bytes
+from swarmnode.config import parse_bytes
 from swarmnode.terminal.console import command
 from swarmnode.terminal.option import argument, build, of_same_names, option, settings
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from swarmnode.cli.options.quantities import parse_bytes
-from swarmnode.config import ServerConfig
+from swarmnode.config import ServerConfig, parse_bytes
 from tests.contrib.command_line import parse
 from tests.contrib.script import CONTRIB
 

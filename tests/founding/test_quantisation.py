@@ -91,7 +91,7 @@ def test_without_ggml_other_formats_are_an_error_of_this_machine(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounding, "library", lambda: None)
-    with pytest.raises(LocalError, match=r"IQ4_NL needs ggml: `pip install xllamacpp`"):
+    with pytest.raises(LocalError, match=r"IQ4_NL needs ggml, and the Python package xllamacpp is missing"):
         quantise_model(str(wide), tmp_path / "tiny.gguf", "iq4_nl")
     assert list(tmp_path.iterdir()) == []
 

@@ -27,7 +27,7 @@ from swarmnode.node.description import measured
 from swarmnode.swarm.records.manifest import PACKED_FORMAT, decode_manifest, encode_manifest
 from swarmnode.swarm.storage.content import PACKED_NAME
 from tests.adapters import merged_checkpoint, save_llama_adapter
-from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
+from tests.compute.model.llama_gguf import lose_ggml, save_llama_gguf, save_moe_gguf
 from tests.llama import save_llama
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready
@@ -167,6 +167,21 @@ async def test_it_says_how_many_layers_its_memory_holds(packed: Packed, tmp_path
         assert member.node._host is not None
         claimed = [one for one in member.node._host.decisions.about("0") if one.what.startswith("takes layers")]
         assert "its memory holds 4 of 4 layers" in claimed[-1].facts
+
+
+@in_virtual_time
+async def test_it_says_what_the_missing_package_would_gain(
+    packed: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_ggml(monkeypatch)
+    async with VirtualSwarm(tmp_path) as swarm:
+        swarm.create(packed.source)
+        await swarm.bootstrap()
+        member = swarm.node("a", memory_bytes=1 << 30)
+        advice = (await member.wait_for("advice"))["text"]
+        assert advice.startswith("This model would run 3 times faster and take ") and "xllamacpp" in advice
+        await member.wait_for("ready")
+        assert measured(member.node._hardware, None)["advice"] == advice
 
 
 @in_virtual_time

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,7 @@ from swarmnode.errors import NetworkDown
 from swarmnode.files import write_private
 from swarmnode.lending.control import GATEWAYS
 from swarmnode.net.tasks import until_first
-from swarmnode.terminal.console import is_kept, print_json, say
+from swarmnode.terminal.console import is_kept, print_json, say, standard_output
 from swarmnode.terminal.formatting import origin
 
 if TYPE_CHECKING:
@@ -104,7 +103,7 @@ class GatewayAddress:
         page = f"{origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/"
         link = f"{page}#owner={token}"
         write_private(self.home / PAGE_LINK, f"{link}\n".encode(), make_folder=True)
-        if is_kept(sys.stdout):  # a log has other readers
+        if is_kept(standard_output()):  # a log has other readers
             say(f"Your own link to the page, with your rights as the owner: cat {self.home / PAGE_LINK}", err=True)
         else:
             page = link

@@ -26,9 +26,9 @@ from swarmnode.cli.options.files import is_toml, read_toml
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.decisions import Topic
 from swarmnode.errors import LocalError, SwarmnodeError, UsageError
-from swarmnode.files import write_private
+from swarmnode.files import home_folder, write_private
 from swarmnode.terminal.commands import CommandWithTopics, WrongUsage
-from swarmnode.terminal.console import fail, home_folder
+from swarmnode.terminal.console import fail
 from swarmnode.terminal.option import Definition, build, definitions, file_key, path_option
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class ConfiguredCommand(CommandWithTopics):
         given = self.make_parser(ctx).parse_args(list(args))[0]
         try:
             config, home = given.get("config_file"), given.get("home") or os.environ.get("SWARMNODE_HOME")
-            path = Path(config) if config else home_folder(Path(home) if home else None) / FILE
+            path = Path(config) if config else home_folder(home) / FILE
             file = read_toml(path if config else None, path, what="a file of options")
             options = {_flag(option): option for option in self.params if _flag(option)}
             _check(file, options, path)

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.quantities import parse_bytes, parse_name, parse_rate, parse_share, parse_span
+from swarmnode.cli.options.quantities import parse_name, parse_share, parse_span
 from swarmnode.cli.options.rules import RuleOptions, read_rules
-from swarmnode.config import ADAPTERS, COMPRESSIONS, KV_FORMS, MEMBERS_TOO, StageConfig
+from swarmnode.config import ADAPTERS, COMPRESSIONS, KV_FORMS, MEMBERS_TOO, StageConfig, parse_bytes, parse_rate
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import home_option
 from swarmnode.terminal.formatting import parse_duration

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.cli.options.files import read_toml
-from swarmnode.cli.options.quantities import parse_bytes, parse_share
+from swarmnode.cli.options.quantities import parse_share
+from swarmnode.config import parse_bytes
 from swarmnode.errors import UsageError
 from swarmnode.lending.lending import DAYS, Hours, Rules
 from swarmnode.terminal.formatting import parse_duration

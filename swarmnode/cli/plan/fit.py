@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.config import QUANTIZATIONS
+from swarmnode.config import QUANTIZATIONS, StageConfig
 from swarmnode.counting import counted
 from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option
@@ -79,6 +79,8 @@ def fit(
 
     say(str(probed))
     show(*(_table([row for row in rows if row["model"] == model]) for model in models))
+    for advice in dict.fromkeys(row["advice"] for row in rows if row["advice"]):
+        say(advice)
     if not any(row["fitting"] for row in rows):
         say("Not one layer fits: lend more with --memory, or choose a smaller model.", err=True)
 
@@ -103,18 +105,24 @@ def _rows(
     model: str, device: Device, limit_bytes: int | None, rtt_s: float, folder: Path, kv: str | None
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each precision; for training, which caches nothing (`kv` None), one for each optimiser."""
+    import torch
+
     from swarmnode.client.model_files import context_limit
     from swarmnode.compute.capacity.memory import most_anywhere
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.stopwatch import measure_read_rate
     from swarmnode.founding.model_source import outline
-    from swarmnode.measuring.hardware import MEMORY_SHARE
+    from swarmnode.measuring.hardware import MEMORY_SHARE, packed_advice
     from swarmnode.plan.offline import fit as plan
 
     source, task = outline(model, folder)
     is_text = isinstance(source, Checkpoint)
     rate = measure_read_rate(device)
     trains = kv is None
+    advice = ""
+    if isinstance(source, Checkpoint) and not trains:
+        dtype = torch.float32 if device.kind == "cpu" else device.dtype_for(source.dtype)
+        advice = packed_advice([device], source, StageConfig(), dtype)
     for precision, sizes in _optimizers(source) if kv is None else _precisions(source, device, kv):
         room_bytes = limit_bytes or int(device.free_bytes * MEMORY_SHARE)
         fitting = most_anywhere(sizes, room_bytes, 0 if trains else CACHE_TOKENS)
@@ -130,6 +138,7 @@ def _rows(
             "pass_s": None if trains else fitted and fitted.pass_s,
             "passes_per_s": None if trains else fitted and round(fitted.passes_per_s, 3),
             "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
+            "advice": advice,
         }
 
 

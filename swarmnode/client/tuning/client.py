@@ -15,9 +15,8 @@ from torch import Tensor
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.listener import Listener
 from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, TuningPlan, check_tunes
-from swarmnode.codec.body import MAX_ROWS
 from swarmnode.codec.tensors import check_compression, codec_named
-from swarmnode.codec.tuning_messages import MAX_TUNED_POSITIONS, MAX_WINDOW, TUNE_PROTOCOL
+from swarmnode.codec.tuning_messages import TUNE_PROTOCOL
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.training.adapters.held_ends import HeldEnds
@@ -63,17 +62,15 @@ class ModuleSettings:
 
     recipe: AdapterRecipe
     holds_ends: bool = True
-    rows: int = 16
-    positions: int = 1024
+    rows: int = 8
+    positions: int = 512
     window: int = 4
     compress: str = "none"
 
     def check(self) -> None:
-        """Raise UsageError if a number is out of its bounds."""
-        limits = {"rows": MAX_ROWS, "positions": MAX_TUNED_POSITIONS // max(1, self.rows), "window": MAX_WINDOW - 1}
-        for name, limit in limits.items():
-            if not 1 <= getattr(self, name) <= limit:
-                raise UsageError(f"{name} of {getattr(self, name)}: it must be from 1 to {limit}")
+        """Raise UsageError if nothing would train, or no pass could wait for its backward pass."""
+        if self.window < 1:
+            raise UsageError(f"a window of {self.window}: at least one forward pass waits for its backward pass")
         if self.recipe.method == NO_METHOD and not self.holds_ends:
             raise UsageError("without an adapter and with the ends in the swarm nothing would train: give an adapter")
 

@@ -45,18 +45,16 @@ class _List(VersionedFile):
     swarms: tuple[PublicSwarm, ...] = ()
 
 
-def known_swarms(home: Path | None) -> dict[str, PublicSwarm]:
+def known_swarms(home: Path) -> dict[str, PublicSwarm]:
     """Return the public swarms by name. The user's own list takes precedence over the package's.
 
     Raises UsageError if a list cannot be read or has a damaged invite.
     """
     shipped = resources.files("swarmnode.swarm.storage").joinpath(FILE).read_bytes()
-    lists = [_parse(shipped, FILE)]
-    if home is not None:
-        path = home / USER_FILE
-        own = read_user_file(path, max_bytes=MAX_LIST_BYTES, what=WHAT)
-        if own is not None:
-            lists.append(_parse(own, str(path)))
+    lists, path = [_parse(shipped, FILE)], home / USER_FILE
+    own = read_user_file(path, max_bytes=MAX_LIST_BYTES, what=WHAT)
+    if own is not None:
+        lists.append(_parse(own, str(path)))
     return {swarm.name: swarm for swarms in lists for swarm in swarms}
 
 

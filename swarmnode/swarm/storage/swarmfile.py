@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.errors import ProtocolError, UsageError
-from swarmnode.files import write_private
+from swarmnode.files import home_folder, write_private
 from swarmnode.net.addressing.addresses import is_loopback
 from swarmnode.swarm.records.invite import (
     Invite,
@@ -163,11 +163,11 @@ def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
 
     The suffix .swarm may be left out. A file keeps the invite out of the list of processes. Names are those of joined
     and founded swarms (`named_swarms.py`) and of public swarms, in the package's list and in `swarms.json` of the home folder.
-    Raises UsageError if `source` is none of these or is damaged.
+    `home` is None for the usual home folder. Raises UsageError if `source` is none of these or is damaged.
     """
     if isinstance(source, str) and looks_like_invite(source):
         return _invited(source)
-    path = swarm_path(source)
+    home, path = home_folder(home), swarm_path(source)
     if not is_user_file(path) and (named := load_named(str(source), home)) is not None:
         return named
     data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
@@ -177,7 +177,7 @@ def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
     return _invited(text) if looks_like_invite(text) else _decode(data, path)
 
 
-def load_named(name: str, home: Path | None) -> Swarm | None:
+def load_named(name: str, home: Path) -> Swarm | None:
     """Return the swarm that is called `name` here; None if there is none.
 
     Raises UsageError if its invite is damaged, or the founder's file is gone or damaged.
@@ -211,25 +211,25 @@ def swarm_path(source: str | Path) -> Path:
     return full if is_user_file(full) and not is_user_file(path) else path
 
 
-def names_a_swarm(source: str, home: Path | None) -> bool:
+def names_a_swarm(source: str, home: Path) -> bool:
     """Return whether `source` is an invite, an existing file or a known name."""
     return looks_like_invite(source) or is_user_file(swarm_path(source)) or _named(source, home) is not None
 
 
-def _named(name: str, home: Path | None) -> str | Path | None:
+def _named(name: str, home: Path) -> str | Path | None:
     """Return the founder's file of the swarm called `name`, else an invite to it; None if the name is unknown. A file that is gone
     counts only if there is no invite."""
-    joined = None if home is None else JoinedSwarms(home)
-    file, invite = (None, None) if joined is None else (joined.file_of(name), joined.invite_to(name))
+    joined = JoinedSwarms(home)
+    file, invite = joined.file_of(name), joined.invite_to(name)
     if file is not None and (is_user_file(file) or invite is None):
         return file
     public = known_swarms(home).get(name)
     return invite or (public.invite if public is not None else None)
 
 
-def _unknown(path: Path, home: Path | None) -> str:
+def _unknown(path: Path, home: Path) -> str:
     """Return the sentence that `path` is no file and no name, with similar names if there are any."""
-    similar = [] if home is None else JoinedSwarms(home).similar(path.name)
+    similar = JoinedSwarms(home).similar(path.name)
     if similar:
         return f"{path}: no swarm has this name here, and there is no such file; did you mean {' or '.join(similar)}?"
     return (

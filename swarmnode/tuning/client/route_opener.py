@@ -9,10 +9,17 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from swarmnode.codec.body import SESSION_ID_BYTES, HopSpec
+from swarmnode.codec.body import MAX_ROWS, SESSION_ID_BYTES, HopSpec
 from swarmnode.codec.tensors import AUTO, codec_named
-from swarmnode.codec.tuning_messages import OpenAdapter
+from swarmnode.codec.tuning_messages import (
+    MAX_ADAPTER_BYTES,
+    MAX_RECIPE_BYTES,
+    MAX_TUNED_POSITIONS,
+    MAX_WINDOW,
+    OpenAdapter,
+)
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.counting import format_bytes
 from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, NotFinite, PeerError, PeerRefused, UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
@@ -41,8 +48,21 @@ class AdapterRequest:
 
     @classmethod
     def of(cls, recipe: AdapterRecipe, size: tuple[int, int], window: int, compress: str) -> AdapterRequest:
-        """Return a request. `size` is the rows and positions of a microbatch, `compress` the name of a codec, or auto."""
-        return cls(encode_recipe(recipe), *size, window, codec_named(compress), compress == AUTO)
+        """Return a request. `size` is the rows and positions of a microbatch, `compress` the name of a codec, or auto.
+
+        Raises UsageError if a number or the recipe is beyond what OPEN_ADAPTER can carry.
+        """
+        encoded, (rows, positions) = encode_recipe(recipe), size
+        most_positions = MAX_TUNED_POSITIONS // max(1, rows)
+        for name, number, most in (
+            ("rows of a microbatch (--microbatch, in Python rows)", rows, MAX_ROWS),
+            ("tokens of a row (--sequence, in Python positions)", positions, most_positions),
+            ("microbatches in flight (in Python window, and one)", window, MAX_WINDOW),
+            ("bytes of the recipe (--targets)", len(encoded), MAX_RECIPE_BYTES),
+        ):
+            if not 1 <= number <= most:
+                raise UsageError(f"{number:,} {name}: 1 to {most:,} are possible")
+        return cls(encoded, rows, positions, window, codec_named(compress), compress == AUTO)
 
     def to(self, route: Sequence[HopSpec], epoch: int) -> OpenAdapter:
         """Return the message for the first hop of `route`, with a new id, which hops of earlier routes cannot know."""
@@ -99,6 +119,9 @@ class SwarmRoutes:
         self._blame = Blame(clock, avoid_s=AVOID_S)
         self._epoch = 0
         self._route: Sequence[HopSpec] = ()
+        self._too_small: dict[
+            PeerId, str
+        ] = {}  # peers that can never have room, with the need of a microbatch if known
         self._claims: list[_Claim] = []  # since the last step that a route has finished
         self._opened: TunedRoute | None = None
         self._last: PeerError | NetworkDown | None = None
@@ -108,7 +131,8 @@ class SwarmRoutes:
         return f"<SwarmRoutes at epoch {self._epoch}, {self._blame!r}>"
 
     async def open(self, state: AdapterState | None) -> TunedRoute:
-        """Open the adapter on the best route. Raises PeerError if a hop fails, NoRoute or Busy if none is found in `patience_s`."""
+        """Open the adapter on the best route. Raises PeerError if a hop fails, NoRoute or Busy if none is found in `patience_s`,
+        NoRoute at once if all routes lead through machines that can never have room."""
         for hop in [hop for hop in self._route if self._opened is not None and hop.peer in self._opened.leavers]:
             self._blame.judge(hop, ErrorCode.DRAINING)
         self._route = await self._find()
@@ -127,6 +151,8 @@ class SwarmRoutes:
                 return self._best_route()
             except NoRoute as error:
                 left_s = deadline_s - self._clock()
+                if self._too_small and not self._has_route():
+                    raise self._why_too_small() from self._last
                 if left_s <= 0:
                     raise self._why(error) from self._last
                 self._on_waiting(str(error), ())
@@ -138,7 +164,7 @@ class SwarmRoutes:
 
         So a second route judges the first, and suspects rest in turn. Raises NoRoute if there is none.
         """
-        cannot, resting = frozenset(self._cannot_tune()), self._blame.avoided
+        cannot, resting = frozenset(self._cannot_tune()) | self._too_small.keys(), self._blame.avoided
         tried = frozenset(peer for claim in self._claims for peer in claim.peers)
         suspected = Counter(peer for claim in self._claims for peer in claim.suspects & resting)
         for avoid in (resting | tried, resting, *(resting - {peer} for peer, _ in reversed(suspected.most_common()))):
@@ -146,16 +172,35 @@ class SwarmRoutes:
                 return self._router.route(avoid | cannot, (), SessionSize())
         return self._router.route(resting | cannot, (), SessionSize())
 
+    def _has_route(self) -> bool:
+        """Return whether there is a route of peers that may have room, also through peers that are avoided for the moment."""
+        with suppress(NoRoute):
+            return bool(self._router.route(frozenset(self._cannot_tune()) | self._too_small.keys(), (), SessionSize()))
+        return False
+
+    def _why_too_small(self) -> NoRoute:
+        """Return the error for machines that can never have room, and forget them: the next microbatch may be smaller."""
+        needs, self._too_small, self._without_since_s = [*self._too_small.values()], {}, None
+        need = next((f" ({need})" for need in needs if need), "")
+        return NoRoute(
+            f"this tuning needs more memory at once than the machines have{need}: lower the rows or the length of a microbatch "
+            "(--microbatch, --sequence; in Python the batch, rows and positions), or --rank; or wait for machines with more memory"
+        )
+
+    def _need_of(self, peer: PeerId) -> str:
+        """Return what the largest microbatch takes at a hop of the opened route, as it said itself; empty if it has not."""
+        opened = {} if self._opened is None else {hop.peer: one for hop, one in self._opened.sizes}
+        if peer not in opened or not opened[peer].pass_bytes:
+            return ""
+        pass_bytes, size = opened[peer].pass_bytes, f"{self._request.rows} rows of {self._request.positions:,} tokens"
+        least = "at least" if pass_bytes == MAX_ADAPTER_BYTES else "about"
+        return f"{size} take {least} {format_bytes(pass_bytes // self._request.window)} at one of them"
+
     def _why(self, error: NoRoute) -> NoRoute | Busy:
         if isinstance(self._last, PeerRefused) and self._last.code == ErrorCode.BUSY:
             retry_s = self._last.retry_s or 1.0
             return Busy(
                 f"the machines that tune have no room at the moment: {self._last}; try again later", retry_s=retry_s
-            )
-        if isinstance(self._last, PeerRefused) and self._last.code == ErrorCode.TOO_LARGE:
-            return NoRoute(
-                f"this tuning needs more memory at once than the machines have ({self._last}): lower the rows or the length of a "
-                "microbatch (--microbatch, --sequence; in Python rows and positions), or --rank"
             )
         if self._cannot_tune():
             return NoRoute(
@@ -184,6 +229,8 @@ class SwarmRoutes:
         claimant = error.claimant if isinstance(error, HopFault) else hop.peer
         is_plain = error.code in MILD or not (isinstance(error, HopFault) or error.code in ARGUABLE)
         if claimant == hop.peer and is_plain:
+            if error.code == ErrorCode.TOO_LARGE:
+                self._too_small[hop.peer] = self._need_of(hop.peer)
             retry_s = (error.retry_s or 0.0) if isinstance(error, PeerRefused) else 0.0
             if self._blame.judge(hop, ErrorCode(error.code), retry_s=retry_s) is Verdict.PEER:
                 self._router.suspect(hop.peer, str(error))

@@ -281,7 +281,7 @@ def test_a_batch_that_does_not_fit_is_refused_in_a_sentence(place: Place) -> Non
     left = torch.tensor([[0] + [1] * (IDS.shape[1] - 1)] * len(IDS))
     calls: dict[str, Callable[[TunedCausalLM], object]] = {
         "padding on the left": lambda module: module(IDS, left),
-        "up to 16 rows of 32 tokens": lambda module: module(IDS.repeat(1, 9)),
+        "up to 8 rows of 32 tokens": lambda module: module(IDS.repeat(1, 9)),
         "vocabulary": lambda module: module(IDS + 1000),
         "input_ids or inputs_embeds": lambda module: module(),
     }

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+
+from swarmnode.compute.model.packing import ggml
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 128, 4, 2, 2
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -136,3 +140,12 @@ def _shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
     ends = {"token_embd": (vocabulary, HIDDEN), "output": (vocabulary, HIDDEN), "output_norm": (HIDDEN,)}
     layers = {f"blk.{number}.{name}": shape for number in range(LAYERS) for name, shape in layer.items()}
     return {f"{name}.weight": shape for name, shape in (ends | layers).items()}
+
+
+def lose_ggml(monkeypatch: pytest.MonkeyPatch, why: str = "") -> None:
+    """Let the package with ggml be missing, as after `pip install --no-deps`; or unusable, for the reason `why`."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(ggml, "_load", lambda: why)
+    monkeypatch.setattr(ggml, "library", lambda: None)
+    if not why:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == ggml.PACKAGE else found(name))

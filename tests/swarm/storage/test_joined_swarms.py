@@ -55,7 +55,7 @@ def test_the_suffix_of_a_file_may_be_left_away(tmp_path: Path) -> None:
     save_swarm(swarm, tmp_path / "club.swarm")
     loaded = load_swarm(str(tmp_path / "club"))
     assert loaded == swarm and loaded.file == tmp_path / "club.swarm"
-    assert names_a_swarm(str(tmp_path / "club"), None) and not names_a_swarm("Once upon a time", tmp_path)
+    assert names_a_swarm(str(tmp_path / "club"), tmp_path / "home") and not names_a_swarm("Once upon a time", tmp_path)
 
 
 def founders_file(folder: Path, name: str = "club") -> Path:

@@ -20,9 +20,9 @@ def write(home: Path, *swarms: dict[str, str], version: int = 1) -> None:
     (home / USER_FILE).write_text(json.dumps({"swarmnode": version, "swarms": swarms}))
 
 
-def test_the_shipped_list_is_part_of_the_package_and_valid():
+def test_the_shipped_list_is_part_of_the_package_and_valid(tmp_path: Path):
     assert resources.files("swarmnode.swarm.storage").joinpath(FILE).is_file()
-    assert all(name == swarm.name for name, swarm in known_swarms(None).items())
+    assert all(name == swarm.name for name, swarm in known_swarms(tmp_path).items())
 
 
 def test_a_name_leads_to_the_swarm_with_its_owner(tmp_path: Path):

@@ -1,6 +1,6 @@
 """Formats of GGUF's matrices, and their products on the CPU by ggml, llama.cpp's library of tensors (https://github.com/ggml-org/ggml).
 
-The optional package xllamacpp contains a build of ggml. Only ggml's product and its dequantisation are called, through its C
+The package xllamacpp contains a build of ggml. Only ggml's product and its dequantisation are called, through its C
 interface. ggml rounds each row of activations to 8 bits, in blocks of 32 or 256 of that row, and multiplies integers. So a row's
 result does not depend on the other rows of a pass, except for the order of its float sums: some kernels add in another order if
 there are several rows, and then a fast product takes each row apart. An exact product takes three such parts of the activations,
@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
-import logging
+import platform
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -27,8 +27,6 @@ import torch
 from torch import Tensor
 
 from swarmnode.errors import CheckpointError
-
-log = logging.getLogger(__name__)
 
 PACKAGE = "xllamacpp"
 MOST_ELEMENTS = 2**31 - 1  # of a dimension: ggml's kernels count in 32 bits
@@ -199,18 +197,33 @@ class _Library:
 
 @functools.cache
 def library() -> _Library | None:
-    """Return ggml's functions; None if the package is not installed, or its build cannot be used."""
+    """Return ggml's functions; None if the package is not installed, or its build cannot be used: `fault` says which."""
+    found = _load()
+    return found if isinstance(found, _Library) else None
+
+
+def fault() -> str:
+    """Return why the installed package cannot be used here; empty if it can, or is not installed."""
+    found = _load()
+    return found if isinstance(found, str) else ""
+
+
+@functools.cache
+def _load() -> _Library | str:
+    """Return ggml's functions, or why the package's build cannot be used; an empty text if it is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    files = sorted(
-        file for folder in folders for end in ("so", "pyd") for file in Path(folder).glob(f"{PACKAGE}*.{end}")
-    )
-    for file in files:
-        try:
-            return _Library(file).checked()
-        except (AttributeError, OSError) as error:
-            log.warning("the ggml of %s cannot be used (%s): packed products are slower", PACKAGE, error)
-    return None
+    if spec is None:
+        return ""
+    if platform.machine().lower() in ("x86_64", "amd64") and not torch.cpu._is_avx2_supported():
+        return "this CPU has no AVX2"  # the wheel's code would end the process
+    why = "it contains no library"
+    for folder in spec.submodule_search_locations or ():
+        for file in sorted(file for end in ("so", "pyd") for file in Path(folder).glob(f"{PACKAGE}*.{end}")):
+            try:
+                return _Library(file).checked()
+            except (AttributeError, OSError) as error:
+                why = str(error)
+    return why
 
 
 def numbers_at(address: int) -> Any:

@@ -40,6 +40,7 @@ from swarmnode.compute.model.tensor_check import check_tensors
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.swarm.storage.content import INDEX_NAME, PACKED_NAME, SMALL_NAMES, Progress
+from swarmnode.version import missing_package
 
 TILE_ELEMENTS = 1 << 20  # rounded in one call: 4 MiB as float32
 LARGE = 6e4  # scales of larger values may overflow float16
@@ -51,7 +52,9 @@ def check_format(form: Format) -> None:
     """Raise LocalError if this machine cannot round to a format."""
     ggml = library()
     if form.name not in PYTHON_FORMATS and (ggml is None or ggml.quantise_rows is None):
-        raise LocalError(f"rounding to {form.name} needs ggml: `pip install {PACKAGE}`, or choose q4_0 to q5_1 or q8_0")
+        raise LocalError(
+            f"rounding to {form.name} needs ggml, and {missing_package(PACKAGE)}; or choose q4_0 to q5_1 or q8_0"
+        )
 
 
 def quantise(values_OI: Tensor, form: Format, name: str) -> Tensor:

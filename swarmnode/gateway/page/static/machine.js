@@ -130,10 +130,11 @@ class NodeCard {
   }
 
   show({ node, card, cpu }) {
-    refill(this.head, [node.swarm, node.state, node.reason, node.span, node.sessions, node.device], () => [
+    refill(this.head, [node.swarm, node.state, node.reason, node.advice, node.span, node.sessions, node.device], () => [
       h("h2", {}, node.swarm || node.node, h("b", { class: `state ${node.state}` }, node.state)),
       h("p", {}, sentence(node)),
       node.reason && h("p", { class: "why" }, `Reason: ${node.reason}.`),
+      node.advice && h("p", { class: "why" }, node.advice),
     ]);
     refill(this.stats, [node.memory, node.room, node.speed, node.span, card, cpu], () => statistics(node, card, cpu));
     this.showButtons(COMMANDS[node.state] ?? []);
