@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,33 +21,95 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from swarmnode.codec.sampling import Grammar, GrammarKind
-from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
+from swarmnode.errors import Busy, ErrorCode, ProtocolError
+from swarmnode.files import parse_json
 
 BURST_S, TOKEN_S = 1.0, 0.02  # of a drawing thread, which sessions share: for the first token, and for each further one
 LIBRARY_BYTES = 8 << 20
 TOKEN_BYTES = 2048  # of a tokenizer, for each token of the vocabulary; measured in docs/decisions/sampling.md
-LIMITS = LLParserLimits(
-    max_items_in_row=1000,
-    initial_lexer_fuel=500_000,
-    step_lexer_fuel=50_000,
-    step_max_items=20_000,
-    max_lexer_states=8192,  # some 2 kB each
-    max_grammar_size=50_000,
-)
+BOUNDS = {
+    "max_items_in_row": 1000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 8192,  # some 2 kB each
+    "max_grammar_size": 50_000,
+}
+LIMITS = LLParserLimits(**BOUNDS)
 COMPACT: Any = {"whitespace_flexible": False}  # models that may write white space freely often write nothing else
 READERS = {
     GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(text, defaults=COMPACT),
     GrammarKind.LARK: LLMatcher.grammar_from_lark,
     GrammarKind.REGEX: LLMatcher.grammar_from_regex,
 }
+TRIAL_S, TRIAL_BYTES, TRIAL_PATIENCE_S = (
+    2,
+    128 << 20,
+    15.0,
+)  # CPU time and memory of a trial; seconds that it may take in all
+# llguidance's bounds do not hold for all that it computes before the first token: remainders, intersections of patterns. A thread
+# cannot be ended, so each grammar is tried in a process first. Its tokens are bytes, and those that the grammar names.
+TRIAL = """
+import sys
+sys.path[:] = [folder for folder in sys.path if folder]
+import json, os, resource, time
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+grammar, named, size, bounds, seconds, more_bytes = json.load(sys.stdin)
+class Bytes:
+    tokens = [bytes([byte]) for byte in range(256)] + [name.encode() for name in named]
+    tokens += [b""] * (size - len(tokens))
+    special_token_ids = list(range(256, 256 + len(named)))
+    eos_token_id, bos_token_id = 256, None
+    def __call__(self, text):
+        return list(text)
+tokenizer = LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=len(Bytes.tokens))
+limits = LLParserLimits(**bounds)
+most_s = int(time.process_time() + seconds + 1)
+resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s))
+if sys.platform == "linux":
+    most = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + more_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+os.nice(10)
+refused, told = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+if not refused:
+    LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+print(json.dumps(told[0] if refused else ""))
+"""
+NAMED = re.compile(r"<[^<>\s]+>")  # a token in Lark, by its name or (<[1-5]>) its number
+MOST_NUMBERS = 1 << 19
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise ProtocolError (INVALID_REQUEST) if `grammar` cannot be read or is too large."""
-    refused, told = LLMatcher.validate_grammar_with_warnings(read_grammar(grammar), limits=LIMITS)
-    if refused:
-        raise invalid(told[0])
+    """Raise ProtocolError (INVALID_REQUEST) if `grammar` cannot be read, is too large, or takes too much time or memory before the
+    first token. Raise Busy if that cannot be found out now.
+
+    It is tried in a process of its own, unless it was tried before.
+    """
+    if len(grammar.text.encode(errors="replace")) > MAX_GRAMMAR_CHARS:
+        raise invalid(f"it has more than {MAX_GRAMMAR_CHARS:,} bytes")
+    names = ["<eos>", *NAMED.findall(grammar.text)]
+    if refused := _tried(read_grammar(grammar), tuple(dict.fromkeys(names))):
+        raise invalid(refused)
+
+
+@functools.lru_cache(256)
+def _tried(grammar: str, named: tuple[str, ...]) -> str:
+    """Return why a grammar in llguidance's form is refused, for a vocabulary with these tokens; empty if it is not. Raises Busy."""
+    size = MOST_NUMBERS if any(name.startswith("<[") for name in named) else 0
+    given = json.dumps([grammar, named, size, BOUNDS, TRIAL_S, TRIAL_BYTES])
+    command, environment = [sys.executable, "-c", TRIAL], {**os.environ, "RAYON_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, input=given.encode(), env=environment, capture_output=True, timeout=TRIAL_PATIENCE_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        raise Busy("a grammar was not tried in time", retry_s=TRIAL_PATIENCE_S) from None
+    try:
+        return str(parse_json(done.stdout))
+    except ValueError:
+        return "it takes too much time or memory to read it; make it smaller"
 
 
 def read_grammar(grammar: Grammar) -> str:
@@ -83,8 +151,10 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher for the text of a session. The first call takes seconds, as it loads the tokenizer.
 
-        Raises ProtocolError (INVALID_REQUEST) if the grammar cannot be used or the checkpoint has no tokenizer.
+        Raises ProtocolError (INVALID_REQUEST) if the grammar cannot be used or the checkpoint has no tokenizer, Busy as
+        `check_grammar` does.
         """
+        check_grammar(grammar)
         matcher = LLMatcher(self._load(), read_grammar(grammar), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise invalid(matcher.get_error())
