@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,8 +18,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
-from swarmnode.errors import Busy, ErrorCode, ProtocolError
-from swarmnode.files import parse_json
+from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.files import try_apart
+from swarmnode.swarm.storage.content import check_tokenizer
 
 BURST_S, TOKEN_S = 1.0, 0.02  # of a drawing thread, which sessions share: for the first token, and for each further one
 LIBRARY_BYTES = 8 << 20
@@ -45,17 +42,14 @@ READERS = {
 }
 TRIAL_S, TRIAL_BYTES, TRIAL_PATIENCE_S = (
     2,
-    128 << 20,
+    192 << 20,
     15.0,
 )  # CPU time and memory of a trial; seconds that it may take in all
-# llguidance's bounds do not hold for all that it computes before the first token: remainders, intersections of patterns. A thread
-# cannot be ended, so each grammar is tried in a process first. Its tokens are bytes, and those that the grammar names.
+# llguidance's bounds do not hold for all that it computes before the first token: remainders, intersections of patterns. So each
+# grammar is tried in a process first. Its tokens are bytes, and those that the grammar names.
 TRIAL = """
-import sys
-sys.path[:] = [folder for folder in sys.path if folder]
-import json, os, resource, time
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-grammar, named, size, bounds, seconds, more_bytes = json.load(sys.stdin)
+grammar, named, size, bounds = given
 class Bytes:
     tokens = [bytes([byte]) for byte in range(256)] + [name.encode() for name in named]
     tokens += [b""] * (size - len(tokens))
@@ -63,17 +57,10 @@ class Bytes:
     eos_token_id, bos_token_id = 256, None
     def __call__(self, text):
         return list(text)
-tokenizer = LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=len(Bytes.tokens))
 limits = LLParserLimits(**bounds)
-most_s = int(time.process_time() + seconds + 1)
-resource.setrlimit(resource.RLIMIT_CPU, (most_s, most_s))
-if sys.platform == "linux":
-    most = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize() + more_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-os.nice(10)
 refused, told = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
 if not refused:
+    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=len(Bytes.tokens))
     LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
 print(json.dumps(told[0] if refused else ""))
 """
@@ -98,18 +85,14 @@ def check_grammar(grammar: Grammar) -> None:
 def _tried(grammar: str, named: tuple[str, ...]) -> str:
     """Return why a grammar in llguidance's form is refused, for a vocabulary with these tokens; empty if it is not. Raises Busy."""
     size = MOST_NUMBERS if any(name.startswith("<[") for name in named) else 0
-    given = json.dumps([grammar, named, size, BOUNDS, TRIAL_S, TRIAL_BYTES])
-    command, environment = [sys.executable, "-c", TRIAL], {**os.environ, "RAYON_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command, input=given.encode(), env=environment, capture_output=True, timeout=TRIAL_PATIENCE_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        raise Busy("a grammar was not tried in time", retry_s=TRIAL_PATIENCE_S) from None
-    try:
-        return str(parse_json(done.stdout))
-    except ValueError:
-        return "it takes too much time or memory to read it; make it smaller"
+    told = try_apart(
+        TRIAL,
+        [grammar, named, size, BOUNDS],
+        cpu_s=TRIAL_S,
+        memory_bytes=TRIAL_BYTES,
+        patience_s=TRIAL_PATIENCE_S,
+    )
+    return "it takes too much time or memory to read it; make it smaller" if told is None else str(told)
 
 
 def read_grammar(grammar: Grammar) -> str:
@@ -163,9 +146,10 @@ class GrammarCompiler:
     def _load(self) -> LLTokenizer:
         if self._tokenizer is None:
             try:
+                check_tokenizer(self._folder)
                 own: Any = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
                 self._tokenizer = from_tokenizer(own, n_vocab=self._vocabulary, eos_token=_end_ids(self._folder))
-            except (OSError, ValueError, KeyError) as error:
+            except Exception as error:  # tokenizers raises Exception itself
                 raise invalid(f"the checkpoint has no tokenizer for it: {error}") from error
         return self._tokenizer
 

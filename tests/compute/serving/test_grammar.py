@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -153,11 +153,12 @@ def test_what_cannot_be_ended_is_tried_in_a_process(grammar: Grammar, monkeypatc
 
 
 def test_a_machine_that_has_no_time_for_a_trial_asks_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("TRIAL_PATIENCE_S", 1e-3), ("sys", SimpleNamespace(executable="/none"))):
+    grammar = Grammar(GrammarKind.REGEX, "no other test has this")
+    for place, name, value in ((grammars, "TRIAL_PATIENCE_S", 1e-3), (sys, "executable", "/none")):
         with monkeypatch.context() as patch, pytest.raises(Busy):
-            patch.setattr(grammars, name, value)
-            check_grammar(Grammar(GrammarKind.REGEX, "no other test has this"))
-    check_grammar(Grammar(GrammarKind.REGEX, "no other test has this"))
+            patch.setattr(place, name, value)
+            check_grammar(grammar)
+    check_grammar(grammar)
 
 
 def test_a_text_that_strays_is_refused(compiler: GrammarCompiler) -> None:
