@@ -120,7 +120,6 @@ if sys.platform == "linux":
     most += int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-os.nice(10)
 """
 
 
