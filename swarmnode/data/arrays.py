@@ -40,21 +40,19 @@ def load_arrays(path: Path, needed: Sequence[str] | None = None, optional: Seque
                     f"the file has {', '.join(sorted(held)[:MAX_TOLD]) or 'none'}; write it with numpy.savez"
                 )
             chosen = {name: info for name, info in held.items() if needed is None or name in (*needed, *optional)}
-            needed = sum(_bytes_of(archive, info) for info in chosen.values())
+            unpacked = sum(_bytes_of(archive, info) for info in chosen.values())
             packed, free = path.stat().st_size, psutil.virtual_memory().available
-            if needed > min(free, max(MAX_RATIO * packed, FREE_BYTES)):
+            if unpacked > min(free, max(MAX_RATIO * packed, FREE_BYTES)):
                 raise UsageError(
-                    f"{path} has {packed:,} bytes and would take {needed:,} in memory, where {free:,} are free: "
-                    + ("give a part of it" if needed > free else "write it with numpy.savez, which does not compress")
+                    f"{path} has {packed:,} bytes and would take {unpacked:,} in memory, where {free:,} are free: "
+                    + ("give a part of it" if unpacked > free else "write it with numpy.savez, which does not compress")
                 )
             return {name: _array_of(archive, info) for name, info in chosen.items()}
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}; check its name and permissions") from None
     except UsageError:
         raise
-    except (
-        Exception
-    ) as error:  # zipfile, zlib and numpy's reader of headers raise errors of ten kinds about damaged files
+    except Exception as error:  # zipfile, zlib and numpy's reader of headers raise ten kinds of errors
         raise UsageError(
             f"{path} is not a file of plain numpy arrays, or a damaged one: {error}; write it with numpy.savez"
         ) from None
