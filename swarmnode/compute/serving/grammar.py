@@ -33,7 +33,7 @@ BOUNDS = {
     "max_lexer_states": 8192,  # some 2 kB each
     "max_grammar_size": 50_000,
 }
-LIMITS = LLParserLimits(**BOUNDS)
+LIMITS = LLParserLimits(**BOUNDS)  # type: ignore[arg-type] # one of its other parameters is a bool
 COMPACT: Any = {"whitespace_flexible": False}  # models that may write white space freely often write nothing else
 READERS = {
     GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(text, defaults=COMPACT),
