@@ -1,4 +1,4 @@
-"""Files of this machine: locks, bounded reads, and writes that outlast a power cut.
+"""Files of this machine: locks, bounded reads, tries in a process of their own, and writes that outlast a power cut.
 
 A file is flushed to the disk with the folder that names it before anything relies on it.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import IO, Any
 
-from swarmnode.errors import LocalError
+from swarmnode.errors import Busy, LocalError
 
 
 def existing(folder: Path) -> Path:
@@ -86,6 +87,40 @@ def parse_json(text: bytes | str) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None
+
+
+def try_apart(program: str, given: Any, *, cpu_s: int, memory_bytes: int, patience_s: float) -> Any:
+    """Run a Python program in a process of its own and return the JSON value that it prints; None if it fails.
+
+    For libraries that read texts of others: a thread that hangs cannot be ended. The program finds the value of `given` under that
+    name. It fails beyond `cpu_s` and one more second of CPU time and, on Linux, beyond `memory_bytes`. Raises Busy if it cannot be
+    started, or does not end within `patience_s`.
+    """
+    values = json.dumps([given, cpu_s, memory_bytes]).encode()
+    command, environment = [sys.executable, "-c", _BOUNDS + program], {**os.environ, "RAYON_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, input=values, env=environment, capture_output=True, timeout=patience_s, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Busy(f"a file or text of others was not tried in time: {error}", retry_s=patience_s) from None
+    try:
+        return parse_json(done.stdout)
+    except ValueError:
+        return None
+
+
+_BOUNDS = """
+import sys
+sys.path[:] = [folder for folder in sys.path if folder]
+import json, os, resource
+given, seconds, most = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CPU, (seconds + 1, seconds + 1))
+if sys.platform == "linux":
+    most += int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+"""
 
 
 def sync(path: Path) -> None:

@@ -16,6 +16,7 @@ from swarmnode.codec.body import MAX_STOP_IDS, MAX_TOKEN_ID
 from swarmnode.data.conversation import ChatEnding, ChatRenderer, chat_messages
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.files import parse_json
+from swarmnode.swarm.storage.content import check_tokenizer
 
 FIRST_TURN, ANSWER = ({"role": "user", "content": "question"},), "answer-and-no-more"
 THINK_END = "</think>"  # ends the reasoning before an answer, in most chat templates
@@ -74,12 +75,13 @@ class Tokenizer:
         # Not `import transformers`: that returns a module whose import another thread has begun, and transformers replaces that
         # module at the end. On a node's first start, the compute thread imports it at the same time.
         transformers: Any = importlib.import_module("transformers")
+        check_tokenizer(self._folder)
         try:
             with models_listed_once():
                 return transformers.AutoTokenizer.from_pretrained(
                     self._folder, local_files_only=True, trust_remote_code=False
                 )
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # tokenizers raises Exception itself
             raise CheckpointError(
                 f"the checkpoint's tokenizer cannot be used: {error}; give token ids instead of text"
             ) from error

@@ -120,10 +120,13 @@ class Hardware:
         if trains and (config.quantize != "none" or config.dtype not in ("auto", "float32")):
             raise UsageError("training keeps its weights in float32: leave --quantize and --dtype alone")
         is_graph = isinstance(checkpoint, GraphCheckpoint)
-        if is_graph and (config.quantize != "none" or config.dtype != "auto"):
-            raise UsageError(
-                "a module computes in the dtypes that it was exported with: leave --quantize and --dtype alone"
-            )
+        if isinstance(checkpoint, GraphCheckpoint):
+            own = checkpoint.float_dtypes
+            if config.quantize != "none" or (config.dtype != "auto" and own != {config.dtype}):
+                raise UsageError(
+                    f"this model computes in {' and '.join(sorted(own)) or 'whole numbers'}, as it was exported: leave --quantize "
+                    "and --dtype alone"
+                )
         if (trains or is_graph) and config.kv != PLAIN:
             raise UsageError(f"{'training' if trains else 'a module'} keeps no KV cache: leave --kv alone")
         devices = probe_devices(config.device)

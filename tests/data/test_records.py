@@ -12,12 +12,13 @@ import json
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from swarmnode.data import records
+from swarmnode.data import arrays, records
 from swarmnode.data.arrays import read_arrays
 from swarmnode.data.records import holds_records, read_records
 from swarmnode.data.samples import sample_kind
@@ -111,6 +112,21 @@ def test_arrays_give_a_sample_a_row(tmp_path: Path) -> None:
         np.savez(path, **bad)
         with pytest.raises(UsageError, match=told):
             list(read_arrays(path, 3))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64", ">i4"])
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+def test_arrays_of_all_whole_numbers_are_read(tmp_path: Path, dtype: str, write: Any) -> None:
+    ids = np.asfortranarray(np.arange(12).reshape(3, 4).astype(dtype))
+    write(tmp_path / "ids.npz", input_ids=ids, others=np.zeros(1000, dtype="S8"))
+    assert [sample.tokens for sample in read_arrays(tmp_path / "ids.npz", 4)] == ids.tolist()
+
+
+def test_arrays_larger_than_the_free_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "ids.npz", input_ids=np.zeros((100, 10), dtype=int))
+    monkeypatch.setattr(arrays.psutil, "virtual_memory", lambda: SimpleNamespace(available=7999))
+    with pytest.raises(UsageError, match="would take 8,000 in memory, where 7,999 are free: give a part"):
+        list(read_arrays(tmp_path / "ids.npz", 4))
 
 
 TALKS = [

@@ -16,7 +16,7 @@ from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.generation.sampling_fields import Biases
 from swarmnode.gateway.http.api_error import ApiError
-from swarmnode.gateway.http.body_route import MAX_CONTAINERS, MAX_VALUES, BodyRoute, Items, JsonBound
+from swarmnode.gateway.http.body_route import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, BodyRoute, Items, JsonBound
 from swarmnode.gateway.openai.requests import Texts
 from swarmnode.gateway.page.page import Page
 from tests.gateway.conftest import MODEL, serving
@@ -61,11 +61,53 @@ def test_a_text_of_any_length_is_one_value_and_many_values_are_too_many() -> Non
     bound = JsonBound()
     bound.push(json.dumps({"prompt": '[,{":\\' * 1_000_000}).encode())
     assert (bound.values, bound.containers) == (2, 1)
-    for piece, most, what in ((b"1,", MAX_VALUES, "values"), (b"[", MAX_CONTAINERS, "objects and lists")):
+    for piece, most, what in ((b"1,", MAX_VALUES, "values"), (b"[]", MAX_CONTAINERS, "objects and lists")):
         JsonBound().push(piece * most)
         with pytest.raises(ApiError, match=f"{most:,} {what}") as refusal:
             JsonBound().push(piece * (most + 1))
         assert refusal.value.status_code == 413
+
+
+def test_objects_and_lists_within_one_another_are_counted_however_they_are_cut() -> None:
+    for pair in ("[]", "{}"):
+        for depth in (MAX_DEPTH, MAX_DEPTH + 1):
+            bound, written = JsonBound(), (pair[0] * depth + '"[{"' + pair[1] * depth + ",[]").encode()
+            try:
+                for begin in range(0, len(written), 7):
+                    bound.push(written[begin : begin + 7])
+                assert depth == MAX_DEPTH and bound.depth == 0
+            except ApiError as refusal:
+                assert depth > MAX_DEPTH and refusal.status_code == 400
+
+
+def nested(depth: int) -> Any:
+    return {} if depth == 0 else {"items": nested(depth - 1)}
+
+
+@in_virtual_time
+async def test_deeply_nested_schemas_are_answered_or_refused(founded: Founded, tmp_path: Path) -> None:
+    says = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    async with serving(founded, tmp_path) as served:
+        for depth in (60, 300, 900, 5000):
+            schema = "@" if depth > 900 else nested(depth)
+            function = {"name": "f", "parameters": schema}
+            tools, format = (
+                [{"type": "function", "function": function}],
+                {"type": "json_schema", "name": "s", "schema": schema},
+            )
+            for path, body in (
+                ("/v1/chat/completions", {**says, "tools": tools}),
+                ("/v1/chat/completions", {**says, "tools": tools, "tool_choice": "required"}),
+                ("/v1/chat/completions", {**says, "response_format": {"type": "json_schema", "json_schema": format}}),
+                ("/v1/responses", {"input": "hi", "max_output_tokens": 1, "tools": [{"type": "function", **function}]}),
+                ("/v1/responses", {"input": "hi", "max_output_tokens": 1, "text": {"format": format}}),
+                ("/v1/messages", {**says, "tools": [{"name": "f", "input_schema": schema}]}),
+                ("/v1/messages", {**says, "output_config": {"format": format}}),
+            ):
+                written = json.dumps(body).replace('"@"', '{"items":' * depth + "{}" + "}" * depth)
+                reply = await served.http.post(path, content=written, headers={"content-type": "application/json"})
+                assert reply.status_code == (200 if depth < MAX_DEPTH else 400), reply.text
+                assert depth < MAX_DEPTH or "nests more than" in reply.text
 
 
 def test_the_check_of_a_list_ends_at_its_first_wrong_element() -> None:

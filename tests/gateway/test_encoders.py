@@ -18,8 +18,10 @@ from swarmnode.compute.capacity.memory import graph_sizes
 from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import GraphCheckpoint
+from swarmnode.config import StageConfig
 from swarmnode.errors import ContextTooLong
 from swarmnode.founding.model_source import ModelSource, from_model, outline
+from swarmnode.measuring.hardware import Hardware
 from swarmnode.version import missing_package
 from tests.contrib.script import load
 from tests.encoders import LABELS, POSITIONS, save_encoder
@@ -186,7 +188,9 @@ def test_what_an_encoder_will_be_is_known_before_its_weights_are_read(tmp_path: 
     graph, task = outline(str(tmp_path / "model"), tmp_path)
     source = from_model(str(tmp_path / "model"), tmp_path / "weights")
     assert isinstance(graph, Graph) and task == source.model.task and graph.units == source.model.units
-    assert unit_weight_bytes(graph) == graph_sizes(GraphCheckpoint(source.folder)).weight_bytes
+    checkpoint = GraphCheckpoint(source.folder)
+    assert unit_weight_bytes(graph) == graph_sizes(checkpoint).weight_bytes
+    assert Hardware.probe(checkpoint, StageConfig(dtype="float32")).dtype is torch.float32  # as it computes
 
 
 @in_virtual_time

@@ -12,7 +12,7 @@ import json
 import math
 import operator
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ MAX_EXAMPLE_BYTES = 1 << 30
 _TRAINING = "TRAINING"
 _MODEL = "models/model.json"
 _WEIGHTS = "data/weights"
-MAX_REPEATED = 1 << 24  # elements of a tensor that repeats the bytes of the archive
+MAX_REPEATED_BYTES = 1 << 27  # of all tensors, beyond the size of the archive: some repeat its bytes
 _CONSTANTS = "data/constants"
 _EXAMPLE = "data/sample_inputs/model.pt"
 _CONFIGS = {_WEIGHTS: "model_weights_config.json", _CONSTANTS: "model_constants_config.json"}
@@ -242,7 +242,7 @@ def load_program(file: Path) -> tuple[Program, tuple[Tensor, ...]]:
     """Read a program as a module, with its example batch. Raises UsageError if it is damaged or would need code to be run."""
     try:
         with zipfile.ZipFile(file) as archive:
-            return _Archive(archive).load()
+            return _Archive(archive, file.stat().st_size).load()
     except OSError as error:
         raise UsageError(f"{file}: cannot be read: {error}; check its name and permissions") from None
     except UsageError as error:
@@ -254,15 +254,21 @@ def load_program(file: Path) -> tuple[Program, tuple[Tensor, ...]]:
         ) from error
 
 
+def _refuse_compressed(archive: zipfile.ZipFile) -> None:
+    """Raise UsageError if an archive is compressed: few bytes could take any memory."""
+    if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+        raise UsageError(
+            "the archive is compressed, which torch.export.save never does; save the program with it again"
+        )
+
+
 class _Archive:
-    def __init__(self, archive: zipfile.ZipFile) -> None:
+    def __init__(self, archive: zipfile.ZipFile, size: int) -> None:
         self.archive = archive
         self.root = archive.namelist()[0].partition("/")[0]
         self.sizes = {info.filename: info.file_size for info in archive.infolist()}
-        if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
-            raise UsageError(
-                "the archive is compressed, which torch.export.save never does; save the program with it again"
-            )
+        self._room = size + MAX_REPEATED_BYTES
+        _refuse_compressed(archive)
 
     def load(self) -> tuple[Program, tuple[Tensor, ...]]:
         if f"{self.root}/{_MODEL}" not in self.sizes:
@@ -300,10 +306,7 @@ class _Archive:
             dtype = DTYPES[meta["dtype"]]
             path = f"{folder}/{payload['path_name']}"
             raw = bytearray(self._read(path, self.sizes.get(f"{self.root}/{path}", 0)))
-            if math.prod(sizes) > max(len(raw) // dtype.itemsize, MAX_REPEATED):
-                raise UsageError(
-                    f"{name} says {sizes}, and the archive has {len(raw)} bytes of it; save the program again"
-                )
+            self._take_room(name, sizes, dtype)
             flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.zeros(0, dtype=dtype)
             tensor = flat.as_strided(sizes, strides, int(meta["storage_offset"]["as_int"])).clone()
             if payload["is_param"]:
@@ -312,9 +315,12 @@ class _Archive:
         return same[key]
 
     def _example(self) -> tuple[Tensor, ...]:
-        raw = self._read(_EXAMPLE, MAX_EXAMPLE_BYTES)
+        raw = io.BytesIO(self._read(_EXAMPLE, MAX_EXAMPLE_BYTES))
+        with zipfile.ZipFile(raw) as inner:
+            _refuse_compressed(inner)
+        raw.seek(0)
         try:
-            args, kwargs = torch.load(io.BytesIO(raw), weights_only=True)
+            args, kwargs = torch.load(raw, weights_only=True)
         except Exception:  # torch may raise anything about a pickle that it does not trust
             raise UsageError(
                 "its example batch is more than tensors: reading it could run "
@@ -323,7 +329,17 @@ class _Archive:
         values = (*args, *kwargs.values())
         if not all(isinstance(value, Tensor) for value in values):
             raise UsageError("its example batch is more than tensors; export it with tensors as the only arguments")
+        for value in values:
+            self._take_room("its example batch", value.shape, value.dtype)
         return values
+
+    def _take_room(self, name: str, sizes: Sequence[int], dtype: torch.dtype) -> None:
+        """Count the bytes of a tensor. Raises UsageError if all that were counted are more than the archive and what may repeat."""
+        self._room -= math.prod(sizes) * dtype.itemsize
+        if self._room < 0:
+            raise UsageError(
+                f"{name} says {list(sizes)}: with it the tensors are much larger than the archive; save the program again"
+            )
 
     def _json(self, name: str) -> Any:
         return json.loads(self._read(name, MAX_JSON_BYTES))

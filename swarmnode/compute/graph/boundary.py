@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,19 @@ from swarmnode.compute.graph.layout import Layout, Value
 from swarmnode.compute.graph.operators import torch_constant
 from swarmnode.compute.training.datasets.batches import ArrayBatches, LabelShares
 from swarmnode.compute.training.datasets.corpus import Encode, token_batches
+from swarmnode.data.arrays import load_arrays
 from swarmnode.data.samples import ARRAYS_SUFFIX
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
 
 Described = tuple[torch.dtype, tuple[int, ...]]
 """Description of a tensor: its dtype and shape"""
 ROWS = 1024  # rows whose labels are counted at a time
-_DAMAGE = (ValueError, EOFError, KeyError, zipfile.BadZipFile)
 
 
-def read_arrays(path: Path) -> Mapping[str, np.ndarray]:
-    """Return the arrays of an .npz file by name.
+def read_arrays(path: Path, needed: Sequence[str] | None = None) -> Mapping[str, np.ndarray]:
+    """Return the arrays `needed` of an .npz file by name, or all of them.
 
-    Raises UsageError if `path` is not a readable .npz file, or holds more than plain arrays.
+    Raises UsageError if there is no such file, its name has another ending, or as `load_arrays` does.
     """
     if not path.exists():
         raise UsageError(f"{path}: no such file; check its name")
@@ -39,15 +38,7 @@ def read_arrays(path: Path) -> Mapping[str, np.ndarray]:
         raise UsageError(
             f"{path}: the data of a module is an {ARRAYS_SUFFIX} file (numpy.savez) of arrays by input name"
         )
-    try:
-        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as file:
-            return dict(file)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}; check its permissions") from None
-    except _DAMAGE as error:
-        raise UsageError(
-            f"{path} is not a file of plain numpy arrays, or a damaged one: {error}; write it with numpy.savez"
-        ) from None
+    return load_arrays(path, needed)
 
 
 def array_batches(path: Path, graph: Graph) -> ArrayBatches:
@@ -55,14 +46,7 @@ def array_batches(path: Path, graph: Graph) -> ArrayBatches:
 
     Raises UsageError if they do not fit.
     """
-    arrays = read_arrays(path)
-    wanted = [item.argument for item in graph.inputs]
-    missing = [name for name in wanted if name not in arrays]
-    if missing:
-        raise UsageError(
-            f"{path} has no array {missing[0]!r}: the model takes {', '.join(wanted)}, "
-            f"the file has {', '.join(sorted(arrays)) or 'none'}"
-        )
+    arrays = read_arrays(path, [item.argument for item in graph.inputs])
     taken = {item.argument: _fitting(path, arrays[item.argument], item, graph.batch) for item in graph.inputs}
     batches = ArrayBatches(taken, *_ends(graph))
     batches.weigh(_label_shares(path, graph, taken))
@@ -137,7 +121,7 @@ def _fitting(path: Path, array: np.ndarray, item: GraphInput, batch: int) -> np.
         ) from None
     if array.dtype.kind != dtype.kind and not np.can_cast(array.dtype, dtype):
         raise UsageError(f"{path}: {item.argument!r} is of {array.dtype}, but the model takes {dtype}; convert it")
-    return array.astype(dtype)
+    return array.astype(dtype, copy=False)
 
 
 def input_values(graph: Graph, arrays: Mapping[str, Any]) -> tuple[Tensor, ...]:

@@ -258,6 +258,11 @@ class GraphCheckpoint(Checkpoint):
         """Number of units."""
         return self.graph.units
 
+    @cached_property
+    def float_dtypes(self) -> frozenset[str]:
+        """Names of the dtypes of the graph's floating-point weights, in which it computes."""
+        return frozenset(weight.type.dtype for weight in self.graph.weights if "float" in weight.type.dtype)
+
     def tensors_of(self, start: int, end: int) -> list[str]:
         """Return the names of the tensors that units [start, end) need."""
         held = {name for unit in self.layout.units[start:end] for name in unit.weights}

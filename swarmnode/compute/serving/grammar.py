@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,33 +17,82 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from swarmnode.codec.sampling import Grammar, GrammarKind
+from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.files import try_apart
+from swarmnode.swarm.storage.content import check_tokenizer
 
 BURST_S, TOKEN_S = 1.0, 0.02  # of a drawing thread, which sessions share: for the first token, and for each further one
 LIBRARY_BYTES = 8 << 20
 TOKEN_BYTES = 2048  # of a tokenizer, for each token of the vocabulary; measured in docs/decisions/sampling.md
-LIMITS = LLParserLimits(
-    max_items_in_row=1000,
-    initial_lexer_fuel=500_000,
-    step_lexer_fuel=50_000,
-    step_max_items=20_000,
-    max_lexer_states=8192,  # some 2 kB each
-    max_grammar_size=50_000,
-)
+BOUNDS = {
+    "max_items_in_row": 1000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 8192,  # some 2 kB each
+    "max_grammar_size": 50_000,
+}
+LIMITS = LLParserLimits(**BOUNDS)  # type: ignore[arg-type] # one of its other parameters is a bool
 COMPACT: Any = {"whitespace_flexible": False}  # models that may write white space freely often write nothing else
 READERS = {
     GrammarKind.JSON_SCHEMA: lambda text: LLMatcher.grammar_from_json_schema(text, defaults=COMPACT),
     GrammarKind.LARK: LLMatcher.grammar_from_lark,
     GrammarKind.REGEX: LLMatcher.grammar_from_regex,
 }
+TRIAL_S, TRIAL_BYTES, TRIAL_PATIENCE_S = (
+    2,
+    192 << 20,
+    15.0,
+)  # CPU time and memory of a trial; seconds that it may take in all
+# llguidance's bounds do not hold for all that it computes before the first token: remainders, intersections of patterns. So each
+# grammar is tried in a process first. Its tokens are bytes, and those that the grammar names.
+TRIAL = """
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+grammar, named, size, bounds = given
+class Bytes:
+    tokens = [bytes([byte]) for byte in range(256)] + [name.encode() for name in named]
+    tokens += [b""] * (size - len(tokens))
+    special_token_ids = list(range(256, 256 + len(named)))
+    eos_token_id, bos_token_id = 256, None
+    def __call__(self, text):
+        return list(text)
+limits = LLParserLimits(**bounds)
+refused, told = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+if not refused:
+    tokenizer = LLTokenizer(TokenizerWrapper(Bytes()), n_vocab=len(Bytes.tokens))
+    LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+print(json.dumps(told[0] if refused else ""))
+"""
+NAMED = re.compile(r"<[^<>\s]+>")  # a token in Lark, by its name or (<[1-5]>) its number
+MOST_NUMBERS = 1 << 19
 
 
 def check_grammar(grammar: Grammar) -> None:
-    """Raise ProtocolError (INVALID_REQUEST) if `grammar` cannot be read or is too large."""
-    refused, told = LLMatcher.validate_grammar_with_warnings(read_grammar(grammar), limits=LIMITS)
-    if refused:
-        raise invalid(told[0])
+    """Raise ProtocolError (INVALID_REQUEST) if `grammar` cannot be read, is too large, or takes too much time or memory before the
+    first token. Raise Busy if that cannot be found out now.
+
+    It is tried in a process of its own, unless it was tried before.
+    """
+    if len(grammar.text.encode(errors="replace")) > MAX_GRAMMAR_CHARS:
+        raise invalid(f"it has more than {MAX_GRAMMAR_CHARS:,} bytes")
+    names = ["<eos>", *NAMED.findall(grammar.text)]
+    if refused := _tried(read_grammar(grammar), tuple(dict.fromkeys(names))):
+        raise invalid(refused)
+
+
+@functools.lru_cache(256)
+def _tried(grammar: str, named: tuple[str, ...]) -> str:
+    """Return why a grammar in llguidance's form is refused, for a vocabulary with these tokens; empty if it is not. Raises Busy."""
+    size = MOST_NUMBERS if any(name.startswith("<[") for name in named) else 0
+    told = try_apart(
+        TRIAL,
+        [grammar, named, size, BOUNDS],
+        cpu_s=TRIAL_S,
+        memory_bytes=TRIAL_BYTES,
+        patience_s=TRIAL_PATIENCE_S,
+    )
+    return "it takes too much time or memory to read it; make it smaller" if told is None else str(told)
 
 
 def read_grammar(grammar: Grammar) -> str:
@@ -83,8 +134,10 @@ class GrammarCompiler:
     def compile(self, grammar: Grammar) -> GrammarMatcher:
         """Return a matcher for the text of a session. The first call takes seconds, as it loads the tokenizer.
 
-        Raises ProtocolError (INVALID_REQUEST) if the grammar cannot be used or the checkpoint has no tokenizer.
+        Raises ProtocolError (INVALID_REQUEST) if the grammar cannot be used or the checkpoint has no tokenizer, Busy as
+        `check_grammar` does.
         """
+        check_grammar(grammar)
         matcher = LLMatcher(self._load(), read_grammar(grammar), log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise invalid(matcher.get_error())
@@ -93,9 +146,10 @@ class GrammarCompiler:
     def _load(self) -> LLTokenizer:
         if self._tokenizer is None:
             try:
+                check_tokenizer(self._folder)
                 own: Any = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
                 self._tokenizer = from_tokenizer(own, n_vocab=self._vocabulary, eos_token=_end_ids(self._folder))
-            except (OSError, ValueError, KeyError) as error:
+            except Exception as error:  # tokenizers raises Exception itself
                 raise invalid(f"the checkpoint has no tokenizer for it: {error}") from error
         return self._tokenizer
 

@@ -77,7 +77,10 @@ def _read(written: bytes) -> Any:
 T = TypeVar("T")
 MAX_VALUES = 150_000  # in one body: numbers, texts, field names, objects and lists
 MAX_CONTAINERS = 15_000  # objects and lists among them; each costs the validation of several fields
+MAX_DEPTH = 128  # objects and lists within one another: answers that repeat a request are written to 255
 STRUCTURE = b",:[{"  # one of these precedes each value except the first
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_OTHERS = bytes(byte for byte in range(256) if byte not in _STEPS)
 
 Items = Annotated[list[T], Field(fail_fast=True)]
 """List in a request whose validation stops at the first wrong element: reporting each one takes seconds for a megabyte of them."""
@@ -103,6 +106,7 @@ class JsonBound:
     def __init__(self) -> None:
         self.values = 0
         self.containers = 0
+        self.depth = 0
         self._in_text = False
         self._held = b""  # a backslash whose next character has not arrived
 
@@ -110,7 +114,7 @@ class JsonBound:
         return f"<JsonBound: {self.values} values, {self.containers} of them objects and lists>"
 
     def push(self, piece: bytes) -> None:
-        """Count the values in the next piece. Raises ApiError (413) if the body now has more values or containers than allowed."""
+        """Count the values in the next piece. Raises ApiError if the body now has too many values, containers or levels."""
         piece = self._held + piece
         self._held = b"\\" * ((len(piece) - len(piece.rstrip(b"\\"))) % 2)
         whole = piece[: len(piece) - len(self._held)].replace(rb"\\", b"").replace(rb"\"", b"")
@@ -125,3 +129,7 @@ class JsonBound:
             raise ApiError(
                 413, f"the request has more than {MAX_CONTAINERS:,} objects and lists in its JSON: send a smaller one"
             )
+        for bracket in outside.translate(None, _OTHERS):
+            self.depth += _STEPS[bracket]
+            if self.depth > MAX_DEPTH:
+                raise bad_request(f"the request nests more than {MAX_DEPTH} objects and lists: send a flatter one")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import operator
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from swarmnode.codec.body import MAX_POSITIONS, MAX_ROWS, MAX_TOKEN_ID
@@ -83,7 +84,7 @@ class ModelLimits:
         if options.logit_bias:
             self.check_ids(min(options.logit_bias), max(options.logit_bias))
         if options.grammar is not None:
-            await asyncio.to_thread(_check_grammar, options.grammar)
+            await asyncio.get_running_loop().run_in_executor(_checks, _check_grammar, options.grammar)
 
     def check_session(self, rows: int, length: int) -> None:
         """Raise UsageError if no session can have `rows` rows of `length` positions."""
@@ -101,6 +102,11 @@ class ModelLimits:
     @property
     def _bound(self) -> int:
         return MAX_POSITIONS if self.positions is None else min(self.positions, MAX_POSITIONS)
+
+
+_checks = ThreadPoolExecutor(
+    2, thread_name_prefix="swarmnode-grammars"
+)  # not those of all other work: some take seconds
 
 
 def _check_grammar(grammar: Grammar) -> None:

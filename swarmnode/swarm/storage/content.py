@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.errors import CheckpointError
-from swarmnode.files import linked_file, parse_json
+from swarmnode.files import linked_file, parse_json, try_apart
 
 CHUNK_BYTES = 1 << 20
 PIECE_CHUNKS = 64  # chunks that one thread hashes in one call
@@ -77,6 +77,100 @@ def is_weights(name: str) -> bool:
 def has_tokenizer(names: Iterable[str]) -> bool:
     """Return whether a checkpoint with these files has a tokenizer."""
     return not VOCABULARY_NAMES.isdisjoint(names)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise CheckpointError if the tokenizer in a folder is damaged, or takes too much time or memory to load or for short texts.
+
+    A folder without tokenizer.json is checked by the sizes of its files alone. Raises Busy as `try_apart` does.
+    """
+    sizes = {name: (folder / name).stat().st_size for name in TOKENIZER_NAMES if (folder / name).is_file()}
+    for name, size in sizes.items():
+        if size > (MAX_VOCABULARY_BYTES if name in VOCABULARY_NAMES else MAX_TOKENIZER_BYTES):
+            raise CheckpointError(
+                f"{folder / name} has {size:,} bytes, more than any tokenizer; use another checkpoint"
+            )
+    if "tokenizer.json" not in sizes:
+        return
+    names = [name for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json") if name in sizes]
+    digest = hashlib.sha256(b"".join(hashlib.sha256((folder / name).read_bytes()).digest() for name in names)).digest()
+    if digest not in _tried:
+        told = try_apart(
+            _TOKENIZER_TRIAL,
+            [str(folder), MOST_TOKENS, MOST_ADDED, MOST_STEPS],
+            cpu_s=TOKENIZER_S,
+            memory_bytes=TOKENIZER_MEMORY_BYTES,
+            patience_s=TOKENIZER_PATIENCE_S,
+        )
+        _tried[digest] = "it takes too much time or memory" if told is None else str(told)
+    if told := _tried[digest]:
+        raise CheckpointError(f"{folder / 'tokenizer.json'} cannot be used: {told}; use another checkpoint")
+
+
+_tried: dict[bytes, str] = {}  # what is wrong with a tokenizer, by the hash of its files
+MAX_VOCABULARY_BYTES, MAX_TOKENIZER_BYTES = 128 << 20, 16 << 20  # 256,000 tokens take some 30 MB
+MOST_TOKENS, MOST_ADDED, MOST_STEPS = 1 << 21, 1 << 14, 1024
+TOKENIZER_S, TOKENIZER_MEMORY_BYTES, TOKENIZER_PATIENCE_S = 10, 3 << 30, 120.0
+_TOKENIZER_TRIAL = """
+folder, most_tokens, most_added, most_steps = given
+def told(text):
+    print(json.dumps(text))
+    sys.stdout.flush()
+    os._exit(0)
+def read(name):
+    path = os.path.join(folder, name)
+    return json.load(open(path, "rb")) if os.path.isfile(path) else {}
+def steps(value):
+    if isinstance(value, dict):
+        return 1 + sum(steps(inner) for key, inner in value.items() if key != "precompiled_charsmap")
+    return sum(1 + steps(inner) for inner in value) if isinstance(value, list) else len(str(value)) // 1024
+def growth(value):
+    found = 1.0
+    if isinstance(value, dict):
+        if value.get("type") == "Replace":
+            replaced = value["pattern"].get("String", "")
+            found = max(found, len(value["content"]) / max(1, len(replaced)))
+        value = list(value.values())
+    for inner in value if isinstance(value, list) else ():
+        found *= growth(inner)
+    return found
+try:
+    tokenizer, config, more = map(read, ("tokenizer.json", "tokenizer_config.json", "added_tokens.json"))
+    model = tokenizer.get("model") or {}
+    for what, found in (("tokens", model.get("vocab")), ("merges", model.get("merges"))):
+        if len(found or ()) > most_tokens:
+            told(f"it has {len(found):,} {what}")
+    added = [tokenizer.get("added_tokens"), config.get("added_tokens_decoder"), config.get("extra_special_tokens"), more]
+    added.append(config.get("additional_special_tokens"))
+    if (most := max(len(one or ()) for one in added)) > most_added:
+        told(f"it has {most:,} added tokens")
+    parts = [tokenizer.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")]
+    if (count := steps(parts)) > most_steps:
+        told(f"its pipeline has {count:,} parts")
+    if growth(parts) > 64:
+        told("its replacements make texts much longer")
+    if (model.get("max_input_chars_per_word") or 0) > 10_000:
+        told("its words have no bound")
+    del model, parts, added, tokenizer
+except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    told(f"it is damaged: {str(error)[:200]}")
+try:
+    from tokenizers import Tokenizer
+    own = Tokenizer.from_file(os.path.join(folder, "tokenizer.json"))
+    own.no_padding()
+    own.no_truncation()
+    for sample in ("a", " ", "1", "\\n", ".", "ab", "a ", "A1 b.", "\u00e9", "\u4e2d", "\U0001f600", "aaaaaaaaaaaaaaaab"):
+        text = sample * (4096 // len(sample))
+        ids = own.encode(text).ids
+        if len(ids) > 64 + 8 * len(text.encode()):
+            told(f"a text of {len(text):,} characters becomes {len(ids):,} tokens")
+        if len(own.decode(ids)) > 64 * (64 + len(text)):
+            told("its decoder makes a text much longer")
+except Exception as error:
+    told(f"it is damaged: {str(error)[:200]}")
+told("")
+"""
+"""Program that looks at a tokenizer: sizes first, and then texts that make bad patterns slow"""
 
 
 def is_allowed_name(name: str) -> bool:

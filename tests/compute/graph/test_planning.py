@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.layout import Layout
-from swarmnode.compute.graph.serialise import GraphCheckpoint, read_graph
+from swarmnode.compute.graph.serialise import GraphCheckpoint, read_graph, write_graph
 from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError
 from swarmnode.measuring.hardware import Hardware
@@ -126,3 +128,17 @@ def test_nodes_and_simulated_peers_know_alike_what_passes_between_units(
     between = sorted(size_bytes // BATCH for size_bytes in model.forward_bytes[1:])
     assert hardware.width == model.hidden == between[len(between) // 2] // 4
     assert training_load(hardware, StepLoad(1, SAMPLES, 4000)).activation_bytes == SAMPLES * between[len(between) // 2]
+
+
+@pytest.mark.parametrize("own", ["float32", "bfloat16"])
+def test_a_module_takes_the_dtype_that_it_computes_in(tmp_path: Path, own: str) -> None:
+    module, x = torch.nn.Linear(4, 4).to(getattr(torch, own)), torch.zeros(2, 4, dtype=getattr(torch, own))
+    write_graph(export_module(module, (x,), trains=False), tmp_path)
+    checkpoint = GraphCheckpoint(tmp_path)
+    for dtype in ("auto", "float32", "float16", "bfloat16"):
+        config = StageConfig(dtype=dtype)
+        if dtype in ("auto", own):
+            assert Hardware.probe(checkpoint, config).capacity_units == 1
+        else:
+            with pytest.raises(UsageError, match=f"this model computes in {own}"):
+                Hardware.probe(checkpoint, config)

@@ -16,7 +16,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint, find_gguf
-from swarmnode.compute.model.packing.ggml import F32, FORMATS, GgmlMatrix, dequantise, library
+from swarmnode.compute.model.packing.ggml import F32, FORMATS, GgmlMatrix, check_finite, dequantise, library
 from swarmnode.compute.model.packing.packed_weight import held_by
 from swarmnode.compute.model.packing.tensor_entry import turned
 from swarmnode.compute.model.span import ModelSpan
@@ -161,10 +161,45 @@ def test_scales_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     save_llama_gguf(tmp_path / "tiny.gguf")
     reader = gguf.GGUFReader(tmp_path / "tiny.gguf", "r+")
     tensor = next(tensor for tensor in reader.tensors if tensor.name == "blk.1.ffn_up.weight")
-    tensor.data[3, :2] = np.frombuffer(np.float16("nan").tobytes(), dtype=np.uint8)
-    reader.data.flush()
+    sound = np.copy(tensor.data[3, :2])
+
+    def put(scale: Any) -> None:
+        tensor.data[3, :2] = np.frombuffer(scale.tobytes(), dtype=np.uint8)
+        reader.data.flush()
+
+    put(np.float16("nan"))
     with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight holds values that are no finite numbers"):
-        pack(tmp_path / "tiny.gguf", tmp_path / "packed")
+        pack(tmp_path / "tiny.gguf", tmp_path / "founder")
+    put(sound)
+    checkpoint = pack(tmp_path / "tiny.gguf", tmp_path / "packed")
+    for scale in ("nan", "inf", "-inf"):  # of a founder that looks at nothing
+        put(np.float16(scale))
+        for products in ("fast", "exact", "plain"):
+            told = r"model\.layers\.1\.mlp\.up_proj\.weight holds values that are no finite numbers"
+            with pytest.raises(CheckpointError, match=told):
+                load_span(checkpoint, 2, 3, products=products, check=False)
+            assert load_span(checkpoint, 1, 2, products=products, check=False).start == 1  # another node's layer
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_scales_tell_whether_a_blocks_values_are_finite(name: str) -> None:
+    """Of random blocks, some of which have scales near the largest."""
+    form, random = FORMATS[name], torch.Generator().manual_seed(2)
+    blocks_NB = torch.randint(0, 256, (4000, form.block_bytes), dtype=torch.uint8, generator=random)
+    for at in (0, *form.scales, *(at + 1 for at in form.scales)):
+        blocks_NB[: len(blocks_NB) // 2, at] = torch.randint(
+            247, 256, (len(blocks_NB) // 2,), dtype=torch.uint8, generator=random
+        )
+    expected_N = dequantise(blocks_NB.view(-1), form, len(blocks_NB) * form.block).isfinite().view(len(blocks_NB), -1)
+    found = []
+    for block_B in blocks_NB:
+        try:
+            check_finite(block_B, form, "x")
+            found.append(True)
+        except CheckpointError:
+            found.append(False)
+    assert found == expected_N.all(dim=1).tolist()
+    assert 100 < sum(found) < len(found) - 2
 
 
 @pytest.mark.parametrize(

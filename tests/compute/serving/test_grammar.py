@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 
 from swarmnode.client.tokenizer import Tokenizer
 from swarmnode.codec.sampling import Grammar, GrammarKind, Sampling
+from swarmnode.compute.serving import grammar as grammars
 from swarmnode.compute.serving.device_transfers import DeviceOutputs
 from swarmnode.compute.serving.grammar import GrammarCompiler, check_grammar
 from swarmnode.compute.serving.sampling import Sampler
-from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.errors import Busy, ErrorCode, ProtocolError
 from tests.gateway.speaking import VOCABULARY, save_speaking_llama
 
 LENGTH = 120
@@ -131,6 +133,32 @@ def test_what_would_take_too_much_ends_with_the_askers_error(compiler: GrammarCo
         write(compiler, grammar, 1)
     except ProtocolError as error:
         assert error.code == ErrorCode.INVALID_REQUEST
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        schema({"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 10_000_019}}}),
+        Grammar(GrammarKind.LARK, 'start: <|im_end|> %json {"type": "integer", "multipleOf": 10000019}'),
+        Grammar(GrammarKind.LARK, 'start: <[3]> %json {"type": "integer", "multipleOf": 10000019}'),
+        schema({"allOf": [{"type": "string", "pattern": f".*{chr(97 + n)}.{{{n}}}b"} for n in range(20)]}),
+    ],
+    ids=["multiples", "behind a token", "behind a token's number", "patterns"],
+)
+def test_what_cannot_be_ended_is_tried_in_a_process(grammar: Grammar, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "TRIAL_S", 0)
+    with pytest.raises(ProtocolError, match="too much time or memory") as refusal:
+        check_grammar(grammar)
+    assert refusal.value.code == ErrorCode.INVALID_REQUEST
+
+
+def test_a_machine_that_has_no_time_for_a_trial_asks_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammar = Grammar(GrammarKind.REGEX, "no other test has this")
+    for place, name, value in ((grammars, "TRIAL_PATIENCE_S", 1e-3), (sys, "executable", "/none")):
+        with monkeypatch.context() as patch, pytest.raises(Busy):
+            patch.setattr(place, name, value)
+            check_grammar(grammar)
+    check_grammar(grammar)
 
 
 def test_a_text_that_strays_is_refused(compiler: GrammarCompiler) -> None:

@@ -291,12 +291,12 @@ def read_weights(
     `looked_up` is the name of the embedding's. Products of `exact` weights are those of dequantised ones, and so are all on a
     `device` that is not the CPU. One tensor at a time is in the host's memory on its way there.
 
-    Raises CheckpointError if a file cannot be read.
+    Raises CheckpointError if a file cannot be read, or a weight has scales that are no finite numbers.
     """
     weights: dict[str, PackedWeight | PackedStack] = {}
     kept_bytes = 0
     for name, parts in joined(entries).items():
-        weights[name] = _read_weight(parts, dtype, exact=exact, looked_up=name == looked_up, device=device)
+        weights[name] = _read_weight(name, parts, dtype, exact=exact, looked_up=name == looked_up, device=device)
         kept_bytes += weights[name].nbytes
         if kept_bytes >= TRIM_BYTES:
             trim_heap()
@@ -306,7 +306,7 @@ def read_weights(
 
 
 def _read_weight(
-    parts: Sequence[TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: bool, device: torch.device
+    name: str, parts: Sequence[TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: bool, device: torch.device
 ) -> PackedWeight | PackedStack:
     forms = [FORMATS[part.dtype] for part in parts]
     inputs = parts[0].shape[-1]
@@ -320,7 +320,7 @@ def _read_weight(
         each = zip(parts_OB, forms, strict=True)
         return PackedWeight([matrix(*part, looked_up=looked_up) for part in each], dtype, device)
 
-    read = [read_packed(part) for part in parts]
+    read = [read_packed(part, name) for part in parts]
     if read[0].ndim == 2:
         return weight(read, looked_up=looked_up)
     return PackedStack([weight(matrices, looked_up=False) for matrices in zip(*read, strict=True)])

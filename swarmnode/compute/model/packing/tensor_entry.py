@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.compute.model.packing.ggml import FORMATS, aligned, dequantise
+from swarmnode.compute.model.packing.ggml import FORMATS, aligned, check_finite, dequantise
 from swarmnode.errors import CheckpointError
 from swarmnode.files import parse_json
 from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME
@@ -132,14 +132,15 @@ def read_bytes(entry: TensorEntry) -> Tensor:
     return packed_B
 
 
-def read_packed(entry: TensorEntry) -> Tensor:
-    """Return the packed rows (..., bytes of a row) of a tensor as uint8, in the order of the model's outputs.
+def read_packed(entry: TensorEntry, name: str) -> Tensor:
+    """Return the packed rows (..., bytes of a row) of the tensor `name` as uint8, in the order of the model's outputs.
 
-    Raises CheckpointError if the file cannot be read, or is shorter than when it was opened.
+    Raises CheckpointError if the file cannot be read, is shorter than when it was opened, or holds values that are no finite
+    numbers: a hostile founder does not look at them.
     """
-    packed_B = read_bytes(entry)
-    row_bytes = FORMATS[entry.dtype].row_bytes(entry.shape[-1])
-    return turned(packed_B.view(*entry.shape[:-1], row_bytes), entry.heads)
+    packed_B, form = read_bytes(entry), FORMATS[entry.dtype]
+    check_finite(packed_B, form, f"{entry.file}: {name}")
+    return turned(packed_B.view(*entry.shape[:-1], form.row_bytes(entry.shape[-1])), entry.heads)
 
 
 def turned(rows_OB: Tensor, heads: int) -> Tensor:
@@ -151,9 +152,9 @@ def turned(rows_OB: Tensor, heads: int) -> Tensor:
     return rows_OB.view(heads, outputs // heads // 2, 2, -1).transpose(1, 2).reshape(outputs, -1)
 
 
-def dequantised(entry: TensorEntry) -> Tensor:
-    """Return the values of a packed tensor as float32, in its shape. Raises CheckpointError if the file cannot be read."""
-    return dequantise(read_packed(entry).reshape(-1), FORMATS[entry.dtype], entry.elements).view(entry.shape)
+def dequantised(entry: TensorEntry, name: str) -> Tensor:
+    """Return the values of the packed tensor `name` as float32, in its shape. Raises CheckpointError as `read_packed` does."""
+    return dequantise(read_packed(entry, name).reshape(-1), FORMATS[entry.dtype], entry.elements).view(entry.shape)
 
 
 class FileSlice:
@@ -182,11 +183,11 @@ class FileSlice:
 class PackedSlice:
     """Tensor of a model, made of one or several packed ones, with the interface of a safetensors slice."""
 
-    def __init__(self, entries: list[TensorEntry]) -> None:
-        self._entries = entries
+    def __init__(self, entries: list[TensorEntry], name: str) -> None:
+        self._entries, self._name = entries, name
 
     def __getitem__(self, index: Any) -> Tensor:
-        parts = [dequantised(entry) for entry in self._entries]
+        parts = [dequantised(entry, self._name) for entry in self._entries]
         return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2))[index]
 
     def get_shape(self) -> list[int]:
@@ -209,7 +210,7 @@ def joined(entries: Mapping[str, TensorEntry]) -> dict[str, list[TensorEntry]]:
 
 def packed_slices(entries: Mapping[str, TensorEntry]) -> dict[str, PackedSlice]:
     """Return the parameters that these packed tensors make, nothing read yet."""
-    return {name: PackedSlice(parts) for name, parts in joined(entries).items()}
+    return {name: PackedSlice(parts, name) for name, parts in joined(entries).items()}
 
 
 def read_json(file: Path) -> dict[str, Any]:
