@@ -116,7 +116,8 @@ class Trainer:
             where = f"layer {stopped.unit}" if stopped.unit >= 0 else "the embedding that the ends share"
             raise NotFinite(
                 f"step {stopped.step}: the loss or the gradient is NaN or infinite, first seen at {where}; the swarm keeps "
-                "the step before. Lower --lr or --clip, or look at the data",
+                "the step before. Lower --lr or --clip, or look at the data. If these are sound, a machine sends false numbers: "
+                "let another one hold the same layers, so that the false one is found",
                 unit=stopped.unit,
             )
         if stopped.code:

@@ -155,7 +155,10 @@ class Block:
 
         Raises NotFinite if it is NaN or infinite.
         """
-        norm = torch.linalg.vector_norm(sums_N[self._gradient]).item()
+        gradient_N = sums_N[self._gradient]
+        norm = torch.linalg.vector_norm(gradient_N).item()
+        if not math.isfinite(norm) and gradient_N.isfinite().all():  # squares overflow before float64 holds them
+            norm = torch.linalg.vector_norm(gradient_N, dtype=torch.float64).item()
         if not math.isfinite(norm):
             unit = max(self.number, 0)
             raise NotFinite(
