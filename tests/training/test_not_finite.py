@@ -418,3 +418,33 @@ def test_float_labels_of_one_trainer_do_not_stop_another_one(tmp_path: Path, num
         assert not any(volunteer.peer in text for volunteer in scene.swarm.volunteers for text in scene.waits)
 
     in_scenario(tmp_path, test)
+
+
+@pytest.mark.parametrize("spoil", [lambda name, one: (name, one * math.nan), lambda name, one: (f"{name}_", one)])
+def test_a_state_that_cannot_be_loaded_names_its_holder_and_stops_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]
+) -> None:
+    """A newcomer that fetches it goes on trying, and says from whom it has it."""
+
+    async def test(scene: Scenario) -> None:
+        await scene.join(0, 1, 2)
+        holder, joining = scene.swarm.volunteers[1], []
+
+        def spoil_states(step: int) -> None:
+            learner = holder.stage.state.learner
+            copy_state = learner.copy_state
+            learner.copy_state = lambda: {  # type: ignore[method-assign]
+                block: dict(spoil(name, one.float()) for name, one in tensors.items())
+                for block, tensors in copy_state().items()
+            }
+            if step == 0:
+                joining.append(asyncio.ensure_future(scene.join(1)))
+
+        scene.on_step = spoil_states
+        await scene.train()
+        await asyncio.gather(*joining)
+        await until(lambda: "the state that" in caplog.text, "it is told")
+        assert f"the state that {holder.peer} gave: " in caplog.text
+        assert not scene.swarm.volunteers[3].ready
+
+    in_scenario(tmp_path, test)

@@ -269,7 +269,7 @@ class Block:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a state. Raises CheckpointError, and changes nothing, if names, shapes or dtypes differ."""
+        """Load a state. Raises CheckpointError, and changes nothing, if names, shapes or dtypes differ, or it holds NaN."""
         own = self.state()
         if own.keys() != tensors.keys():
             name = min(own.keys() ^ tensors.keys())
@@ -289,5 +289,7 @@ class Block:
                     f"the training state of layer {self.number} has {name} in "
                     f"{tensor.dtype}, not {own[name].dtype}: it belongs to another training"
                 )
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise CheckpointError(f"the training state of layer {self.number} has NaN in {name}; fetch it again")
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
