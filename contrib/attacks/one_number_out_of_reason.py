@@ -21,7 +21,9 @@ async def attack() -> Outcome:
 
 async def attack_everywhere() -> Outcome:
     refused = await lie_in(EVERY, LIE)
-    sender = OneNumber(FrameKind.BACKWARD, 4e9)  # within the bound, and beyond it behind the honest norm: losses may differ
+    sender = OneNumber(
+        FrameKind.BACKWARD, 4e9
+    )  # within the bound, and beyond it behind the honest norm: losses may differ
     within = await train_against(sender, what=lambda: "4e9 within the bound", number=5)
     went_on = within.held or f"{STEPS} of {STEPS} steps" in within.happened
     return Outcome(refused.held and went_on, f"{refused.happened}; {within.happened}")
