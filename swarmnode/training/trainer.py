@@ -251,9 +251,6 @@ class _FeedingSession:
         if not self._over.done():
             self._over.set_exception(refusal(body.code, peer=self._coordinator))
 
-    def _let_go(self, _body: End) -> None:
-        self._end(None)
-
     def _note_step(self, news: StepReport) -> None:
         self._idle_ticks = 0
         self._trainer.hear(news)
@@ -350,6 +347,6 @@ FROM_COORDINATOR: Mapping[type[Body], Callable[[_FeedingSession, Any], None]] = 
     Stopped: _FeedingSession._end,
     Failed: _FeedingSession._redirect,
     Error: _FeedingSession._refused,
-    End: _FeedingSession._let_go,
+    End: lambda session, _body: session._end(None),
 }
 """Handlers of the coordinator's messages to a trainer (`docs/training-step.md`)."""

@@ -36,15 +36,7 @@ from swarmnode.compute.training.saved_activations import (
     read_from,
 )
 from swarmnode.compute.training.segment import Values, moved
-from swarmnode.errors import (
-    ErrorCode,
-    NotFinite,
-    PeerError,
-    PeerLost,
-    ProtocolError,
-    SwarmnodeError,
-    refusal,
-)
+from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
 from swarmnode.measuring.meters import BACKWARD, FORWARD, TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
@@ -148,9 +140,7 @@ class MicrobatchInFlight:
 
     def __repr__(self) -> str:
         body = self.body
-        return (
-            f"<MicrobatchInFlight of microbatch {body.number} of step {body.step}, lease {body.lease}, hop {body.hop}>"
-        )
+        return f"<MicrobatchInFlight {body.number} of step {body.step}, lease {body.lease}, hop {body.hop}>"
 
     @property
     def parts(self) -> list[TrainingPart]:
