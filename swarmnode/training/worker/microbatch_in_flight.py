@@ -162,6 +162,9 @@ class MicrobatchInFlight:
                 self._finish(Backward(loss, self._present, infos, self.body.run, self._expert_load), payload)
         except SwarmnodeError as error:
             if isinstance(error, NotFinite) or (isinstance(error, ProtocolError) and error.peer):
+                error.code = (
+                    ErrorCode.NOT_FINITE
+                )  # of malformed values, too: coordinators of each version wait for a claim then
                 self._stage.blame(error, self.body.lease)
             self._fail(error)
             if self._spoils_sums:
