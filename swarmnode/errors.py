@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -216,6 +217,16 @@ class ProtocolError(PeerError):
     def __str__(self) -> str:
         text = super().__str__()
         return text if self.peer is None or self.peer in text else f"peer {self.peer}: {text}"
+
+
+@contextmanager
+def blaming(peer: str) -> Iterator[None]:
+    """Name `peer` in a ProtocolError of the `with` block, which reads what this peer sent, unless the error names another one."""
+    try:
+        yield
+    except ProtocolError as error:
+        error.peer = error.peer or peer
+        raise
 
 
 class PeerRefused(PeerError):

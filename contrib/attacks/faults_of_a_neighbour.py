@@ -23,7 +23,7 @@ from swarmnode.tuning.client.tuned_route import TunedMicrobatch
 from swarmnode.tuning.held_adapter import HeldAdapter
 from tests.tuning.hops import IDS, RECIPE, UNITS, Hops, hops_of
 
-VIRTUAL, FAST = True, False
+VIRTUAL, FAST = True, True
 CODES = (ErrorCode.NOT_FINITE, ErrorCode.INVALID_REQUEST, ErrorCode.PEER_LOST)
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from attack import Outcome, main
-from training_liar import train_against
+from training_liar import EVERY, FEW, lie_in
 
-from tests.training.test_not_finite import PLACES, OtherSize
+from tests.training.test_not_finite import OtherSize
 
-VIRTUAL, FAST = True, False
+VIRTUAL, FAST = True, True
+LIE = partial(OtherSize, factor=0.5)
 
 
 async def attack() -> Outcome:
-    outcomes = []
-    for number, kind in PLACES:
-        sender = OtherSize(kind, factor=0.5)
-        outcomes.append(
-            await train_against(sender, what=lambda sent=sender, kind=kind: f"{sent.lies} {kind.name}", number=number)
-        )
-    return Outcome(all(outcome.held for outcome in outcomes), "; ".join(outcome.happened for outcome in outcomes))
+    return await lie_in(FEW, LIE)
 
 
-main(__name__, attack, virtual=VIRTUAL)
+async def attack_everywhere() -> Outcome:
+    return await lie_in(EVERY, LIE)
+
+
+main(__name__, attack_everywhere, virtual=VIRTUAL)

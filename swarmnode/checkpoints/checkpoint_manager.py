@@ -129,6 +129,12 @@ class CheckpointManager:
                 self._board, peers, blocks, into=self.store, at_least=at_least, electorate=self.electorate
             )
 
+    def set_aside(self, step: int) -> None:
+        """Treat the states of a step as missing from now on: they were fetched, and cannot be loaded."""
+        assert self.store is not None
+        for block in self.blocks:
+            self.store.set_aside(step, block)
+
     async def restore(
         self,
         peers: Callable[[], Iterable[PeerId]],

@@ -63,6 +63,7 @@ MAX_WAITS = 16  # the longest ones are reported
 RUN_ID_BYTES = 32
 KEY_BYTES = 32
 SEAL_BYTES = 16
+LARGEST_LOSS = 2.0**128 * (1 - 2.0**-24)  # float32's: stages compute losses in it, and others only their means
 
 Attempt = Annotated[int, Meta(ge=0, le=MAX_ATTEMPT)]
 Duration = Annotated[float, Meta(ge=0, le=MAX_DURATION_S)]  # seconds

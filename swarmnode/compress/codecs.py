@@ -10,6 +10,7 @@ groups with one scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from math import prod
 from typing import Union
@@ -67,6 +68,7 @@ TORCH_DTYPE = {int(code): dtype for dtype, code in DTYPE_OF.items()}
 HALVES = {int(Codec.BF16): torch.bfloat16, int(Codec.FP16): torch.float16}
 """Dtypes of the codecs that only round. A finite value beyond float16's range becomes infinite, which the receiver notices;
 bfloat16 has the range of float32."""
+LARGEST_IN_FP16 = torch.finfo(torch.float16).max
 
 _SMALL = (int(Codec.INT8), int(DType.FLOAT32))
 
@@ -199,14 +201,22 @@ def describe_values(values: Sequence[Tensor]) -> tuple[TensorInfo, ...]:
 
 def encode_values(values: Sequence[Tensor], codec: Codec = Codec.NONE, keep: float = 1.0) -> Encoded:
     """Return descriptors and payloads of the values. Only floats of two or more dimensions are compressed: integers are token
-    ids or labels, and vectors are small sums. `keep` is the share of elements that top-k keeps."""
+    ids or labels, and vectors are small sums. Values beyond float16's range are not sent as FP16: the receiver would blame the
+    sender for infinity. `keep` is the share of elements that top-k keeps."""
     encoded = [
         encode(value, codec, param=round(keep * value.numel()) if codec == Codec.TOPK else 0)
-        if value.is_floating_point() and value.dim() > 1
+        if value.is_floating_point()
+        and value.dim() > 1
+        and not (codec == Codec.FP16 and LARGEST_IN_FP16 < largest_of(value) < math.inf)
         else encode(value, Codec.NONE)
         for value in values
     ]
     return tuple(info for info, _ in encoded), [payload for _, payload in encoded]
+
+
+def largest_of(value: Tensor) -> float:
+    """Return the largest magnitude of the elements: 0 if there are none, NaN if one is NaN."""
+    return float(value.detach().abs().amax()) if value.numel() else 0.0
 
 
 def payload_of(buffers: Sequence[Buffer]) -> bytes:

@@ -46,6 +46,7 @@ from swarmnode.errors import (
     PeerError,
     PeerRefused,
     UsageError,
+    blaming,
 )
 from swarmnode.ledger import Account
 from swarmnode.net.deadlines import Deadline
@@ -206,9 +207,10 @@ class RemoteModule:
         )
         question = Infer(hop.start, hop.end, infos, within_s, secrets.token_bytes(SESSION_ID_BYTES))
         body, reply = await ask_one(self._board, hop.peer, question, Inferred, payload=payload, silence_s=within_s)
-        check_values(self.layout, hop.end, told(body.values), batch)
-        results = await asyncio.to_thread(decode_values, body.values, reply, "cpu")
-        computed = from_wire(self.layout, hop.end, results)
+        with blaming(hop.peer):
+            check_values(self.layout, hop.end, told(body.values), batch)
+            results = await asyncio.to_thread(decode_values, body.values, reply, "cpu")
+            computed = from_wire(self.layout, hop.end, results)
         if _has_nan(computed) and not _has_nan(values):
             raise PeerRefused(f"the results of peer {hop.peer} hold NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
         self.on_served(hop.peer, question.work, (hop.end - hop.start) * batch)

@@ -115,7 +115,8 @@ class Trainer:
             where = f"layer {stopped.unit}" if stopped.unit >= 0 else "the embedding that the ends share"
             raise NotFinite(
                 f"step {stopped.step}: the loss or the gradient is NaN or infinite, first seen at {where}; the swarm keeps "
-                "the step before. Lower --lr or --clip, or look at the data",
+                "the step before. Lower --lr or --clip, or look at the data. If these are sound, a machine sends false numbers: "
+                "let another one hold the same layers, so that the false one is found",
                 unit=stopped.unit,
             )
         if stopped.code:
@@ -249,9 +250,6 @@ class _FeedingSession:
         if not self._over.done():
             self._over.set_exception(refusal(body.code, peer=self._coordinator))
 
-    def _let_go(self, _body: End) -> None:
-        self._end(None)
-
     def _note_step(self, news: StepReport) -> None:
         self._idle_ticks = 0
         self._trainer.hear(news)
@@ -348,6 +346,6 @@ FROM_COORDINATOR: Mapping[type[Body], Callable[[_FeedingSession, Any], None]] = 
     Stopped: _FeedingSession._end,
     Failed: _FeedingSession._redirect,
     Error: _FeedingSession._refused,
-    End: _FeedingSession._let_go,
+    End: lambda session, _body: session._end(None),
 }
 """Handlers of the coordinator's messages to a trainer (`docs/training-step.md`)."""

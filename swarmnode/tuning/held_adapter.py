@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -37,17 +36,17 @@ from swarmnode.codec.tuning_messages import (
     Update,
     Updated,
 )
-from swarmnode.compress.codecs import Encoded, decode_values, describe_values, encode_values
-from swarmnode.compute.training.saved_activations import LARGEST_VALUE, Gradients, is_within
+from swarmnode.compress.codecs import Encoded, describe_values, encode_values
+from swarmnode.compute.training.saved_activations import LARGEST_SENT, Gradients, is_within, read_from
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import (
     ErrorCode,
     ExecutorDied,
     NetworkDown,
     PeerLost,
-    PeerRefused,
     ProtocolError,
     SwarmnodeError,
+    blaming,
     refusal,
 )
 from swarmnode.ledger import Account, Full
@@ -146,7 +145,10 @@ class HopCodecs:
         self._counted_s = []
 
     def encode(self, values: Values, direction: str) -> Encoded:
-        """Return descriptors and payloads of values."""
+        """Return descriptors and payloads of values. Raises ProtocolError if the receiver would not take them: the values that
+        they follow from are at fault."""
+        if not is_within(values, LARGEST_SENT):
+            raise ProtocolError("values that overflow here", code=ErrorCode.NOT_FINITE)
         codec = self._fixed
         if codec is None:
             look = Look(describe_values(values), self._bandwidths_bps.get(direction), self._beat_s)
@@ -455,7 +457,7 @@ class HeldAdapter:
     async def _pass(self, body: TuneInput, payload: Buffer) -> None:
         """Take one microbatch there and, if it learns, back."""
         key, number = (body.step, body.number), body.number
-        came = partial(self._decoded, body.values, payload, self._sender)
+        came = partial(read_from, self._sender, body.values, payload, self._parts.device)
         self._hear_links()
         try:
             await self._in_time(self._until(lambda: self._step == body.step))
@@ -515,12 +517,9 @@ class HeldAdapter:
         """Compute the loss from the labels, and go back from it if the microbatch learns. The owner gets the loss."""
         began_s = self._clock()
         labels, payload = await self._labels_of((body.step, body.number))
+        given = partial(read_from, self.owner, labels.values, payload, "cpu", bounded=False)
 
-        def given() -> Values:
-            with _blaming(self.owner):
-                return decode_values(labels.values, payload, "cpu")
-
-        with _blaming(self._sender):
+        with blaming(self._sender):
             end = await self._parts.finish(
                 body.number, came, given, self._encoded_gradients, labels.share, learns=body.learns
             )
@@ -533,7 +532,7 @@ class HeldAdapter:
     async def _there_and_back(self, body: TuneInput, came: Callable[[], Values]) -> Sent:
         """Compute the outputs and send them on; if the microbatch learns, return the gradients of its inputs."""
         began_s = self._clock()
-        with _blaming(self._sender):
+        with blaming(self._sender):
             encoded = await self._parts.forward(body.number, came, self._encoded, learns=body.learns)
         self._host.note_pass(FORWARD, self._clock() - began_s, self)
         leaving = await self._send_on(body, encoded)
@@ -585,23 +584,15 @@ class HeldAdapter:
         (body, payload), began_s = answer, self._clock()
 
         def came() -> Gradients:
-            flowing = iter(self._decoded(body.values, payload, self._next_peer))
+            flowing = iter(read_from(self._next_peer, body.values, payload, self._parts.device))
             return tuple(next(flowing) if present else None for present in body.present)
 
-        with _blaming(self._next_peer):
+        with blaming(self._next_peer):
             gradients = await self._parts.backward(number, came, self._encoded_gradients)
         self._host.note_pass(BACKWARD, self._clock() - began_s, self)
         return gradients
 
     # on the thread of a device
-
-    def _decoded(self, infos: Sequence[TensorInfo], payload: Buffer, sender: str) -> Values:
-        """Return the values that a peer sent. Raises PeerRefused if they are NaN or too large, ProtocolError if they do not fit."""
-        values = decode_values(infos, payload, self._parts.device)
-        if not is_within(values, LARGEST_VALUE):
-            text = f"peer {sender} sent NaN, infinity or numbers that become infinite"
-            raise PeerRefused(text, code=ErrorCode.NOT_FINITE, peer=sender)
-        return values
 
     def _encoded(self, values: Values) -> Encoded:
         return self._codecs.encode(values, FORWARD)
@@ -699,13 +690,3 @@ class HeldAdapter:
             self._loaded_bytes = 0
             self._memory.release()
             self._channel.send(Updated(self._step), at_once=True)
-
-
-@contextmanager
-def _blaming(sender: str) -> Iterator[None]:
-    """Name `sender` as the peer of a ProtocolError of the `with` block, which computes with its values."""
-    try:
-        yield
-    except ProtocolError as error:
-        error.peer = error.peer or sender
-        raise

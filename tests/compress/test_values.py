@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -68,3 +70,10 @@ def test_nothing_but_tensors_and_protocol_errors(described: list[TensorInfo], pa
 def test_an_empty_tensor_of_impossible_sizes() -> None:
     with pytest.raises(ProtocolError, match="elements"):
         decode_values((TensorInfo(Codec.NONE, 0, (0, 2996, 55477850, 55491734)),), b"", "cpu")
+
+
+@pytest.mark.parametrize(("largest", "codec"), [(6e4, Codec.FP16), (7e4, Codec.NONE), (math.inf, Codec.FP16)])
+def test_values_past_the_range_of_float16_are_not_sent_as_it(largest: float, codec: Codec) -> None:
+    """The receiver would put infinity down to an honest sender."""
+    infos, _ = encode_values([torch.tensor([[1.0, -largest]])], Codec.FP16)
+    assert infos[0].codec == codec

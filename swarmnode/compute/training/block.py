@@ -155,7 +155,10 @@ class Block:
 
         Raises NotFinite if it is NaN or infinite.
         """
-        norm = torch.linalg.vector_norm(sums_N[self._gradient]).item()
+        gradient_N = sums_N[self._gradient]
+        norm = torch.linalg.vector_norm(gradient_N).item()
+        if not math.isfinite(norm) and gradient_N.isfinite().all():  # squares overflow before float64 holds them
+            norm = torch.linalg.vector_norm(gradient_N, dtype=torch.float64).item()
         if not math.isfinite(norm):
             unit = max(self.number, 0)
             raise NotFinite(
@@ -266,7 +269,7 @@ class Block:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load a state. Raises CheckpointError, and changes nothing, if names, shapes or dtypes differ."""
+        """Load a state. Raises CheckpointError, and changes nothing, if names, shapes or dtypes differ, or it holds NaN."""
         own = self.state()
         if own.keys() != tensors.keys():
             name = min(own.keys() ^ tensors.keys())
@@ -286,5 +289,7 @@ class Block:
                     f"the training state of layer {self.number} has {name} in "
                     f"{tensor.dtype}, not {own[name].dtype}: it belongs to another training"
                 )
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise CheckpointError(f"the training state of layer {self.number} has NaN in {name}; fetch it again")
         for name, tensor in tensors.items():
             own[name].copy_(tensor)

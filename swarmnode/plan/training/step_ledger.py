@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import and_, or_
 
+from swarmnode.codec.training_messages import LARGEST_LOSS
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import Span
 
@@ -55,9 +56,14 @@ class OutstandingLease:
     code: int = 0
     claimed: bool = False
 
+    @property
+    def stages(self) -> tuple[PeerId, ...]:
+        """Peers of the route, in order."""
+        return tuple(peer for peer, _ in self.route)
+
     def passes(self, peer: PeerId) -> bool:
         """Return whether `peer` is on the route of the leased microbatch."""
-        return any(hop == peer for hop, _ in self.route)
+        return peer in self.stages
 
 
 class StepLedger:
@@ -186,7 +192,8 @@ class StepLedger:
     ) -> None:
         """Note the microbatches that a replica says it has counted, by layer. They replace the known ones, or (`adds`) join them
         if these may be newer. `losses`: those of the microbatches counted for the last layer, in order."""
-        self._losses.update(zip(_bits(masks.get(self.units - 1, 0)), losses, strict=False))
+        told_losses = zip(_bits(masks.get(self.units - 1, 0)), losses, strict=False)
+        self._losses.update((number, loss) for number, loss in told_losses if abs(loss) <= LARGEST_LOSS)
         known = self.holdings.get(peer) if adds else None
         told = Holding(span, {unit: masks[unit] for unit in range(*span) if masks.get(unit)})
         for unit, mask in known.masks.items() if known is not None else ():

@@ -79,6 +79,11 @@ class Transfers:
         self._part(*pair)
         return True
 
+    def let_meet(self) -> None:
+        """End the separation of all pairs."""
+        self._apart.clear()
+        self._apart_NN[:] = 0.0
+
     def _part(self, one: PeerId, other: PeerId) -> None:
         if self._number.keys() >= {one, other}:
             self._apart_NN[self._at(one), self._at(other)] = self._apart_NN[self._at(other), self._at(one)] = APART_S

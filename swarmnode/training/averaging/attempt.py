@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, Union
@@ -29,7 +28,7 @@ import msgspec
 from swarmnode.codec.training_messages import MAX_PULLED, Part
 from swarmnode.compute.training.averaging.parts import Contribution, Encoded, reduce_part
 from swarmnode.compute.training.averaging.round import Round
-from swarmnode.errors import ProtocolError
+from swarmnode.errors import blaming
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
@@ -266,7 +265,7 @@ class Attempt:
         chunk is invalid."""
         heard: list[Contribution] = []
         for peer in work.duties.adds_up:
-            with _blaming(peer):
+            with blaming(peer):
                 offer = work.round.offer(part.place) if peer == self.peer else chunks[peer].encoded
                 heard.append(work.round.hear(part.place, work.circle.weights[peer], *offer))
             if work.circle.heard is not None:
@@ -292,7 +291,7 @@ class Attempt:
         order."""
         heard = [own]
         for peer in part.elsewhere:
-            with _blaming(peer):
+            with blaming(peer):
                 heard.append(work.round.hear(part.place, work.circle.weight_near(peer), *chunks[peer].encoded))
         settled = work.round.settle(part.place, heard)
         work.round.take(part.place, *settled)
@@ -310,7 +309,7 @@ class Attempt:
         partner = self.partners[source]
         for part, place in work.duties.takes[source]:
             chunk = await partner.next(work.head(part, agreed=True))
-            with _blaming(source):
+            with blaming(source):
                 await self._run(partial(work.round.take, place, *chunk.encoded))
             if work.sums.hands_on(part):
                 await work.sums.put(part, chunk.encoded)
@@ -332,13 +331,3 @@ class Attempt:
             await asyncio.gather(*[tasks.spawn(job, "job", awaited=True) for job in jobs])
         finally:
             await tasks.close()
-
-
-@contextmanager
-def _blaming(peer: PeerId) -> Iterator[None]:
-    """Name `peer` in a ProtocolError raised within this context."""
-    try:
-        yield
-    except ProtocolError as error:
-        error.peer = peer
-        raise

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,16 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import FrameKind
-from swarmnode.codec.training_messages import Done, Failed, Lease, ProgressReport, Release, StepReport, Stopped
+from swarmnode.codec.training_messages import (
+    LARGEST_LOSS,
+    Done,
+    Failed,
+    Lease,
+    ProgressReport,
+    Release,
+    StepReport,
+    Stopped,
+)
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Channel
@@ -164,7 +172,11 @@ class Dispatcher:
     def keep_apart(self, accuser: PeerId, accused: PeerId) -> None:
         """Route no microbatch from one of these stages to the other, unless there is no other route."""
         if accused in self.members and self._transfers.keep_apart(accuser, accused):
-            log.warning("stage %s finds that %s sends false data: they are kept apart", accuser, accused)
+            log.warning("stage %s finds that %s may send false data: they are kept apart", accuser, accused)
+
+    def let_meet(self) -> None:
+        """Let stages meet that are kept apart: the run is over, and what it found may be the data's or the settings' fault."""
+        self._transfers.let_meet()
 
     def passing_s(self, step: int, microbatches: int) -> float:
         """Estimate the seconds that `microbatches` take if nothing else runs. Returns 0 if no stage has been measured or a layer
@@ -249,7 +261,7 @@ class Dispatcher:
         record = self.ledger.find(body.lease, trainer.peer)
         if record is None:
             return
-        if not math.isfinite(body.loss):
+        if not abs(body.loss) <= LARGEST_LOSS:
             self._call_back(record, frozenset({trainer.peer}))
             return
         self.ledger.done(record, body.loss, body.expert_load)
@@ -280,7 +292,7 @@ class Dispatcher:
         hops = [trainer.peer, *(peer for peer, _ in record.route)]
         is_stage = failed.peer in hops[1:] and failed.code != ErrorCode.NOT_FOUND  # labels are the trainer's to send
         place = hops.index(failed.peer) if is_stage else 0
-        if is_stage and failed.code != ErrorCode.NOT_FINITE:  # for NaN, claims decide (`step_loop.py`)
+        if is_stage:  # for NaN, the stage's claim decides if there is one (`step_loop.py`)
             record.failed_at, record.code = failed.peer, failed.code
         self._call_back(record, frozenset(hops[max(0, place - 1) : place + 1]))
 

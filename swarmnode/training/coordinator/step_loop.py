@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -56,6 +57,7 @@ from swarmnode.training.worker.stage_state import masks_of
 
 log = logging.getLogger(__name__)
 
+MOST_CLAIMS = 24  # of NaN in a step
 SOON = 8  # an eighth of a step is counted: later arrivals do not change its forecast
 
 
@@ -270,8 +272,11 @@ class StepLoop:
         """Handle a stage's claim of NaN in a microbatch, made by one of its layers or sent by a neighbour.
 
         Peers that are suspects in all claims of the step are struck, and a claimant is kept apart from the neighbour that it
-        accuses: together they would rest and come back as the same pair, so that no later claim told which of them lies. The run
-        stops if no peer is a suspect in all claims, or, from the second claim on, if none of those peers can be spared.
+        accuses, or from both: together they would rest and come back as the same route, so that no later claim told which of them
+        lies. The only suspect is dismissed after OUT claims and banned after twice as many; several take turns to be dismissed.
+
+        The run stops if no peer is a suspect in all claims; from the second claim on, if none of those peers can be spared; and
+        after MOST_CLAIMS.
         """
         if claim.unit >= 0 and not member.span.start <= claim.unit < member.span.end:
             return  # it knows nothing about units that it does not hold
@@ -283,17 +288,23 @@ class StepLoop:
             record.claimed = True
         self._claims.append(suspects)
         common = frozenset.intersection(*self._claims)
-        if not common or (len(self._claims) > 1 and not any(map(self._can_do_without, common))):
+        count, is_spared = len(self._claims), any(map(self._can_do_without, common))
+        if not common or (count > 1 and not is_spared) or count >= MOST_CLAIMS:
             unit = claim.unit if claim.unit >= 0 or not claim.peer else member.span.start
             self._stopped = Stopped(self.step, self.run.id, ErrorCode.NOT_FINITE, unit)
             return
-        if claim.peer:
-            self.dispatcher.keep_apart(member.peer, claim.peer)
+        beside = () if record is None else [pair for pair in pairwise(record.stages) if member.peer in pair]
+        for one, other in [(member.peer, claim.peer)] if claim.peer else beside:
+            if self.worker_group.can_spare(one) or self.worker_group.can_spare(other):
+                self.dispatcher.keep_apart(one, other)
         for peer in sorted(common):
             self.dispatcher.strike(peer, is_trainer=record is not None and peer == record.trainer)
-        spared = [peer for peer in common if self.worker_group.can_spare(peer)]
-        if len(self._claims) >= OUT and len(spared) == 1:
-            self.worker_group.dismiss(spared[0], "values that pass through it become NaN or infinite")
+        spared = sorted(peer for peer in common if self.worker_group.can_spare(peer))
+        if spared and (count >= 2 * OUT or (count >= OUT and len(spared) == 1)):
+            suspect = spared[count % len(spared)]
+            if count >= 2 * OUT and common == {suspect}:
+                self.office.strikes.ban(suspect)
+            self.worker_group.dismiss(suspect, "values that pass through it become NaN or infinite")
 
     def _suspects(self, claimant: PeerId, claim: Failed, record: OutstandingLease | None) -> frozenset[PeerId] | None:
         """Return the suspects of a claim of NaN; None if the claim is invalid.
@@ -304,7 +315,7 @@ class StepLoop:
         """
         if record is None:
             return frozenset({claimant}) if not claim.lease and not claim.peer else None
-        hops = [record.trainer, *(peer for peer, _ in record.route)]
+        hops = [record.trainer, *record.stages]
         if claimant not in hops[1:]:
             return None
         if not claim.peer:
@@ -507,6 +518,7 @@ class StepLoop:
         for peer in self.dispatcher.failed_attempts.peers:  # a trainer may try it again
             self.office.strikes.forgive(peer)
         self.dispatcher.failed_attempts = FailedAttempts()
+        self.dispatcher.let_meet()
         if stopped.code:
             for member in self.worker_group.usable():
                 member.command(Discard(self.run.id))

@@ -17,9 +17,9 @@ from swarmnode.net.interfaces import PeerId
 OUT = 3  # failures in a row: a peer that can be spared is left out
 ATTEMPTS = 6  # of a stage, with pauses between them that double: 15 s in all
 ALL_REDUCE, ANY = -1, -2  # in place of a microbatch's number
-LASTING = frozenset({ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.TOO_LARGE, ErrorCode.INVALID_REQUEST})
-
-
+LASTING = frozenset(
+    {ErrorCode.INTERNAL, ErrorCode.MALFORMED, ErrorCode.TOO_LARGE, ErrorCode.INVALID_REQUEST, ErrorCode.NOT_FINITE}
+)
 """Lasting reasons, which a stage gives for itself. Others are temporary: a peer is lost, busy or at another step."""
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from swarmnode.codec.tensors import Codec, TensorInfo
-from swarmnode.compress.codecs import Encoded, decode, describe_values, encode_values
-from swarmnode.compute.training.saved_activations import is_finite
+from swarmnode.compress.codecs import Encoded, decode, describe_values, encode_values, largest_of
+from swarmnode.compute.training.saved_activations import LARGEST_SENT, is_finite, is_within
 from swarmnode.errors import UsageError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import PeerId
@@ -34,6 +34,8 @@ from swarmnode.swarm.records.run import AUTO, Compression
 log = logging.getLogger(__name__)
 
 UNKNOWN = Choice(Codec.NONE, "nothing is known of the link yet")
+
+FAR = 64.0  # what top-k leaves out is smaller than what it sends, but adds up over microbatches
 
 OnChoice = Callable[[PeerId, str, Choice], None]
 """Callback (peer, direction, choice), called when the codec of a link changes."""
@@ -109,10 +111,17 @@ class ErrorFeedback:
         return infos, payloads
 
     def _with_left_over(self, values: Sequence[Tensor], link: Link) -> Sequence[Tensor]:
+        """Return the values plus the part left out before, without that part if it is far larger: false values of another hop,
+        which went through here before, must not outlast their microbatch."""
         left = self._left.get(link)
         if left is None or [value.shape for value in left.values] != [value.shape for value in values]:
             return values
-        return [value + more.to(value.device) for value, more in zip(values, left.values, strict=True)]
+
+        def joined(value: Tensor, more: Tensor) -> Tensor:
+            is_near = is_within([more], min(FAR * largest_of(value), LARGEST_SENT / 2))
+            return value + more.to(value.device) if is_near else value
+
+        return [joined(value, more) for value, more in zip(values, left.values, strict=True)]
 
     def _keep(self, link: Link, left: Sequence[Tensor]) -> None:
         self._forget(link)

@@ -14,30 +14,28 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
-import torch
 from torch import Tensor
 
 from swarmnode.codec.body import MAX_ROUTE_HOPS, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
-from swarmnode.codec.tensors import TensorInfo, gradients_fit
-from swarmnode.codec.training_messages import Backward, Forward
-from swarmnode.compress.codecs import Buffer, Encoded, decode_values
+from swarmnode.codec.tensors import Codec, TensorInfo, gradients_fit
+from swarmnode.codec.training_messages import LARGEST_LOSS, Backward, Forward
+from swarmnode.compress.codecs import LARGEST_IN_FP16, Encoded
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.stopwatch import BACKWARD_WORK, FORWARD_WORK
 from swarmnode.compute.training.label_queue import LabelQueue, ReceivedLabels
-from swarmnode.compute.training.saved_activations import LARGEST_VALUE, Gradients, has_nan, is_finite, is_within
-from swarmnode.compute.training.segment import Values, moved
-from swarmnode.errors import (
-    ErrorCode,
-    NotFinite,
-    PeerError,
-    PeerLost,
-    PeerRefused,
-    ProtocolError,
-    SwarmnodeError,
-    refusal,
+from swarmnode.compute.training.saved_activations import (
+    LARGEST_SENT,
+    LARGEST_SUM,
+    Gradients,
+    has_nan,
+    is_finite,
+    is_within,
+    read_from,
 )
+from swarmnode.compute.training.segment import Values, moved
+from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
 from swarmnode.measuring.meters import BACKWARD, FORWARD, TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
@@ -61,19 +59,11 @@ URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
 WORK = {FORWARD: FORWARD_WORK, BACKWARD: BACKWARD_WORK}
 
 
-class NotFiniteInput(PeerRefused):
-    """Values of a peer that an honest peer does not send: NaN, infinity, out of all reason, or malformed."""
-
-    def __init__(self, peer: PeerId, what: str = "NaN, infinity or values that would overflow") -> None:
-        super().__init__(f"peer {peer} sent {what}", code=ErrorCode.NOT_FINITE, peer=peer)
-
-
-def decode_from(peer: PeerId, infos: Sequence[TensorInfo], payload: Buffer, device: torch.device) -> Values:
-    """Return the values that `peer` sent. Raises NotFiniteInput, which names the peer, if the payload is malformed."""
-    try:
-        return decode_values(infos, payload, device)
-    except ProtocolError as error:
-        raise NotFiniteInput(peer, f"malformed values ({error})") from error
+def not_finite(what: str, unit: int) -> NotFinite:
+    """Return the error for numbers at layer `unit` that are NaN, infinite or too large to be sent on."""
+    return NotFinite(
+        f"{what} layer {unit} is NaN, infinite or huge; lower --lr or --clip, or check the data", unit=unit
+    )
 
 
 class TrainingMeter(StageMeter):
@@ -106,8 +96,8 @@ class MicrobatchStage(Protocol):
     def lost_counts(self) -> None:
         """Handle a broken backward pass: all that its device had counted is lost."""
 
-    def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
-        """Report to the coordinator that a layer met NaN in a microbatch, or that a peer sent it."""
+    def blame(self, error: NotFinite | ProtocolError, lease: int) -> None:
+        """Report to the coordinator that a layer met NaN in a microbatch, or that the peer of a ProtocolError sent false values."""
 
     def ended(self, microbatch: MicrobatchInFlight) -> None:
         """Free the resources of a microbatch that has ended, in whatever way."""
@@ -138,6 +128,7 @@ class MicrobatchInFlight:
         self._present: tuple[bool, ...] = ()
         self._sent: tuple[TensorInfo, ...] = ()  # descriptors of the values for the next hop
         self._turned = False  # the backward pass has begun
+        self._spoils_sums = False  # the sums of gradients hold too large numbers since
         self.kept: KeptMicrobatch | None = None  # for replicas that check this node
         self._next: Channel | None = None
         self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
@@ -148,9 +139,7 @@ class MicrobatchInFlight:
 
     def __repr__(self) -> str:
         body = self.body
-        return (
-            f"<MicrobatchInFlight of microbatch {body.number} of step {body.step}, lease {body.lease}, hop {body.hop}>"
-        )
+        return f"<MicrobatchInFlight {body.number} of step {body.step}, lease {body.lease}, hop {body.hop}>"
 
     @property
     def parts(self) -> list[TrainingPart]:
@@ -171,9 +160,14 @@ class MicrobatchInFlight:
                 infos, payload = self._returned
                 self._finish(Backward(loss, self._present, infos, self.body.run, self._expert_load), payload)
         except SwarmnodeError as error:
-            if isinstance(error, NotFinite | NotFiniteInput):
+            if isinstance(error, NotFinite) or (isinstance(error, ProtocolError) and error.peer):
+                error.code = (
+                    ErrorCode.NOT_FINITE
+                )  # of malformed values, too: coordinators of each version wait for a claim then
                 self._stage.blame(error, self.body.lease)
             self._fail(error)
+            if self._spoils_sums:
+                self._stage.lost_counts()
         except asyncio.CancelledError:
             self.end()
             raise
@@ -269,30 +263,26 @@ class MicrobatchInFlight:
         return float(loss), gradients
 
     def _turn(self, part: TrainingPart, units: Span, answer: Backward, payload: bytes | bytearray) -> Gradients:
-        """Compute the backward pass from the gradients that the next hop returned. Raises NotFiniteInput if they are malformed
-        or out of reason."""
+        """Compute the backward pass from the gradients that the next hop returned. Raises ProtocolError, which names that hop, if
+        they are malformed or out of reason."""
         peer, next_hop = self.body.route[self.body.hop + 1].peer, self._next
         if next_hop is not None:
             self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
-        if not gradients_fit(answer.values, answer.present, self._sent):
-            raise NotFiniteInput(peer, "gradients of other shapes than the values, or of integers")
-        came = decode_from(peer, answer.values, payload, part.segment.device)
-        if not is_within(came, LARGEST_VALUE) or not abs(answer.loss) <= LARGEST_VALUE:
-            raise NotFiniteInput(peer)
-        flowing = iter(came)
+        if not gradients_fit(answer.values, answer.present, self._sent) or not abs(answer.loss) <= LARGEST_LOSS:
+            raise ProtocolError("a loss of no reason, or gradients of other shapes than the values", peer=peer)
+        flowing = iter(read_from(peer, answer.values, payload, part.segment.device))
         return self._backward(part, units, tuple(next(flowing) if present else None for present in answer.present))
 
     def _outputs(self, part: TrainingPart, units: Span, values: Values | None) -> Values:
         """Compute a part's outputs from `values`, or, for the first part, from the payload, which is then freed. Raises
-        NotFiniteInput if a peer or the trainer sent NaN or malformed values, NotFinite if a layer produced NaN."""
+        ProtocolError, which names the sender, if a peer or the trainer sent NaN or malformed values, NotFinite if a layer
+        produced NaN."""
         body, device = self.body, part.segment.device
         if values is None:
             if body.hop:  # the trainer's link is not measured
                 compressor, sender = self._stage.compressor, self._channel
                 compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
-            values = decode_from(body.sender, body.values, self._payload, device)
-            if body.hop and not is_within(values, LARGEST_VALUE):
-                raise NotFiniteInput(body.sender)
+            values = read_from(body.sender, body.values, self._payload, device, bounded=body.hop > 0)
             checks, learner = self._stage.spot_checks, self._stage.state.learner
             self.kept = checks.remember(learner, body, self._payload, self._labels)
             self._payload = b""
@@ -302,7 +292,7 @@ class MicrobatchInFlight:
                 return part.learner.forward(place, body.number, units.start, units.end, values, labels)
         except NotFinite:
             if has_nan(values if units.start == 0 else ()) or not is_finite(labels):
-                raise NotFiniteInput(body.feeder) from None
+                raise ProtocolError("inputs or labels with NaN", code=ErrorCode.NOT_FINITE, peer=body.feeder) from None
             raise
 
     def _labels_on(self, part: TrainingPart) -> Values:
@@ -310,7 +300,7 @@ class MicrobatchInFlight:
         if self._labels is None or part is not self._passed[-1][0]:
             return ()
         came, self._labels = self._labels, None
-        return decode_from(self.body.feeder, came.body.values, came.payload, part.segment.device)
+        return read_from(self.body.feeder, came.body.values, came.payload, part.segment.device, bounded=False)
 
     def _backward(self, part: TrainingPart, units: Span, gradients: Gradients) -> Gradients:
         """Compute the gradients of a part's inputs; those of the first part's inputs are encoded for the sender."""
@@ -318,23 +308,20 @@ class MicrobatchInFlight:
         counting = nullcontext() if kept is None else kept.counting(learner, units)
         with self._passing(BACKWARD, part, units), counting:
             inputs = learner.backward(place_of(self.body), gradients)
+        largest = LARGEST_IN_FP16 if learner.run.averaging.codec == Codec.FP16 else LARGEST_SUM
+        if not is_within(list(learner.accumulators(*units).values()), largest / 2):
+            self._spoils_sums = True
+            raise not_finite("the sum of gradients of", units.start)
         if part is self._passed[0][0]:
             self._return(inputs)
         return inputs
 
     def _return(self, inputs: Gradients) -> None:
-        """Encode the gradients for the sender; a trainer gets none, since it has no use for them. Raises NotFinite if they
-        are not finite."""
+        """Encode the gradients for the sender; a trainer gets none, since it has no use for them. Raises NotFinite."""
         if self.body.hop == 0:
             inputs = tuple(None for _ in inputs)
         self._present = tuple(gradient is not None for gradient in inputs)
         flowing = [gradient for gradient in inputs if gradient is not None]
-        if not is_finite(flowing):
-            unit = self._passed[0][1].start
-            raise NotFinite(
-                f"the gradient that leaves layer {unit} is NaN or infinite; lower --lr or --clip, or check the data",
-                unit=unit,
-            )
         self._returned = self._encode(flowing, self._channel.peer, BACKWARD, self._channel.bandwidth_bps)
         if self.kept is not None:
             self.kept.returned = self._returned
@@ -363,6 +350,11 @@ class MicrobatchInFlight:
         return part.stopwatch.timing(told, WORK[phase] * units.units * tokens)
 
     def _encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
+        """Encode values for `peer`. Raises NotFinite if they are such that the peer would take them for a breach of the protocol:
+        another hop may have made them large."""
+        if not is_within(values, LARGEST_SENT):
+            forward = direction == FORWARD
+            raise not_finite("what leaves", self._passed[-1][1].end - 1 if forward else self._passed[0][1].start)
         compressor, run = self._stage.compressor, self._stage.state.run
         assert run is not None
         compressor.adopt(run.compression)

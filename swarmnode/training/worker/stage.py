@@ -53,7 +53,7 @@ from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.admission import refusal_of
 from swarmnode.training.worker.admission_queue import AdmissionQueue, Arrival
 from swarmnode.training.worker.following import Following, LeadClaims
-from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, NotFiniteInput, TrainingMeter, place_of
+from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, TrainingMeter, place_of
 from swarmnode.training.worker.stage_state import StageState
 from swarmnode.training.worker.training_parts import TrainingParts
 
@@ -201,12 +201,12 @@ class TrainingStage:
         discarding = self.bench.call(Urgency.CONTROL, self.state.learner.discard, kind="discard gradients")
         self._tasks.spawn(_settle(discarding), "discard")
 
-    def blame(self, error: NotFinite | NotFiniteInput, lease: int) -> None:
-        """Report the layer that met NaN in a microbatch, or the peer that sent it, to the coordinator."""
+    def blame(self, error: NotFinite | ProtocolError, lease: int) -> None:
+        """Report the layer that met NaN in a microbatch, or the peer that sent false values, to the coordinator."""
         self.meter.not_finite += 1
         line = self.following.line
         if line is not None and line.open:
-            peer, unit = (error.peer or "", -1) if isinstance(error, NotFiniteInput) else ("", error.unit)
+            peer, unit = (error.peer or "", -1) if isinstance(error, ProtocolError) else ("", error.unit)
             line.send(Failed(lease, peer, ErrorCode.NOT_FINITE, unit, self.state.run_id))
 
     # commands of the coordinator

@@ -21,7 +21,7 @@ from swarmnode.codec.training_messages import Commit, Condition, Counted, Group,
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.segment import Segment
-from swarmnode.errors import LocalError, ProtocolError
+from swarmnode.errors import CheckpointError, LocalError, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.run import Run, encode_run
@@ -267,12 +267,17 @@ class StageState:
         await self.begin(run)
 
     async def sync(self, run: Run, step: int, peers: Sequence[PeerId]) -> None:
-        """Fetch a state of `step` or later while listening to the all-reduces, then catch up. Raises PeerRefused, LocalError."""
+        """Fetch a state of `step` or later while listening to the all-reduces, then catch up. Raises PeerRefused, LocalError, and
+        ProtocolError, which names the holders, if the state does not fit the layers or holds NaN."""
         self._missed.clear()
         learner = await self._take_up(run, step)
         self.condition = Condition.LISTENING
         fetched = await self._checkpoint_manager.fetch(lambda: peers, learner.blocks, at_least=step)
-        await self._load(learner, fetched)
+        try:
+            await self._load(learner, fetched)
+        except CheckpointError as error:
+            self._checkpoint_manager.set_aside(fetched)
+            raise ProtocolError(f"the state that {', '.join(peers)} gave: {error}") from error
         self.step = fetched
         while (missed := self._missed.take(self.step)) is not None:
             with missed.memory:

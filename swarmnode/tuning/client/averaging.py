@@ -21,7 +21,7 @@ from torch import Tensor
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
 from swarmnode.codec.training_messages import MAX_NORM
 from swarmnode.codec.tuning_messages import MAX_SHARE_LABELS, PIECE_BYTES, SharePiece
-from swarmnode.compress.codecs import decode_values, encode_values, payload_of
+from swarmnode.compress.codecs import LARGEST_IN_FP16, decode_values, encode_values, payload_of
 from swarmnode.compute.training.averaging.gradient_compressor import ACCOUNTED
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import Buffer
@@ -34,7 +34,6 @@ from swarmnode.tuning.client.tuned_route import AdapterState
 
 BOUND = 4.0
 """Largest norm of another trainer's vector, relative to the leader's own or to the median of others"""
-MOST_FLOAT16 = torch.finfo(torch.float16).max
 MOST_NORM = 1e19
 """Largest norm of a vector: sums over trainers, and squares as AdamW takes them, are still float32"""
 MEASURING_HOMES = 3
@@ -206,7 +205,9 @@ class VectorEncoder:
         """Return the bytes of a vector, and the vector that a receiver reads from them."""
         wanted_N = vector_N if self._rest_N is None else vector_N + self._rest_N
         if self._codec == Codec.FP16:
-            wanted_N = wanted_N.clamp(-MOST_FLOAT16, MOST_FLOAT16)  # else a mean of large vectors would be infinite
+            wanted_N = wanted_N.clamp(
+                -LARGEST_IN_FP16, LARGEST_IN_FP16
+            )  # else a mean of large vectors would be infinite
         raw = self._layout.encode(wanted_N, self._codec)
         read_N = self._layout.decode(bytearray(raw), self._codec)
         if self._codec in ACCOUNTED:

@@ -34,8 +34,8 @@ from swarmnode.codec.tuning_messages import (
     Update,
     Updated,
 )
-from swarmnode.compress.codecs import decode_values, encode_values
-from swarmnode.compute.training.saved_activations import LARGEST_VALUE, is_within
+from swarmnode.compress.codecs import encode_values
+from swarmnode.compute.training.saved_activations import read_from
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
@@ -316,9 +316,9 @@ class TunedRoute:
         infos, payload = came
         if [info.shape for info in infos] != [tuple(value.shape) for value in like]:
             raise ProtocolError("values of other shapes than those of the microbatch", peer=peer)
-        values = decode_values(infos, payload, "cpu")
-        if not values[0].is_floating_point() or not is_within(values, LARGEST_VALUE):
-            raise ProtocolError("values that are NaN, infinite or become so", code=ErrorCode.NOT_FINITE, peer=peer)
+        values = read_from(peer, infos, payload, "cpu")
+        if not values[0].is_floating_point():
+            raise ProtocolError("integers instead of hidden states or gradients", code=ErrorCode.NOT_FINITE, peer=peer)
         return values[0].to(torch.float32)
 
     def _take_values(self, index: int, body: TuneInput | TuneGradient, payload: Buffer) -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.training.block import Block
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError, UsageError
 from tests.compute.training.conftest import (
@@ -354,3 +355,9 @@ def test_repr() -> None:
     learner = toy()
     count(learner, 1)
     assert repr(learner) == "Learner(step 0, units [0:3), 1 to 1 of 3 microbatches counted, 0 in flight)"
+
+
+def test_the_norm_of_gradients_whose_squares_overflow_float32_is_known() -> None:
+    block = Block(0, {"w": nn.Parameter(torch.ones(1 << 16))}, {}, make_run(), torch.device("cpu"))
+    block.sums_N.fill_(2.0**56)
+    assert block.squared_norm(block.sums_N, 0) == 2.0**128

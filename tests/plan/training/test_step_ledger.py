@@ -160,3 +160,10 @@ def test_discarding_keeps_the_replica_with_most_counts(sequence: list[tuple[str,
     losers = set(held.conflicts())
     weights = {peer: held._weight(peer) for peer in held.holdings}
     assert not losers or max(weights.values()) == max(weights[peer] for peer in weights if peer not in losers)
+
+
+@pytest.mark.parametrize("loss", [1.7e308, -1.7e308, float("nan"), float("inf")])
+def test_losses_of_no_reason_that_a_stage_reports_are_nothing(loss: float) -> None:
+    held = ledger()
+    held.report("b", PEERS["b"], {UNITS - 1: 0b1111}, (loss, 2.0, loss, 4.0))
+    assert held.loss == 3.0

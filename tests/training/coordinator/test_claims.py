@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from swarmnode.codec.training_messages import Failed
 from swarmnode.errors import ErrorCode, NotFinite
-from swarmnode.plan.training.coordination import Phase
-from tests.peer.training_swarm import Volunteer, until
+from swarmnode.plan.training.coordination import Event, Phase
+from swarmnode.plan.training.step_ledger import OutstandingLease
+from swarmnode.plan.view import Span
+from swarmnode.training.coordinator.averaging_groups import WarmStarts
+from swarmnode.training.coordinator.step_loop import MOST_CLAIMS, StepLoop
+from swarmnode.training.coordinator.timeouts import Strikes
+from tests.peer.training_swarm import Volunteer, toy_batches, toy_run, until
 from tests.training.test_hangs import STEPS, Scenario, in_scenario
 
 
@@ -71,3 +80,60 @@ def test_a_claim_while_roll_is_called_changes_nothing(tmp_path: Path) -> None:
         assert len(scene.losses) == STEPS
 
     in_scenario(tmp_path, test)
+
+
+class Replicas:
+    """Two stages of each of three layers, which can all be spared; also the dispatcher of a step loop."""
+
+    def __init__(self) -> None:
+        self.dismissed: list[str] = []
+        self.apart: list[set[str]] = []
+
+    def can_spare(self, peer: str) -> bool:
+        return peer in "aAbBcC"
+
+    def dismiss(self, peer: str, _reason: str) -> None:
+        self.dismissed.append(peer)
+
+    def keep_apart(self, one: str, other: str) -> None:
+        self.apart.append({one, other})
+
+    def strike(self, _peer: str, *, is_trainer: bool) -> None:
+        """Nothing rests: each claim is the next microbatch's."""
+
+    def begin(self, _run: object, _ledger: object) -> None:
+        """Nothing is leased by itself."""
+
+
+def overflow(routes: Iterable[str], claimant: int) -> tuple[Replicas, Strikes, StepLoop]:
+    """The stage at the place `claimant` of each route says that its own layer met NaN, until the run stops."""
+    replicas, strikes = Replicas(), Strikes(lambda: 0.0)
+    office = SimpleNamespace(units=3, strikes=strikes, clock=lambda: 0.0)
+    groups = SimpleNamespace(warm_starts=WarmStarts())
+    shared: Any = (office, replicas, replicas, (), groups, lambda: False)
+    loop = StepLoop(toy_run(toy_batches(), 3), 0, *shared)
+    for lease, route in enumerate(routes):
+        stages = tuple((peer, Span(unit, unit + 1)) for unit, peer in enumerate(route))
+        loop._ledger.grant(OutstandingLease(lease, 0, stages, "trainer"))
+        member: Any = SimpleNamespace(peer=route[claimant], span=Span(claimant, claimant + 1))
+        loop.hear(member, Failed(lease, "", ErrorCode.NOT_FINITE, claimant, loop.run.id))
+        if loop.has_come(Event.FAILED):
+            break
+    return replicas, strikes, loop
+
+
+@pytest.mark.parametrize("claimant", [0, 1, 2])
+@pytest.mark.parametrize("liar", ["a", "b", "c"])
+def test_a_stage_on_all_claimed_routes_is_dismissed_and_then_banned(liar: str, claimant: int) -> None:
+    others = [("aA", "bB", "cC")[place] for place in range(3)]
+    mixed = ["".join(route) for route in product(*others) if liar in route]
+    replicas, strikes, loop = overflow(3 * mixed, claimant)
+    assert strikes.banned == (liar,) and set(replicas.dismissed[-6:]) == {liar}
+    assert not loop.has_come(Event.FAILED)
+    assert all(mixed[0][claimant] in pair for pair in replicas.apart[:1])
+
+
+def test_suspects_that_are_never_apart_take_turns_until_the_run_stops() -> None:
+    replicas, strikes, loop = overflow(1000 * ["abc"], 1)
+    assert loop.has_come(Event.FAILED) and len(replicas.dismissed) < MOST_CLAIMS
+    assert set(replicas.dismissed) == {"a", "b", "c"} and not strikes.banned

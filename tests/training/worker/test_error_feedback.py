@@ -67,3 +67,11 @@ def test_memory_is_in_the_ledger_and_bounded() -> None:
     assert ledger.accounts()[Account.ACTIVATIONS] == ledger.used_bytes > 0
     feedback.clear()
     assert ledger.used_bytes == 0
+
+
+def test_false_values_that_went_through_do_not_outlast_their_microbatch() -> None:
+    feedback, value = ErrorFeedback(MemoryLedger()), torch.randn(40, 10)
+    sent(feedback, (value * 2.0**30,))
+    assert sent(feedback, (value,), Choice(Codec.NONE, ""))[0].abs().max() < 10
+    sent(feedback, (value * 2.0**31 / value.abs().max(),))
+    assert sent(feedback, (value * 2.0**31 / value.abs().max(),))[0].abs().max() <= 2.0**32

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
-from swarmnode.compress.codecs import Buffer, decode, encode
+from swarmnode.compress.codecs import LARGEST_IN_FP16, Buffer, decode, encode
 from swarmnode.compute.training.averaging.parts import (
     Contribution,
     Encoded,
@@ -110,10 +110,13 @@ class Round:
         self.total.write(part, self._decode(part, info, payload))
 
     def _encode(self, values_M: Tensor, keep: float) -> tuple[Encoded, Tensor]:
-        """Encode values, and return them also as they will be decoded.
+        """Encode values, and return them also as they will be decoded. Those beyond float16's range are cut to it with FP16: the
+        owner of a sum is not at fault for what others contribute.
 
         Raises NotFinite for values that are not finite: other members would take them for a breach of the protocol.
         """
+        if self.codec == Codec.FP16 and is_finite([values_M]):
+            values_M = values_M.clamp(-LARGEST_IN_FP16, LARGEST_IN_FP16)
         param = round(keep * len(values_M)) if self.codec in SPARSE_CODECS else 0  # top-k sends about this many
         encoded = encode(values_M, self.codec, param=param)
         said_M = values_M if self.codec == Codec.NONE else self._read(len(values_M), *encoded)

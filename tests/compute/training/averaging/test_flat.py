@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.averaging.parts import FlatVector
+from swarmnode.compute.training.averaging.round import Round
+from swarmnode.errors import NotFinite
 
 SIZES = [5, 0, 3, 7]
 
@@ -45,3 +48,13 @@ def test_what_does_not_fit_is_refused() -> None:
         vector.split([6, 9])
     with pytest.raises(ValueError, match="pieces of 14"):
         vector.split([5, 9])
+
+
+def test_a_sum_beyond_float16_is_cut_and_not_put_down_to_its_owner() -> None:
+    place, own_N = slice(0, 4), torch.tensor([60_000.0, -60_000, 1, 2])
+    owner = Round(FlatVector([own_N]), FlatVector([torch.zeros(4)]), 0.5, Codec.FP16)
+    heard = [owner.hear(place, 0.5, *owner.offer(place)) for _ in range(2)]
+    owner.take(place, *owner.settle(place, heard))
+    assert owner.total.copy().tolist() == [65_504, -65_504, 2, 4]
+    with pytest.raises(NotFinite):
+        Round(FlatVector([own_N * torch.inf]), owner.total, 0.5, Codec.FP16).offer(place)
