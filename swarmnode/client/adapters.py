@@ -8,7 +8,7 @@ import datetime
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,7 @@ from swarmnode.errors import LocalError, NetworkDown, SwarmnodeError, UsageError
 from swarmnode.membership.access_control import load_home_key
 from swarmnode.net.identity import Identity
 from swarmnode.peer.host import Host
+from swarmnode.plan.view import Span
 from swarmnode.swarm.records.adapter_record import (
     MAX_LIFE_S,
     AdapterRecord,
@@ -37,6 +38,10 @@ from swarmnode.swarm.storage.own_adapters import (
 )
 from swarmnode.weights.adapter_list import SharedAdapter, list_adapters, shared_adapters
 from swarmnode.weights.adapter_offers import AdapterGiver
+
+if TYPE_CHECKING:
+    from swarmnode.compute.model.adapters.adapter_file import AdapterFile
+    from swarmnode.compute.model.checkpoint import Checkpoint
 
 SHARED_S = 10.0
 MAX_OFFERED = 64
@@ -225,8 +230,13 @@ class ClientAdapters:
         Raises CheckpointError if it is none, has a layer that the model lacks, is of another model, or holds NaN; UsageError if it
         is too large.
         """
-        weights = await self._files.weights()
-        return await asyncio.to_thread(_checked_rank, await weights.outline(), folder)
+        weights, units = await self._files.weights(), self._manifest.model.units
+        checkpoint = await weights.outline()
+        adapter = await asyncio.to_thread(_checked, checkpoint, folder)
+        if adapter.base_layers:
+            checkpoint = await weights.with_tensors(adapter.base_tensors(checkpoint).values(), [Span(0, units)])
+            await asyncio.to_thread(adapter.check_base_layers, checkpoint)
+        return adapter.config.largest_rank
 
     # -- sessions
 
@@ -271,8 +281,8 @@ def _changed_at(file: Path) -> int:
         return 0
 
 
-def _checked_rank(checkpoint: Any, folder: Path) -> int:
-    """Return the rank of the adapter in `folder`. The imports are here because few clients need torch."""
+def _checked(checkpoint: Checkpoint, folder: Path) -> AdapterFile:
+    """Return the adapter in `folder` after a check of its layers. The imports are here because few clients need torch."""
     import torch
 
     from swarmnode.compute.model.adapters.adapter_file import adapter_in
@@ -283,4 +293,4 @@ def _checked_rank(checkpoint: Any, folder: Path) -> int:
     adapter.check_numbers()
     if adapter.weights.stat().st_size > MAX_WEIGHTS_BYTES:
         raise UsageError(f"{adapter.weights} is over {MAX_WEIGHTS_BYTES >> 30} GiB: an adapter is smaller")
-    return adapter.config.largest_rank
+    return adapter

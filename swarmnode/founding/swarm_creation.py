@@ -92,13 +92,15 @@ def from_folders(folders: Mapping[str, Path], source: ModelSource, out: Path, *,
     check_adapter_names(list(folders))
     if source.kind != CAUSAL_LM:
         raise UsageError("adapters are for models that generate text; leave --adapter out")
-    family = Checkpoint(source.folder).family
+    checkpoint = Checkpoint(source.folder)
+    family = checkpoint.family
     model = outline(family, 0, family.units, dtype=torch.float32)
     with new_folder(out, force=force) as partial:
         for name, folder in folders.items():
             adapter = adapter_in(folder)
             adapter.check(family, model, 0, family.units)
             adapter.check_numbers()
+            adapter.check_base_layers(checkpoint)
             if adapter.weights.stat().st_size > MAX_WEIGHTS_BYTES:
                 raise UsageError(f"{adapter.weights} is over {MAX_WEIGHTS_BYTES >> 30} GiB: an adapter is smaller")
             for original, copy in zip((adapter.config_file, adapter.weights), file_names(name), strict=True):

@@ -172,11 +172,18 @@ class Weights:
         if self._cache is not None:
             self._cache.close()
 
+    async def with_tensors(
+        self, names: Iterable[str], spans: Sequence[Span], progress: Progress | None = None
+    ) -> Checkpoint:
+        """Return the checkpoint with the named tensors on the disk and verified, asking holders of `spans` first."""
+        checkpoint, names = await self.outline(), list(names)
+        folder = await self._with_tensors(names, spans, progress)
+        return checkpoint if folder == checkpoint.path else await self.with_tensors(names, spans, progress)
+
     async def _with_units(self, spans: Sequence[Span], progress: Progress | None) -> Checkpoint:
         checkpoint = await self.outline()
         names = {name for span in spans for name in checkpoint.tensors_of(span.start, span.end)}
-        folder = await self._with_tensors(names, spans, progress)
-        return checkpoint if folder == checkpoint.path else await self._with_units(spans, progress)
+        return await self.with_tensors(names, spans, progress)
 
     async def _with_tensors(
         self, names: Iterable[str], spans: Sequence[Span], progress: Progress | None, patience_s: float | None = None

@@ -35,11 +35,13 @@ from swarmnode.files import read_bounded
 from swarmnode.swarm.storage.own_adapters import CONFIG_NAME, WEIGHTS_NAME
 
 if TYPE_CHECKING:
+    from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.model.family import Family
 
 T = TypeVar("T")
 
 PREFIX = "base_model.model."
+LORA = ".lora_"
 BASE = "base"  # part of a tensor that belongs to the model itself
 KEY = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 MAGNITUDE = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
@@ -72,6 +74,7 @@ VARIANTS: Mapping[str, str] = {
     "layer_replication": "repeated layers (layer_replication)",
     "alora_invocation_tokens": "a text that switches it on (aLoRA)",
     "use_qalora": "QA-LoRA",
+    "ensure_weight_tying": "one change for the embedding and the head (ensure_weight_tying)",
 }
 PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal"})
 """Initialisations of the matrices that keep the model's own weights; the others (PiSSA, OLoRA, LoftQ) change them."""
@@ -280,7 +283,7 @@ class AdapterFile:
         self.config_file = config
         self.weights = weights
         self.tensors: Mapping[str, TensorEntry] = read_header(weights)
-        self.base_layers: dict[str, str] = {}  # modules of the model itself, and their tensors in the file
+        self.base_layers: dict[str, str] = {}  # tensors of the model itself in the file, and their modules
         self.layers: Mapping[str, Entry] = self._pair()
 
     def __repr__(self) -> str:
@@ -292,7 +295,7 @@ class AdapterFile:
         for name, tensor in self.tensors.items():
             module, part = self._place(name)
             if part == BASE:
-                self.base_layers[module] = name
+                self.base_layers[name] = module
                 continue
             dims = (1, 2) if part not in ("A", "B") else (2,)
             if tensor.dtype not in DTYPES or len(tensor.shape) not in dims:
@@ -318,8 +321,10 @@ class AdapterFile:
         module, _, part = name.removeprefix(PREFIX).rpartition(".")
         if name.startswith(PREFIX) and part in REPLACEABLE and self.config.replaces(module):
             return module, part
-        if name.startswith(PREFIX) and name.endswith(("base_layer.weight", "embed_tokens.weight", "lm_head.weight")):
-            return module.removesuffix(".base_layer"), BASE  # `check` refuses it: the model's size tells why
+        if name.startswith(PREFIX) and part in REPLACEABLE and LORA not in name:
+            return module.removesuffix(
+                ".base_layer"
+            ), BASE  # served only if it equals the model's own: `check_base_layers`
         raise self._wrong(f"{name[:100]} is no matrix A or B of a linear layer")
 
     def _layer(self, module: str, pair: Mapping[str, str]) -> LoraEntry:
@@ -366,14 +371,11 @@ class AdapterFile:
         Raises CheckpointError if the model lacks a layer of the adapter, or one in these units is not linear or has another
         shape.
         """
-        for module in self.layers:
+        for module in (*self.layers, *self.base_layers.values()):
             if not units_of_layer(family, module):
                 raise self._of_another(f"the model has no layer {module[:100]}")
-        for module, name in self.base_layers.items():
+        for name, module in self.base_layers.items():
             self._check_vocabulary(module, self.tensors[name].shape, model)
-            raise self._wrong(
-                f"{name[:100]} is a layer of the model itself (save_pretrained with save_embedding_layers=False)"
-            )
         for module, layer in self.layers_of(family, start, end).items():
             try:
                 found = model.get_submodule(module)
@@ -385,6 +387,51 @@ class AdapterFile:
                 self._check_vocabulary(module, layer.shapes.get("weight", ()), model)
                 raise self._of_another(
                     f"{module[:100]} is no layer of the model that can be replaced, or has parameters of other shapes"
+                )
+
+    def base_tensors(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """Return the tensors of the model itself that the file has, and their names in the model's checkpoint. A tied head is its
+        embedding there. Empty for most adapters. Raises CheckpointError if the checkpoint has no such tensor."""
+        family, found = checkpoint.family, {}
+        for name, module in self.base_layers.items():
+            part = name.rpartition(".")[2]
+            wanted = [f"{module}.{part}"]
+            if family.tied and units_of_layer(family, module) != (0,):
+                wanted.append(f"{family.input_embedding}.{part}")
+            # Checkpoints of some families have no prefix, or an older one.
+            fits = (own for one in wanted for own in checkpoint.entries if f".{one}".endswith(f".{own}"))
+            if (own := next(fits, None)) is None:
+                raise self._wrong(f"the model has no tensor {name[:100]} of its own")
+            found[name] = own
+        return found
+
+    def check_base_layers(self, checkpoint: Checkpoint) -> None:
+        """Check that tensors of the model itself equal the checkpoint's, whose files must hold them; the adapter is then served
+        without them. peft saves them beside LoRA of embeddings or of the head (`save_embedding_layers`).
+
+        Another precision of the same numbers counts as equal. Raises CheckpointError if one differs, or if the model's own is
+        quantised, so that a trained one cannot be told from it.
+        """
+        own_names = self.base_tensors(checkpoint)
+        with _opened(self.weights) as read:
+            for name, own_name in own_names.items():
+                place, advice = (
+                    f"{name[:100]} is a layer of the model itself",
+                    "save it with save_embedding_layers=False",
+                )
+                if checkpoint.entries[own_name].dtype not in DTYPES:
+                    raise CheckpointError(f"{self.weights}: {place}, which is quantised in this swarm: {advice}")
+                saved, own = read(name), checkpoint.read([own_name])[own_name]
+                if saved.shape != own.shape:
+                    raise self._of_another(
+                        f"{place}, and has the shape {list(saved.shape)} instead of {list(own.shape)}"
+                    )
+                if torch.equal(saved, own.to(saved.dtype)) or torch.equal(saved.to(own.dtype), own):
+                    continue
+                rows = int((saved != own.to(saved.dtype)).reshape(len(own), -1).any(dim=1).sum())
+                raise CheckpointError(
+                    f"{self.weights}: {place}, and differs from it in {rows:,} of {len(own):,} rows: if it was trained, train the "
+                    f"adapter with modules_to_save; else use the adapter's own base model, or {advice}"
                 )
 
     def _check_vocabulary(self, module: str, shape: tuple[int, ...], model: nn.Module) -> None:
