@@ -166,6 +166,14 @@ class Weights:
         units = self._manifest.model.units
         return await self._with_units([Span(0, 1), Span(units - 1, units)], None)
 
+    async def file_of_adapter(self, file: FileContent, patience_s: float) -> bytes:
+        """Return the content of an adapter's small file, which peers with weights give. Raises PeerRefused if no source has had it
+        for `patience_s` seconds."""
+        cache = self.open_cache()
+        fetcher = Fetcher(cache, lambda: self.seeders([]), self.drop)
+        await fetcher.fetch({file: range(file.chunks())}, news=self.news, patience_s=patience_s)
+        return await asyncio.to_thread(cache.path(file).read_bytes)
+
     async def close(self) -> None:
         """Close the links to the sources and release the cache."""
         await self._board.close()

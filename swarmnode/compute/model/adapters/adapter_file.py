@@ -30,9 +30,18 @@ from swarmnode.compute.model.adapters.changes import (
 )
 from swarmnode.compute.model.checkpoint import read_header
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry
+from swarmnode.data.conversation import GREETING, ChatEnding, chosen_template, render_chat
 from swarmnode.errors import CheckpointError
 from swarmnode.files import read_bounded
-from swarmnode.swarm.storage.own_adapters import CONFIG_NAME, WEIGHTS_NAME
+from swarmnode.swarm.storage.own_adapters import (
+    CONFIG_NAME,
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_NAME,
+    WEIGHTS_NAME,
+    AdapterChat,
+    chat_in,
+    read_object,
+)
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -47,6 +56,7 @@ KEY = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_(?P<side>[AB])(?:
 MAGNITUDE = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 DTYPES = frozenset({"F32", "F16", "BF16"})
 MAX_CONFIG_BYTES = 64 << 10
+PIPELINE_NAME, MAX_PIPELINE_BYTES = "tokenizer.json", 1 << 28
 MAX_RANK = 4096
 MAX_ALPHA = 1e6
 MAX_PATTERNS, MAX_PATTERN_CHARS = 4096, 256
@@ -528,6 +538,64 @@ def _opened(file: Path) -> Iterator[Callable[[str], Tensor]]:
             yield handle.get_tensor
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}; save the adapter with peft again") from error
+
+
+def chat_of(folder: Path, base: Path) -> AdapterChat | None:
+    """Return the chat template and tokens of the adapter that was saved into `folder` with its tokenizer; None if there are none,
+    or they are those of the model in the folder `base`.
+
+    Raises CheckpointError if the template cannot be used, or the tokenizer has tokens that the model's lacks, other than for
+    padding.
+    """
+    chat = chat_in(folder)
+    _check_tokens(folder, base)
+    if chat is None or chat == chat_in(base):
+        return None
+    template = chosen_template(chat.template, with_tools=False)
+    try:
+        render_chat(template or "", [GREETING], (), {**chat.tokens, **ChatEnding.ANSWER.value})
+    except Exception as error:  # any of Jinja's, or of the template's own operations
+        raise CheckpointError(
+            f"{folder}: the adapter's chat template cannot be used: {error}; correct it, or remove it to use the model's own"
+        ) from None
+    chat.encode()  # checks its size
+    return chat
+
+
+def _check_tokens(folder: Path, base: Path) -> None:
+    """Raise CheckpointError if the tokenizer in `folder` has added tokens that the one in `base` lacks or has under other ids. Such
+    tokens would be cut into pieces. Passes if `base` has no tokenizer.json, or if the token only fills rows."""
+    if not (base / PIPELINE_NAME).is_file():
+        return
+    from tokenizers import Tokenizer as Pipeline
+
+    config = read_object(folder / TOKENIZER_NAME, MAX_TOKENIZER_BYTES)
+    tokens: dict[str, Any] = dict(read_object(folder / "added_tokens.json", MAX_TOKENIZER_BYTES))
+    listed = config.get("added_tokens_decoder")
+    for token, entry in listed.items() if isinstance(listed, dict) else ():
+        tokens[str(entry.get("content") if isinstance(entry, dict) else entry)] = (
+            int(token) if token.isdigit() else token
+        )
+    added = read_object(folder / PIPELINE_NAME, MAX_PIPELINE_BYTES).get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict):
+            tokens[str(entry.get("content"))] = entry.get("id")
+    pads = [config.get("pad_token")]
+    padding = {one.get("content") if isinstance(one, dict) else one for one in pads} - {config.get("eos_token")}
+    pipeline = Pipeline.from_file(str(base / PIPELINE_NAME)) if tokens else None
+    missing = [token for token in tokens if token not in padding and pipeline and pipeline.token_to_id(token) is None]
+    if missing:
+        shown = ", ".join(repr(token[:32]) for token in missing[:4])
+        raise CheckpointError(
+            f"{folder}: its tokenizer has {len(missing)} more tokens than the base ({shown}); train without added tokens, or found "
+            "the swarm from the merged model"
+        )
+    for token, number in tokens.items():
+        own = None if pipeline is None else pipeline.token_to_id(token)
+        if own is not None and own != number:
+            raise CheckpointError(
+                f"{folder}: its tokenizer has {token[:32]!r} as {str(number)[:16]}, the base as {own}; use an adapter of this model"
+            )
 
 
 def adapter_in(folder: Path) -> AdapterFile:
