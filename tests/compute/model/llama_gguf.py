@@ -108,9 +108,7 @@ def _add_tensors(writer: Any, shapes: Mapping[str, tuple[int, ...]], form: str, 
         strength = 0.25 if name.endswith(("attn_q.weight", "attn_k.weight")) and sharp else 0.1
         values = random.normal(len(shape) == 1, strength, shape).astype(np.float32)
         values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
-        if len(shape) == 1:
-            writer.add_tensor(name, values)
-        elif "gate_inp" in name:
+        if len(shape) == 1 or "gate_inp" in name:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
