@@ -257,8 +257,8 @@ def train(
 ) -> Iterator[StepSummary | TrainingWait]:
     """Train a swarm's model on `data`: iterate over the steps.
 
-    Leaving the loop stops this trainer; the swarm keeps the finished steps, and the same call continues. At the start, fields and files
-    of the data that are passed over are logged, and whether no label teaches the model to stop.
+    Leaving the loop stops this trainer; the swarm keeps the finished steps, and the same call continues. At the start, fields and
+    files of the data that are passed over are logged, and whether no label teaches the model to stop.
 
     Args:
         swarm: A swarm that trains, its .swarm file, an invite, or a stored name.
