@@ -23,7 +23,7 @@ def _section() -> str:
     assert KEYS.keys() == METHODS.keys()
     rows = []
     for name, (read, harmless) in KEYS.items():
-        calibration = [SHARED] if CALIBRATION <= harmless else []
+        calibration = [SHARED] if harmless >= CALIBRATION else []
         without_effect = [*calibration, *_names(harmless - CALIBRATION - read)]
         rows.append(f"| {name} | {_listed(read)} | {', '.join(without_effect) or '-'} |")
     return "\n".join(
