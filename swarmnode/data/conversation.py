@@ -333,6 +333,20 @@ class ChatRenderer:
         return self._shows(lambda text: ([{"role": SYSTEM, "content": text}, GREETING], ()))
 
     @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template shows texts only in a list of parts, as some of models for pictures do. Raises CheckpointError if it
+        takes a message and shows its text in neither form."""
+        if self._shows(lambda text: ([{"role": USER, "content": text}], ())):
+            return False
+        if self._shows(lambda text: (in_parts([{"role": USER, "content": text}]), ())):
+            return True
+        try:
+            self._template.encode_messages([GREETING])
+        except CheckpointError:
+            return False  # it may need other messages at the beginning
+        raise CheckpointError("the model's chat template shows no texts of messages")
+
+    @functools.cached_property
     def shows_later_system(self) -> bool:
         """Whether the template shows a system text within a conversation."""
         return self._shows(lambda text: ([GREETING, REPLY, {"role": SYSTEM, "content": text}, GREETING], ()))
@@ -372,8 +386,13 @@ class ChatRenderer:
     ) -> bool:
         """Return whether the template shows a text in the messages and tools that `conversation` builds around it; False if the
         template cannot be used."""
+        parts = "takes_parts" in self.__dict__ and self.takes_parts  # it is tried first, by texts as they are
         try:
-            first, second = (self._template.encode_messages(*conversation(text), ending=ending) for text in TRIALS)
+            told = (conversation(text) for text in TRIALS)
+            first, second = (
+                self._template.encode_messages(in_parts(turns) if parts else turns, tools, ending=ending)
+                for turns, tools in told
+            )
         except CheckpointError:
             return False
         return first != second
@@ -403,8 +422,9 @@ class ChatRenderer:
         return self._template.encode_messages(*placed, variables, ending=ending, check_text=check_text)
 
     def placed(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-        """Return messages and tools for which the template has places. Raises CheckpointError if it ignores a role."""
-        turns, offered = list(messages), list(tools)
+        """Return messages and tools for which the template has places. Raises CheckpointError if it ignores a role, or all
+        texts."""
+        turns, offered, parts = list(messages), list(tools), self.takes_parts
         self._check_roles(turns)
         calls = any(turn["role"] == TOOL or turn.get("tool_calls") for turn in turns)
         if (offered or calls) and not (self.shows_tools and self.shows_calls(with_tools=bool(offered))):
@@ -419,7 +439,7 @@ class ChatRenderer:
         field = self.reasoning_field if any(REASONING in turn for turn in turns) else None
         if field is not None:
             turns = [{field if key == REASONING else key: value for key, value in turn.items()} for turn in turns]
-        return turns, offered
+        return in_parts(turns) if parts else turns, offered
 
     def _check_roles(self, turns: Sequence[Message]) -> None:
         unusual = {turn["role"] for turn in turns} - USUAL  # each is tried by three prompts
@@ -436,6 +456,11 @@ class ChatRenderer:
             self._template.encode_messages(*said(""))  # raises CheckpointError if the template refuses the role
             if not self._shows(said):
                 raise CheckpointError(f"the model's chat template shows no messages of the role {role!r}")
+
+
+def in_parts(turns: Iterable[Message]) -> list[Message]:
+    """Return the conversation with each text as a list of one part."""
+    return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
 
 
 def without_system(turns: Sequence[Message]) -> list[Message]:
