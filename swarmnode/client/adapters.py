@@ -227,7 +227,7 @@ class ClientAdapters:
     async def _in_folder(self, folder: Path) -> OwnAdapter:
         """Return the adapter in a folder, after a check against the model. It is private."""
         names = (CONFIG_NAME, WEIGHTS_NAME, TEMPLATE_NAME, TOKENIZER_NAME)
-        key = str(folder), *(_changed_at(folder / name) for name in names)
+        key: tuple[str | int, ...] = (str(folder), *(_changed_at(folder / name) for name in names))
         if key not in self._folders:
             rank = await self.check(folder)
             name = folder.name if is_adapter_name(folder.name) else UNNAMED
@@ -269,19 +269,16 @@ class ClientAdapters:
         if not name or not isinstance(base, Tokenizer):
             return base
         chosen = self._chosen.get(found := await self.resolve(name), _Chosen())
-        render = render_chat if chosen.shared is None else self._confined.render
-        if chosen.own is not None:
-            key: object = chosen.own.folder, chosen.own.config, chosen.own.weights, chosen.own.chat
-        else:
-            info = self._manifest.adapter(found) if chosen.shared is None else chosen.shared.record.info
-            assert info is not None
-            key = chosen.shared is None, info.chat
+        own, shared = chosen.own, chosen.shared
+        render = render_chat if shared is None else self._confined.render
+        info = self._manifest.adapter(found) if shared is None else shared.record.info
+        key: object = own if own is not None else (shared is None, None if info is None else info.chat)
         if key not in self._tokenizers:
-            chat = (
-                await self._own_chat(chosen.own)
-                if chosen.own is not None
-                else await self._fetched_chat(info, patience_s)
-            )
+            if own is not None:
+                chat = await self._own_chat(own)
+            else:
+                assert info is not None
+                chat = await self._fetched_chat(info, patience_s)
             while len(self._tokenizers) >= MAX_TOKENIZERS:
                 del self._tokenizers[next(iter(self._tokenizers))]
             self._tokenizers[key] = base if chat is None else AdapterTokenizer(base, chat, render)

@@ -179,8 +179,9 @@ class ServedModel:
         if not self.adapter:
             return self.loader.prompter
         tokenizer = await self.client.tokenizer(self.adapter)
-        has_one = isinstance(tokenizer, Tokenizer) and tokenizer.has_chat_template
-        self._prompter = tokenizer.renderer if has_one else None
+        self._prompter = None
+        if isinstance(tokenizer, Tokenizer) and tokenizer.has_chat_template:
+            self._prompter = tokenizer.renderer
         return self._prompter
 
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
