@@ -217,7 +217,7 @@ def test_limits_are_the_ones_of_the_code() -> None:
     imported |= {"manifest.MAX_ADAPTER_CHARS"}
     imported |= {f"tuning_messages.MAX_{name}" for name in ("MASK_BYTES", "PEER_CHARS", "ROWS", "VALUES")}
     imported |= {f"adapter_record.MAX_ADAPTER_{name}" for name in ("CHARS", "RECORD_BYTES")}
-    imported |= {f"adapter_record.MAX_{name}" for name in ("CONFIG_BYTES", "WEIGHTS_BYTES", "SKEW_S")}
+    imported |= {f"adapter_record.MAX_{name}" for name in ("CHAT_BYTES", "CONFIG_BYTES", "WEIGHTS_BYTES", "SKEW_S")}
     imported |= {"body.MAX_SEQ", "messages.MAX_SEQ", "manifest.MAX_FILE_BYTES", "run.MAX_RUN_BYTES"}
     imported |= {"manifest.MAX_SMALL_BYTES"}
     imported |= {f"certificate.MAX_{name}" for name in ("CERTIFICATE_BYTES", "PROOF_BYTES")}
