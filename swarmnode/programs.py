@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypedDict
 
 from swarmnode.compute.training.local import StepSummary
-from swarmnode.data.rules import DataSummary
+from swarmnode.data.rules import DataRules, DataSummary
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.files import home_folder
 from swarmnode.membership.owner import InviteTerms, friends_invite
@@ -33,6 +34,8 @@ from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
 from swarmnode.swarm.storage.owner_key import is_locked, load_owner_key
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
+
+log = logging.getLogger(__name__)
 
 GUEST = InviteTerms(uses=1, life_s=30 * 86_400.0)  # as those of `swarmnode host`
 
@@ -262,11 +265,13 @@ def train(
     steps: int,
     home: str | Path | None = None,
     patience_s: float = 60.0,
+    end_answers: bool = False,
     **settings: Unpack[RunKeywords],
 ) -> Iterator[StepSummary | TrainingWait]:
     """Train a swarm's model on `data`: iterate over the steps.
 
-    Leaving the loop stops this trainer; the swarm keeps the finished steps, and the same call continues.
+    Leaving the loop stops this trainer; the swarm keeps the finished steps, and the same call continues. At the start, fields and
+    files of the data that are passed over are logged, and whether no label teaches the model to stop.
 
     Args:
         swarm: A swarm that trains, its .swarm file, an invite, or the name of a joined, founded or public swarm.
@@ -274,6 +279,7 @@ def train(
         steps: Updates of the whole run.
         home: Folder of this machine's identity; by default $SWARMNODE_HOME, else the platform's place for user data.
         patience_s: Seconds to wait for the swarm's answer.
+        end_answers: Put the stop token behind the last answer of a conversation if its template does not.
         **settings: Fields of the run, such as `batch`, `sequence`, `learning_rate` and `seed`.
 
     Yields:
@@ -293,16 +299,16 @@ def train(
     check_early(path, run)
     folder = home_folder(home)
     known = swarm if isinstance(swarm, Swarm) else load_swarm(swarm, folder)
-    return _Training(known, folder, path, run, patience_s).events()
+    return _Training(known, folder, path, run, DataRules(shown=0, ends_answers=end_answers), patience_s).events()
 
 
 class _Training:
     """A training in a thread of its own, whose events are read in this one."""
 
-    def __init__(self, swarm: Swarm, home: Path, data: Path, run: Run, patience_s: float) -> None:
+    def __init__(self, swarm: Swarm, home: Path, data: Path, run: Run, rules: DataRules, patience_s: float) -> None:
         import uvloop
 
-        self._request = (swarm, home, data, run, patience_s)
+        self._request = (swarm, home, data, run, rules, patience_s)
         self._events: queue.Queue[StepSummary | TrainingWait | BaseException | None] = queue.Queue()
         self._loop = uvloop.new_event_loop()
         self._stop = asyncio.Event()
@@ -324,7 +330,9 @@ class _Training:
     # Listener
 
     def begun(self, run: Run, data: DataSummary) -> None:
-        """Take no notice of the complete settings."""
+        """Log what the program should know of its data."""
+        for note in data.notes:
+            log.warning("%s", note)
 
     def step(self, report: StepSummary) -> None:
         """Pass a step on."""
@@ -347,9 +355,9 @@ class _Training:
     async def _feed(self) -> None:
         from swarmnode.client.training.client import TrainingClient
 
-        swarm, home, data, run, patience_s = self._request
+        swarm, home, data, run, rules, patience_s = self._request
         client = await TrainingClient.join(swarm, home, patience_s=patience_s)
         try:
-            await client.train(data, run, self, self._stop)
+            await client.train(data, run, self, self._stop, rules)
         finally:
             await client.close()

@@ -8,17 +8,21 @@ import datetime
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import UNSET
 
 from swarmnode.client.model_files import ModelFiles
+from swarmnode.client.tokenizer import AdapterTokenizer, ByteTokenizer, Tokenizer
 from swarmnode.codec.body import MAX_ADAPTER_CHARS
 from swarmnode.codec.messages import AdapterTicket, Open
-from swarmnode.errors import LocalError, NetworkDown, SwarmnodeError, UsageError
+from swarmnode.data.conversation import ConfinedRenderer, render_chat
+from swarmnode.errors import LocalError, NetworkDown, NoRoute, PeerRefused, SwarmnodeError, UsageError
 from swarmnode.membership.access_control import load_home_key
 from swarmnode.net.identity import Identity
 from swarmnode.peer.host import Host
+from swarmnode.plan.view import Span
 from swarmnode.swarm.records.adapter_record import (
     MAX_LIFE_S,
     AdapterRecord,
@@ -26,19 +30,29 @@ from swarmnode.swarm.records.adapter_record import (
     sign_adapter,
     signed_ticket,
 )
-from swarmnode.swarm.records.manifest import MAX_WEIGHTS_BYTES, Manifest, is_adapter_name
+from swarmnode.swarm.records.manifest import MAX_WEIGHTS_BYTES, AdapterInfo, Manifest, is_adapter_name
+from swarmnode.swarm.storage.content import verify_file
 from swarmnode.swarm.storage.own_adapters import (
     CONFIG_NAME,
+    TEMPLATE_NAME,
+    TOKENIZER_NAME,
     WEIGHTS_NAME,
+    AdapterChat,
     AdapterTerms,
     OwnAdapter,
     OwnAdapters,
     adapter_in_folder,
+    decode_chat,
 )
 from swarmnode.weights.adapter_offers import AdapterGiver, SharedAdapter, list_adapters, shared_adapters
 
+if TYPE_CHECKING:
+    from swarmnode.compute.model.adapters.adapter_file import AdapterFile
+    from swarmnode.compute.model.checkpoint import Checkpoint
+
 SHARED_S = 10.0
 MAX_OFFERED = 64
+MAX_TOKENIZERS = 64  # of adapters, kept by one client
 SHOWN_CHARS = 8  # of an id, in messages and at least from users
 UNNAMED = "adapter"  # a folder whose own name is no name for an adapter
 
@@ -60,18 +74,21 @@ class ClientAdapters:
         self._files = files
         self._manifest: Manifest = host.swarm.manifest
         self._chosen: dict[str, _Chosen] = {}  # by id
-        self._folders: dict[tuple[str, int, int], OwnAdapter] = {}  # checked ones, by path and times of the files
+        self._folders: dict[tuple[str | int, ...], OwnAdapter] = {}  # checked ones, by path and times of the files
         self._owned = OwnAdapters(host.config.home, host.swarm.id)
         self._shared: list[SharedAdapter] | None = None
         self._shared_until_s = 0.0
         self._giver: AdapterGiver | None = None
         self._home_key: Identity | None = None
+        self._tokenizers: dict[object, Tokenizer] = {}  # of adapters, by their files
+        self._confined = ConfinedRenderer()
 
     def __repr__(self) -> str:
         return f"<ClientAdapters, {len(self._chosen)} chosen>"
 
     async def close(self) -> None:
-        """End the conversations with hops about this client's adapters."""
+        """End the conversations with hops about this client's adapters, and the process that renders chats of others' templates."""
+        await asyncio.to_thread(self._confined.close)
         if self._giver is not None:
             await self._giver.close()
 
@@ -104,7 +121,7 @@ class ClientAdapters:
             raise UsageError(f"the swarm itself has an adapter {name!r}; choose another --name")
         ends = int(self._host.clock.unix() + life_s)
         terms = AdapterTerms(name, share, ends, await self.check(folder))
-        own = await asyncio.to_thread(self._owned.add, folder, terms)
+        own = await asyncio.to_thread(self._owned.add, folder, terms, await self._chat_in(folder))
         if share is not Share.PRIVATE:
             with contextlib.suppress(NetworkDown, LocalError):  # this home's nodes list it again
                 await list_adapters(self._host, [own])
@@ -208,7 +225,8 @@ class ClientAdapters:
 
     async def _in_folder(self, folder: Path) -> OwnAdapter:
         """Return the adapter in a folder, after a check against the model. It is private."""
-        key = str(folder), _changed_at(folder / CONFIG_NAME), _changed_at(folder / WEIGHTS_NAME)
+        names = (CONFIG_NAME, WEIGHTS_NAME, TEMPLATE_NAME, TOKENIZER_NAME)
+        key: tuple[str | int, ...] = (str(folder), *(_changed_at(folder / name) for name in names))
         if key not in self._folders:
             rank = await self.check(folder)
             name = folder.name if is_adapter_name(folder.name) else UNNAMED
@@ -224,8 +242,67 @@ class ClientAdapters:
         Raises CheckpointError if it is none, has a layer that the model lacks, is of another model, or holds NaN; UsageError if it
         is too large.
         """
-        weights = await self._files.weights()
-        return await asyncio.to_thread(_checked_rank, await weights.outline(), folder)
+        weights, units = await self._files.weights(), self._manifest.model.units
+        checkpoint = await weights.outline()
+        adapter = await asyncio.to_thread(_checked, checkpoint, folder)
+        if adapter.base_layers:
+            checkpoint = await weights.with_tensors(adapter.base_tensors(checkpoint).values(), [Span(0, units)])
+            await asyncio.to_thread(adapter.check_base_layers, checkpoint)
+        return adapter.config.largest_rank
+
+    async def _chat_in(self, folder: Path) -> AdapterChat | None:
+        from swarmnode.compute.model.adapters.adapter_file import chat_of  # it takes long to import
+
+        return await asyncio.to_thread(chat_of, folder, await self._files.folder())
+
+    # -- chats
+
+    async def tokenizer(self, name: str, patience_s: float | None = None) -> Tokenizer | ByteTokenizer | None:
+        """Return the model's tokenizer as the chats of an adapter use it: with the adapter's chat template if it has one of its
+        own. `name` is as in `resolve`, which raises the same errors; "" is the model alone. `patience_s` is for peers that have the
+        template; None is the client's.
+
+        Raises NoRoute if no peer provides the model's files or the adapter's template; CheckpointError if one of them is damaged.
+        """
+        base = await self._files.tokenizer()
+        if not name or not isinstance(base, Tokenizer):
+            return base
+        chosen = self._chosen.get(found := await self.resolve(name), _Chosen())
+        own, shared = chosen.own, chosen.shared
+        render = render_chat if shared is None else self._confined.render
+        info = self._manifest.adapter(found) if shared is None else shared.record.info
+        key: object = own if own is not None else (shared is None, None if info is None else info.chat)
+        if key not in self._tokenizers:
+            if own is not None:
+                chat = await self._own_chat(own)
+            else:
+                assert info is not None
+                chat = await self._fetched_chat(info, patience_s)
+            while len(self._tokenizers) >= MAX_TOKENIZERS:
+                del self._tokenizers[next(iter(self._tokenizers))]
+            self._tokenizers[key] = base if chat is None else AdapterTokenizer(base, chat, render)
+        return self._tokenizers[key]
+
+    async def _own_chat(self, own: OwnAdapter) -> AdapterChat | None:
+        if own.chat is not None:
+            return decode_chat(await asyncio.to_thread(own.paths[own.chat.root].read_bytes))
+        return await self._chat_in(own.folder) if own in self._folders.values() else None
+
+    async def _fetched_chat(self, info: AdapterInfo, patience_s: float | None) -> AdapterChat | None:
+        if info.chat is UNSET:
+            return None
+        folder = self._host.swarm.adapters
+        if folder is not None:
+            with contextlib.suppress(OSError):  # the founder's folder is not on this machine, or has changed
+                if verify_file(folder / info.chat.name, info.chat):
+                    return decode_chat((folder / info.chat.name).read_bytes())
+        try:
+            weights, patience_s = await self._files.weights(), patience_s or self._files.patience_s()
+            return decode_chat(await weights.file_of_adapter(info.chat, patience_s))
+        except PeerRefused:
+            raise NoRoute(
+                f"no machine sent the adapter's chat template within {patience_s:.0f} s: try again when its owner is online"
+            ) from None
 
     # -- sessions
 
@@ -270,8 +347,8 @@ def _changed_at(file: Path) -> int:
         return 0
 
 
-def _checked_rank(checkpoint: Any, folder: Path) -> int:
-    """Return the rank of the adapter in `folder`. The imports are here because few clients need torch."""
+def _checked(checkpoint: Checkpoint, folder: Path) -> AdapterFile:
+    """Return the adapter in `folder` after a check of its layers. The imports are here because few clients need torch."""
     import torch
 
     from swarmnode.compute.model.adapters.adapter_file import adapter_in
@@ -282,4 +359,4 @@ def _checked_rank(checkpoint: Any, folder: Path) -> int:
     adapter.check_numbers()
     if adapter.weights.stat().st_size > MAX_WEIGHTS_BYTES:
         raise UsageError(f"{adapter.weights} is over {MAX_WEIGHTS_BYTES >> 30} GiB: an adapter is smaller")
-    return adapter.config.largest_rank
+    return adapter

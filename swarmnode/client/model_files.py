@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 import importlib.metadata
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +17,8 @@ import msgspec
 
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer, read_config, stop_ids, vocabulary_size
 from swarmnode.codec.sampling import USUAL
-from swarmnode.data.conversation import ChatEnding
+from swarmnode.data.conversation import ChatEnding, chosen_template, render_chat
 from swarmnode.errors import LocalError, NoRoute, UsageError
-from swarmnode.hollow_package import folders_of, put_hollow_package
 from swarmnode.peer.host import Host
 from swarmnode.serving.client.generation import GenerateOptions
 from swarmnode.serving.client.limits import ModelLimits
@@ -94,36 +91,8 @@ ENTRANCES = ("__call__", "_encode_plus", "decode", "_decode", "convert_tokens_to
 
 # Older versions always clean up.
 BPE_CLEAN_UP = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
-PACKAGE = "hollow_transformers"
-RENDERER = "utils.chat_template_utils"
 OWN_WAYS = ("apply_chat_template", "get_chat_template", "special_tokens_map")  # a model family may override these
 TRIAL = "{{ messages | tojson }} {{ tools }} {{ add_generation_prompt }} {{ bos_token }} {{ eos_token }}"
-
-
-def render_chat(
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    variables: Mapping[str, Any],
-) -> str:
-    """Render a conversation by a chat template. `variables` are the template's further variables, among them special tokens and the
-    ending. Raises the errors of transformers and jinja if the template cannot be used."""
-    rendered, _ = _renderer().render_jinja_template(
-        conversations=[list(messages)],
-        tools=list(tools) or None,
-        chat_template=template,
-        **variables,
-    )
-    return str(rendered[0])
-
-
-def chosen_template(templates: str | Mapping[str, str] | None, *, with_tools: bool) -> str | None:
-    """Return the template to use: of named templates "tool_use" if `with_tools` and it exists, else "default", or None
-    if that does not exist. A single template, or None, is returned unchanged."""
-    if not isinstance(templates, Mapping):
-        return templates
-    default = templates.get("default")
-    return templates.get("tool_use", default) if with_tools else default
 
 
 def is_ordinary(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -149,17 +118,6 @@ def renders_as_transformers(tokenizer: Any) -> bool:
         )
     except (ImportError, AttributeError, TypeError, ValueError):
         return False
-
-
-def _renderer() -> Any:
-    """Return transformers' module for chat templates, without importing the rest of transformers. Raises ImportError if this
-    version has none."""
-    inner = f"{PACKAGE}.utils"
-    if inner not in sys.modules:
-        folders = folders_of("transformers")
-        put_hollow_package(PACKAGE, folders)
-        put_hollow_package(inner, [f"{folder}/utils" for folder in folders])
-    return importlib.import_module(f"{PACKAGE}.{RENDERER}")
 
 
 class KeptPipeline(msgspec.Struct, frozen=True):
@@ -189,6 +147,7 @@ class KeptTokenizer(Tokenizer):
         self._pipeline = Pipeline.from_str(kept.pipeline)
         self._pipeline.encode_special_tokens = kept.splits_special_tokens
         self.chat_template, self.template_settings = kept.chat_template, kept.template_settings
+        self.special_tokens = kept.special_tokens
         self.separator, self.has_response_template = kept.separator, kept.has_response_template
         self.ends = kept.ends
 
@@ -208,10 +167,13 @@ class KeptTokenizer(Tokenizer):
         template = chosen_template(self._kept.chat_template, with_tools=bool(tools))
         if template is None or not self._kept.renders_chats or not is_ordinary(messages):
             return super()._chat_ids(messages, tools, variables, check_text)
-        text = render_chat(template, messages, tools, {**self._kept.special_tokens, **variables})
+        text = render_chat(template, messages, tools, {**self.special_tokens, **variables})
         if check_text is not None:
             check_text(len(text))
         return self._ids(text, special_tokens=False)
+
+    def token_id(self, token: str) -> int | None:
+        return self._pipeline.token_to_id(token)
 
     def _piece(self, token: int) -> str:
         return self._pipeline.id_to_token(token) or ""
@@ -280,7 +242,7 @@ def kept_pipeline(tokenizer: Tokenizer) -> KeptPipeline:
         separator=tokenizer.separator,
         ends=tokenizer.ends,
         chat_template=tokenizer.chat_template,
-        special_tokens=tokenizer.own.special_tokens_map,
+        special_tokens=tokenizer.special_tokens,
         template_settings=tokenizer.template_settings,
         renders_chats=renders_as_transformers(tokenizer.own),
         has_response_template=tokenizer.has_response_template,
@@ -299,7 +261,7 @@ class ModelFiles:
 
     def __init__(self, host: Host, patience_s: Callable[[], float], *, most_positions: int | None = None) -> None:
         self._host = host
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._weights: Weights | None = None
         self._folder: Path | None = None
         self._tokenizer: Tokenizer | ByteTokenizer | None = None
@@ -354,11 +316,14 @@ class ModelFiles:
             self.known_defaults = generation_defaults(await self.folder())
         return self.known_defaults
 
-    async def stop_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens that end a text; empty if none are known. Raises NoRoute if no peer provides the files."""
+    async def stop_ids(self, tokenizer: Tokenizer | ByteTokenizer | None = None) -> tuple[int, ...]:
+        """Return the ids of the tokens that end a text by `tokenizer`, which may be an adapter's; None is the model's own. Empty if
+        none are known. Raises NoRoute if no peer provides the files."""
+        own = await self.tokenizer()
+        if tokenizer is not None and tokenizer is not own:
+            return await asyncio.to_thread(stop_ids, await self.folder(), tokenizer)
         if self._stop_ids is None:
-            folder, tokenizer = await self.folder(), await self.tokenizer()
-            self._stop_ids = await asyncio.to_thread(stop_ids, folder, tokenizer)
+            self._stop_ids = await asyncio.to_thread(stop_ids, await self.folder(), own)
         return self._stop_ids
 
     @property
@@ -369,7 +334,7 @@ class ModelFiles:
     async def folder(self) -> Path:
         """Return the folder with the config and the tokenizer. Raises NoRoute if no peer provides them in time."""
         if self._folder is None:
-            weights, patience_s = await self.weights(), self._patience_s()
+            weights, patience_s = await self.weights(), self.patience_s()
             try:
                 self._folder = await asyncio.wait_for(weights.small_files(), patience_s)
             except asyncio.TimeoutError:

@@ -29,7 +29,7 @@ from swarmnode.codec.tensors import check_compression
 from swarmnode.config import ClientConfig
 from swarmnode.credit.priorities import Claims
 from swarmnode.credit.receipts import ReceiptIssuer
-from swarmnode.errors import NoRoute, UsageError
+from swarmnode.errors import CheckpointError, NoRoute, UsageError
 from swarmnode.files import home_folder
 from swarmnode.measuring.meters import ClientMeter, cause_of
 from swarmnode.metrics.metric import Readings
@@ -69,6 +69,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+AT_ONCE_S = 1.0  # for an adapter's chat template where only its end of an answer is needed
 MAX_SHOWN = 32  # first hops that learn the credit of this machine's nodes
 
 
@@ -240,10 +241,10 @@ class SwarmClient(SwarmObserver):
         limits.check_generation(len(prompt), options.max_new_tokens)  # before each id is looked at
         prompt = limits.ids(prompt)
         await limits.check_options(options)
+        if not options.stop_ids and not ignore_ends:
+            options = dataclasses.replace(options, stop_ids=await self.stop_ids(options.adapter))
         options = dataclasses.replace(options, adapter=await self.adapters.resolve(options.adapter))
         self._check_drafts(options.drafts)
-        if not options.stop_ids and not ignore_ends:
-            options = dataclasses.replace(options, stop_ids=await self.stop_ids())
         router = self._router(Span(0, self.units), ring=True)
         config = dataclasses.replace(self.config, patience_s=max(0.0, deadline_s - self._clock()))
         spec = options.spec(prompt, vocabulary=limits.vocabulary, allowed=limits.codecs)
@@ -273,7 +274,7 @@ class SwarmClient(SwarmObserver):
     ) -> TextStream:
         """Generate the answer to a conversation, piece by piece; arguments and errors are those of `chat` and `stream`."""
         turns = [turn_of(message) for message in messages]
-        tokenizer = await self.chat_tokenizer()
+        tokenizer = await self.chat_tokenizer(with_keywords(options, keywords)[0].adapter)
         prompt = await asyncio.to_thread(tokenizer.encode_chat, turns)
         return await self.stream(prompt, options, kept_for=kept_for, **keywords)
 
@@ -300,10 +301,11 @@ class SwarmClient(SwarmObserver):
         """
         return await _whole(await self.stream_chat(messages, options, **keywords))
 
-    async def chat_tokenizer(self) -> Tokenizer | ByteTokenizer:
-        """Return the tokenizer that `chat` needs. Raises UsageError if the swarm has none, or no language model."""
+    async def chat_tokenizer(self, adapter: str = "") -> Tokenizer | ByteTokenizer:
+        """Return the tokenizer that `chat` needs, with an `adapter` the one of its chats. Raises UsageError if the swarm has none,
+        or no language model."""
         self.check_language_model()
-        tokenizer = await self.tokenizer()
+        tokenizer = await self.tokenizer(adapter)
         if tokenizer is None:
             raise UsageError(
                 "this swarm's checkpoint has no tokenizer, so it cannot chat: use `generate --ids` with token ids"
@@ -567,10 +569,11 @@ class SwarmClient(SwarmObserver):
 
     # -- the model
 
-    async def tokenizer(self) -> Tokenizer | ByteTokenizer | None:
-        """Return the checkpoint's tokenizer; for a swarm that trains without one, a ByteTokenizer; else None. Raises NoRoute if no
-        peer provides the files, CheckpointError if the tokenizer cannot be used."""
-        return await self._files.tokenizer()
+    async def tokenizer(self, adapter: str = "") -> Tokenizer | ByteTokenizer | None:
+        """Return the checkpoint's tokenizer; for a swarm that trains without one, a ByteTokenizer; else None. With an `adapter`
+        that has a chat template of its own, chats by this tokenizer use it. Raises NoRoute if no peer provides the files,
+        CheckpointError if the tokenizer cannot be used, UsageError if there is no such adapter."""
+        return await self.adapters.tokenizer(adapter)
 
     async def limits(self) -> ModelLimits:
         """Return the bounds on requests to the model. Raises NoRoute if no peer provides the config."""
@@ -581,9 +584,14 @@ class SwarmClient(SwarmObserver):
         """Number of positions that a text may have, as far as known; None if there is no limit or it is not known yet."""
         return self._files.known_positions
 
-    async def stop_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens that end a text; empty if none are known. Raises NoRoute if no peer provides the files."""
-        return await self._files.stop_ids()
+    async def stop_ids(self, adapter: str = "") -> tuple[int, ...]:
+        """Return the ids of the tokens that end a text; empty if none are known. With an `adapter` that has a chat template of its
+        own, they end its answers; if no peer gives that template at once, they are the model's own. Raises NoRoute if no peer
+        provides the model's files, UsageError if there is no such adapter."""
+        tokenizer = None
+        with contextlib.suppress(NoRoute, CheckpointError):
+            tokenizer = await self.adapters.tokenizer(adapter, patience_s=AT_ONCE_S) if adapter else None
+        return await self._files.stop_ids(tokenizer)
 
     async def generation_defaults(self) -> dict[str, float | int]:
         """Return the defaults for sampling over HTTP, as fields of GenerateOptions: the checkpoint's, or temperature 0.8, top-k 40

@@ -13,10 +13,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Union
 
 from swarmnode.codec.body import MAX_STOP_IDS, MAX_TOKEN_ID
-from swarmnode.data.conversation import ChatEnding, ChatRenderer, chat_messages
+from swarmnode.data.conversation import ChatEnding, ChatRenderer, chat_messages, chosen_template, render_chat
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.files import parse_json
 from swarmnode.swarm.storage.content import check_tokenizer
+from swarmnode.swarm.storage.own_adapters import AdapterChat
 
 FIRST_TURN, ANSWER = ({"role": "user", "content": "question"},), "answer-and-no-more"
 THINK_END = "</think>"  # ends the reasoning before an answer, in most chat templates
@@ -199,6 +200,17 @@ class Tokenizer:
         return self._ids(text, special_tokens=False)
 
     @functools.cached_property
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens by their names in templates."""
+        named: dict[str, str] = self.own.special_tokens_map
+        return named
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its written form; None if the vocabulary lacks it."""
+        found = self.own.convert_tokens_to_ids(token)
+        return found if isinstance(found, int) and self.own.convert_ids_to_tokens(found) == token else None
+
+    @functools.cached_property
     def separator(self) -> int | None:
         """Token between two documents: the end of text; None if the checkpoint has none."""
         token: int | None = self.own.eos_token_id
@@ -230,11 +242,7 @@ class Tokenizer:
         if not self.has_chat_template:
             return None
         try:
-            text = str(
-                self.own.apply_chat_template(
-                    [*FIRST_TURN, {"role": "assistant", "content": ANSWER}], tokenize=False, add_generation_prompt=False
-                )
-            )
+            text = self._chat_text([*FIRST_TURN, {"role": "assistant", "content": ANSWER}], (), ChatEnding.CLOSED.value)
         except (TemplateError, ValueError, KeyError, TypeError, AttributeError, LookupError, RecursionError):
             return None
         _, found, behind = text.rpartition(ANSWER)
@@ -243,6 +251,14 @@ class Tokenizer:
         end = max((token for token in tokens if behind.startswith(token)), key=len, default="")
         # Some templates always begin another answer: a role's name follows that token.
         return tokens[end] if found and end and not behind[len(end) :][:1].isalnum() else None
+
+    def _chat_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        """Render a conversation by the chat template. Raises the errors of transformers and jinja if it cannot be used."""
+        turns: list[Any] = list(messages)
+        offered: list[Any] = list(tools)
+        return str(self.own.apply_chat_template(turns, tools=offered or None, tokenize=False, **variables))
 
     @property
     def reasons(self) -> bool:
@@ -294,13 +310,73 @@ class Tokenizer:
         variables: Mapping[str, Any],
         check_text: Callable[[int], None] | None,
     ) -> list[int]:
-        render = functools.partial(self.own.apply_chat_template, messages, tools=tools or None, **variables)
         if check_text is not None:
-            check_text(len(render(tokenize=False)))
-        return list(render(return_dict=False))
+            check_text(len(self._chat_text(messages, tools, variables)))
+        return list(self.own.apply_chat_template(messages, tools=tools or None, return_dict=False, **variables))
 
     def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
         return list(self.own(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
+
+
+class AdapterTokenizer(Tokenizer):
+    """Tokenizer of a checkpoint with the chat template of an adapter and the special tokens that the template names. `render` is
+    `render_chat`, or does the same elsewhere."""
+
+    def __init__(self, base: Tokenizer, chat: AdapterChat, render: Callable[..., str] = render_chat) -> None:
+        self._base = base
+        self._render = render
+        self.chat_template = chat.template
+        named = {**base.special_tokens, **chat.tokens}
+        self.special_tokens = {name: token for name, token in named.items() if token}
+        end = chat.tokens.get("eos_token")
+        self.separator = base.token_id(end) if end else base.separator
+        self.has_response_template = False  # the checkpoint's belongs to its own chat template
+
+    def __repr__(self) -> str:
+        return f"<AdapterTokenizer of {self._base!r}>"
+
+    @property
+    def own(self) -> Any:
+        return self._base.own
+
+    @property
+    def template_settings(self) -> frozenset[str]:  # type: ignore[override]  # cached there
+        return self._base.template_settings
+
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        return self._base.decode(ids, special_tokens=special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        return self._base.token_id(token)
+
+    def _end_of_text(self) -> int | None:
+        return self.separator
+
+    def _chat_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> str:
+        template = chosen_template(self.chat_template, with_tools=bool(tools))
+        if template is None:
+            raise ValueError("the adapter has no template called default")
+        return self._render(template, messages, tools, {**self.special_tokens, **variables})
+
+    def _chat_ids(
+        self,
+        messages: list[Any],
+        tools: list[Any],
+        variables: Mapping[str, Any],
+        check_text: Callable[[int], None] | None,
+    ) -> list[int]:
+        text = self._chat_text(messages, tools, variables)
+        if check_text is not None:
+            check_text(len(text))
+        return self._ids(text, special_tokens=False)
+
+    def _piece(self, token: int) -> str:
+        return self._base._piece(token)
+
+    def _ids(self, text: str, *, special_tokens: bool) -> list[int]:
+        return self._base._ids(text, special_tokens=special_tokens)
 
 
 class ByteTokenizer:

@@ -6,14 +6,22 @@ Training, chats, the page and the HTTP API all write conversations by `ChatRende
 from __future__ import annotations
 
 import functools
+import importlib
+import itertools
 import json
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.files import parse_json
+from swarmnode.hollow_package import folders_of, put_hollow_package
 
 Message = dict[str, Any]  # in the format of chat templates
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
@@ -27,6 +35,12 @@ REPLY: Message = {"role": ASSISTANT, "content": "hello"}
 TRIALS = ("hens", "eggs")  # if a template shows the text, the ids of the two differ
 TRIAL_ID = "abcdef123"  # Mistral's templates refuse ids of another length
 BY_TEMPLATE = "template"
+PACKAGE, RENDERER = "hollow_transformers", "utils.chat_template_utils"
+CONFINED_S, MOST_WAIT_S = 2.0, 30.0
+CONFINED_BYTES = 512 << 20
+MAX_RENDERED_BYTES = 32 << 20
+MAX_ERROR_CHARS = 1000
+MAX_OVERRAN = 256
 MAX_ROLES, MAX_ROLE_CHARS = 8, 64  # of roles that only the model's template may know
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 RESULT_BEGIN, RESULT_END = "<tool_response>", "</tool_response>"
@@ -157,6 +171,135 @@ def chat_tool(tool: Any) -> Message:
 # -- rendering
 
 
+def render_chat(
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+) -> str:
+    """Render a conversation by a chat template. `variables` are the template's further variables, among them special tokens and the
+    ending. Raises the errors of transformers and jinja if the template cannot be used."""
+    rendered, _ = _jinja().render_jinja_template(
+        conversations=[list(messages)],
+        tools=list(tools) or None,
+        chat_template=template,
+        **variables,
+    )
+    return str(rendered[0])
+
+
+def _jinja() -> Any:
+    """Return transformers' module for chat templates, without importing the rest of transformers. Raises ImportError if this
+    version has none."""
+    inner = f"{PACKAGE}.utils"
+    if inner not in sys.modules:
+        folders = folders_of("transformers")
+        put_hollow_package(PACKAGE, folders)
+        put_hollow_package(inner, [f"{folder}/utils" for folder in folders])
+    return importlib.import_module(f"{PACKAGE}.{RENDERER}")
+
+
+def chosen_template(templates: str | Mapping[str, str] | None, *, with_tools: bool) -> str | None:
+    """Return the template to use: of named templates "tool_use" if `with_tools` and it exists, else "default", or None
+    if that does not exist. A single template, or None, is returned unchanged."""
+    if not isinstance(templates, Mapping):
+        return templates
+    default = templates.get("default")
+    return templates.get("tool_use", default) if with_tools else default
+
+
+class ConfinedRenderer:
+    """Renderer of chat templates of other members, in a process of its own with bounded memory and time: the sandbox of Jinja
+    bounds neither. The process starts with the first conversation, and again after a template overran a bound. Methods may be
+    called from any thread."""
+
+    def __init__(self, processor_s: float = CONFINED_S) -> None:
+        self._processor_s = processor_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._overran: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"<ConfinedRenderer, {len(self._overran)} templates overran>"
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._end()
+
+    def render(
+        self,
+        template: str,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Render a conversation as `render_chat` does. Raises ValueError if the template cannot be used, or needs more than
+        CONFINED_S seconds of a processor, CONFINED_BYTES of memory or MAX_RENDERED_BYTES of text, or has done so before."""
+        question = json.dumps([self._processor_s, template, list(messages), list(tools), dict(variables)]).encode()
+        with self._lock:
+            answer = b"" if template in self._overran else self._answer(question)
+            if not answer.endswith(b"\n"):
+                self._end()
+                self._overran = {*itertools.islice(self._overran, MAX_OVERRAN - 1), template}
+                raise ValueError("it needs more time or memory than a gateway gives to templates of other members")
+        rendered, error = parse_json(answer)
+        if error:
+            raise ValueError(error)
+        return str(rendered)
+
+    def _answer(self, question: bytes) -> bytes:
+        """Return the process's answer; what there is of it if the process ended or the answer is too long."""
+        if self._process is None:
+            entry = f"from {__name__} import render_confined; render_confined()"
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", entry],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=Path(__file__).parents[2],  # Python imports from the working directory first
+            )
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        alarm = threading.Timer(
+            MOST_WAIT_S, self._process.kill
+        )  # of a process that waits, or where processors' time is not bounded
+        alarm.start()
+        try:
+            stdin.write(question + b"\n")
+            stdin.flush()
+            return stdout.readline(MAX_RENDERED_BYTES)
+        except OSError:
+            return b""
+        finally:
+            alarm.cancel()
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
+def render_confined() -> None:
+    """Answer the questions of a ConfinedRenderer, one a line, until its process has ended."""
+    _jinja()
+    if sys.platform != "win32":  # there the asking process ends this one after MOST_WAIT_S
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (CONFINED_BYTES, CONFINED_BYTES))
+    for line in sys.stdin.buffer:
+        processor_s, *conversation = json.loads(line)
+        if sys.platform != "win32":
+            signal.setitimer(signal.ITIMER_PROF, processor_s)  # its signal ends the process; each question begins anew
+        try:
+            answer = render_chat(*conversation), ""
+        except Exception as error:  # of the template: the asking process reports it
+            answer = "", str(error)[:MAX_ERROR_CHARS] or type(error).__name__
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
 class ChatTemplate(Protocol):
     """Interface to a chat template and its tokenizer (`client/tokenizer.py`)."""
 
@@ -188,6 +331,20 @@ class ChatRenderer:
     def shows_system(self) -> bool:
         """Whether the template shows a system text at the beginning."""
         return self._shows(lambda text: ([{"role": SYSTEM, "content": text}, GREETING], ()))
+
+    @functools.cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template shows texts only in a list of parts, as some of models for pictures do. Raises CheckpointError if it
+        takes a message and shows its text in neither form."""
+        if self._shows(lambda text: ([{"role": USER, "content": text}], ())):
+            return False
+        if self._shows(lambda text: (in_parts([{"role": USER, "content": text}]), ())):
+            return True
+        try:
+            self._template.encode_messages([GREETING])
+        except CheckpointError:
+            return False  # it may need other messages at the beginning
+        raise CheckpointError("the model's chat template shows no texts of messages")
 
     @functools.cached_property
     def shows_later_system(self) -> bool:
@@ -229,8 +386,13 @@ class ChatRenderer:
     ) -> bool:
         """Return whether the template shows a text in the messages and tools that `conversation` builds around it; False if the
         template cannot be used."""
+        parts = "takes_parts" in self.__dict__ and self.takes_parts  # it is tried first, by texts as they are
         try:
-            first, second = (self._template.encode_messages(*conversation(text), ending=ending) for text in TRIALS)
+            told = (conversation(text) for text in TRIALS)
+            first, second = (
+                self._template.encode_messages(in_parts(turns) if parts else turns, tools, ending=ending)
+                for turns, tools in told
+            )
         except CheckpointError:
             return False
         return first != second
@@ -260,8 +422,9 @@ class ChatRenderer:
         return self._template.encode_messages(*placed, variables, ending=ending, check_text=check_text)
 
     def placed(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-        """Return messages and tools for which the template has places. Raises CheckpointError if it ignores a role."""
-        turns, offered = list(messages), list(tools)
+        """Return messages and tools for which the template has places. Raises CheckpointError if it ignores a role, or all
+        texts."""
+        turns, offered, parts = list(messages), list(tools), self.takes_parts
         self._check_roles(turns)
         calls = any(turn["role"] == TOOL or turn.get("tool_calls") for turn in turns)
         if (offered or calls) and not (self.shows_tools and self.shows_calls(with_tools=bool(offered))):
@@ -276,7 +439,7 @@ class ChatRenderer:
         field = self.reasoning_field if any(REASONING in turn for turn in turns) else None
         if field is not None:
             turns = [{field if key == REASONING else key: value for key, value in turn.items()} for turn in turns]
-        return turns, offered
+        return in_parts(turns) if parts else turns, offered
 
     def _check_roles(self, turns: Sequence[Message]) -> None:
         unusual = {turn["role"] for turn in turns} - USUAL  # each is tried by three prompts
@@ -293,6 +456,11 @@ class ChatRenderer:
             self._template.encode_messages(*said(""))  # raises CheckpointError if the template refuses the role
             if not self._shows(said):
                 raise CheckpointError(f"the model's chat template shows no messages of the role {role!r}")
+
+
+def in_parts(turns: Iterable[Message]) -> list[Message]:
+    """Return the conversation with each text as a list of one part."""
+    return [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
 
 
 def without_system(turns: Sequence[Message]) -> list[Message]:

@@ -174,30 +174,35 @@ def from_folders(folders: Mapping[str, Path], source: ModelSource, out: Path, *,
     """
     import torch
 
-    from swarmnode.compute.model.adapters.adapter_file import adapter_in
+    from swarmnode.compute.model.adapters.adapter_file import adapter_in, chat_of
     from swarmnode.compute.model.assemble import outline
     from swarmnode.compute.model.checkpoint import Checkpoint
 
     check_adapter_names(list(folders))
     if source.kind != CAUSAL_LM:
         raise UsageError("adapters are for models that generate text; leave --adapter out")
-    family = Checkpoint(source.folder).family
+    checkpoint = Checkpoint(source.folder)
+    family = checkpoint.family
     model = outline(family, 0, family.units, dtype=torch.float32)
     with new_folder(out, force=force) as partial:
         for name, folder in folders.items():
             adapter = adapter_in(folder)
             adapter.check(family, model, 0, family.units)
             adapter.check_numbers()
+            adapter.check_base_layers(checkpoint)
             if adapter.weights.stat().st_size > MAX_WEIGHTS_BYTES:
                 raise UsageError(f"{adapter.weights} is over {MAX_WEIGHTS_BYTES >> 30} GiB: an adapter is smaller")
-            for original, copy in zip((adapter.config_file, adapter.weights), file_names(name), strict=True):
-                shutil.copyfile(original, partial / copy)
+            config_name, weights_name, chat_name = file_names(name)
+            shutil.copyfile(adapter.config_file, partial / config_name)
+            shutil.copyfile(adapter.weights, partial / weights_name)
+            if (chat := chat_of(folder, source.folder)) is not None:
+                (partial / chat_name).write_bytes(chat.encode())
     return AdapterSource(out, tuple(_describe(name, out) for name in folders))
 
 
 def _describe(name: str, folder: Path) -> AdapterInfo:
-    config, weights = describe_files([folder / file for file in file_names(name)])
-    return AdapterInfo(name, config, weights)
+    config, weights, *chat = describe_files([folder / file for file in file_names(name) if (folder / file).is_file()])
+    return AdapterInfo(name, config, weights, *chat)
 
 
 def check_name(name: str) -> None:

@@ -149,6 +149,7 @@ class ServedModel:
         self.loader = loader
         self.adapter = adapter
         self.parent = parent
+        self._prompter: ChatRenderer | None = None  # of an adapter, once a request has needed it
         self._queue = queue
         self._config = config
 
@@ -167,7 +168,7 @@ class ServedModel:
 
     def card(self) -> ModelCard:
         """Return the entry of this model for `/v1/models`."""
-        manifest, prompter = self.client.manifest, self.loader.prompter
+        manifest, prompter = self.client.manifest, self._prompter or self.loader.prompter
         return ModelCard(
             id=self.name,
             created=manifest.created,
@@ -195,6 +196,18 @@ class ServedModel:
             raise bad_request(NO_TOKENIZER)
         return tokenizer
 
+    async def prompter(self) -> ChatRenderer | None:
+        """Return the renderer of conversations by the chat template of the model, or of its adapter if that has one; None if there
+        is no template. Raises what `tokenizer` raises; NoRoute if no peer gives the adapter's template."""
+        await self.tokenizer()
+        if not self.adapter:
+            return self.loader.prompter
+        tokenizer = await self.client.tokenizer(self.adapter)
+        self._prompter = None
+        if isinstance(tokenizer, Tokenizer) and tokenizer.has_chat_template:
+            self._prompter = tokenizer.renderer
+        return self._prompter
+
     async def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`. A text of at most `SHORT_CHARS` is encoded in the event loop, because handing it to a
         thread takes longer. Raises ContextTooLong if the text cannot fit into the model's context."""
@@ -215,8 +228,7 @@ class ServedModel:
         UsageError if it is no language model, ContextTooLong if the whole prompt (messages, tools, calls and results as the
         template writes them) cannot fit."""
         self.client.check_language_model()
-        await self.tokenizer()
-        if (prompter := self.loader.prompter) is None:
+        if (prompter := await self.prompter()) is None:
             raise bad_request(
                 f"{self.name} has no chat template, so it cannot read conversations: use /v1/completions",
                 code="no_chat_template",
@@ -245,7 +257,11 @@ class ServedModel:
         """Return a stream for each text that the request asks for, prompt after prompt; generating begins when a stream is read.
         Raises ApiError, or UsageError for what the model cannot do, before any session begins."""
         self.check_count(len(prompts), asked)
-        tokenizer, stop_ids, stops = await self.loader.tokenizer(), await self.client.stop_ids(), asked.stops
+        tokenizer, stop_ids, stops = (
+            await self.loader.tokenizer(),
+            await self.client.stop_ids(self.adapter),
+            asked.stops,
+        )
         if tokenizer is None and stops:
             raise bad_request(NO_TOKENIZER, "stop")
         tools = asked.tool_use
@@ -294,6 +310,8 @@ class ServedModel:
         if tools is None:
             return None
         tokenizer = await self.tokenizer()
+        if self._prompter is not None and self.adapter:
+            tokenizer = await self.client.tokenizer(self.adapter) or tokenizer
         if not is_free or isinstance(tokenizer, ByteTokenizer):
             return CommonParser(tools)
         if tokenizer.has_response_template:

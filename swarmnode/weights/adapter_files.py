@@ -6,14 +6,17 @@ Only the chunks for this machine's layers are fetched. They are verified by thei
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from swarmnode.codec.messages import Open
-from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import until_first
 from swarmnode.plan.view import Span
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0  # longest wait while no peer has a missing chunk
+CHAT_PATIENCE_S = 1.0  # the same for a chat template, which no pass needs
 
 
 class AdapterFiles:
@@ -90,7 +94,7 @@ class AdapterFiles:
     async def _bring_of_member(self, name: str, span: Span) -> AdapterFile:
         brought, weights = self.brought, self._weights
         if (own := brought.own(name)) is not None:
-            return await asyncio.to_thread(_open_files, *own.paths.values())
+            return await asyncio.to_thread(_open_files, own.paths[own.config.root], own.paths[own.weights.root])
         fetcher = Fetcher(weights.open_cache(), partial(brought.sources, name), weights.drop)
 
         async def news() -> None:
@@ -105,7 +109,8 @@ class AdapterFiles:
     async def _fetch(
         self, adapter: AdapterInfo, span: Span, fetcher: Fetcher, news: Callable[[], Awaitable[None]]
     ) -> AdapterFile:
-        """Fetch the config, the header, and then the chunks with the matrices of `span`."""
+        """Fetch the config, the header, and then the chunks with the matrices of `span`. Clients may ask this node for the template
+        of the adapter's chats; without it the adapter works, too, and peers of earlier versions have none."""
         cache, family = self._weights.open_cache(), (await self._weights.outline()).family
 
         async def fetch(wanted: Mapping[FileContent, Iterable[int]]) -> None:
@@ -115,6 +120,9 @@ class AdapterFiles:
         await fetch({adapter.weights: header_chunks(cache.path(adapter.weights), adapter.weights)})
         file = await asyncio.to_thread(_open, cache.folder, adapter)
         await fetch({adapter.weights: chunks_of(file.tensors_of(family, span.start, span.end))})
+        if adapter.chat is not UNSET:
+            with contextlib.suppress(PeerRefused):
+                await fetcher.fetch({adapter.chat: range(1)}, news=news, patience_s=CHAT_PATIENCE_S)
         return file
 
     def _sources(self) -> list[Source]:

@@ -8,6 +8,7 @@ files, its sessions and its copies in memory go.
 from __future__ import annotations
 
 import asyncio
+import glob
 import logging
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
@@ -212,7 +213,8 @@ class BroughtAdapters:
     def _delete(self, adapter: str) -> None:
         cache = self.weights.open_cache()
         try:
-            for name in (*file_names(adapter), self._record_path(adapter).name):
+            chats = (path.name for path in cache.folder.glob(f"adapter-{glob.escape(adapter)}-*.chat"))
+            for name in (*file_names(adapter), *chats, self._record_path(adapter).name):
                 cache.remove(name)
         except OSError as error:
             log.warning("files of an adapter cannot be deleted: %s", error)
@@ -281,8 +283,8 @@ class BroughtAdapters:
     def _give_own(self) -> None:
         """Give the files of this home's shared adapters to others, and those of removed ones no longer."""
         shared = self._shared
-        given = {file for one in shared for file in (one.config, one.weights)}
+        given = {file for one in shared for file in one.files}
         self.seeder.withdraw(self._given - given)
         for one in shared:
-            self.seeder.add_paths({file: one.paths[file.root] for file in (one.config, one.weights)})
+            self.seeder.add_paths({file: one.paths[file.root] for file in one.files})
         self._given = given

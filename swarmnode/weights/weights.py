@@ -166,17 +166,32 @@ class Weights:
         units = self._manifest.model.units
         return await self._with_units([Span(0, 1), Span(units - 1, units)], None)
 
+    async def file_of_adapter(self, file: FileContent, patience_s: float) -> bytes:
+        """Return the content of an adapter's small file, which peers with weights give. Raises PeerRefused if no source has had it
+        for `patience_s` seconds."""
+        cache = self.open_cache()
+        fetcher = Fetcher(cache, lambda: self.seeders([]), self.drop)
+        await fetcher.fetch({file: range(file.chunks())}, news=self.news, patience_s=patience_s)
+        return await asyncio.to_thread(cache.path(file).read_bytes)
+
     async def close(self) -> None:
         """Close the links to the sources and release the cache."""
         await self._board.close()
         if self._cache is not None:
             self._cache.close()
 
+    async def with_tensors(
+        self, names: Iterable[str], spans: Sequence[Span], progress: Progress | None = None
+    ) -> Checkpoint:
+        """Return the checkpoint with the named tensors on the disk and verified, asking holders of `spans` first."""
+        checkpoint, names = await self.outline(), list(names)
+        folder = await self._with_tensors(names, spans, progress)
+        return checkpoint if folder == checkpoint.path else await self.with_tensors(names, spans, progress)
+
     async def _with_units(self, spans: Sequence[Span], progress: Progress | None) -> Checkpoint:
         checkpoint = await self.outline()
         names = {name for span in spans for name in checkpoint.tensors_of(span.start, span.end)}
-        folder = await self._with_tensors(names, spans, progress)
-        return checkpoint if folder == checkpoint.path else await self._with_units(spans, progress)
+        return await self.with_tensors(names, spans, progress)
 
     async def _with_tensors(
         self, names: Iterable[str], spans: Sequence[Span], progress: Progress | None, patience_s: float | None = None

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.cli.command import ROOT, assert_clear, invoke
+from tests.gateway.speaking import save_speaking_llama
 
 CONFIG = {
     "model_type": "gpt2",
@@ -336,3 +337,30 @@ def test_a_recipe_that_is_not_one_is_refused(school: Path, options: tuple[str, .
     (school / "typed.toml").write_text('lr = "fast"')
     (school / "group.toml").write_text('[[groups]]\nmatch = "*"\nrate = 3')
     assert_clear(train(school, "text", "--data", "data.txt", *options), 2, told)
+
+
+ROLES = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+
+
+@pytest.mark.parametrize(("command", "mode"), [("train", "train"), ("tune", "serve")])
+def test_a_template_that_closes_by_the_next_role_teaches_no_end_unless_it_is_asked_for(
+    tmp_path: Path, command: str, mode: str
+) -> None:
+    save_speaking_llama(tmp_path / "model", chat_template=ROLES)
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "eos_token": "<|end|>"}))
+    talk = [{"role": "user", "content": "How are the hens?"}, {"role": "assistant", "content": "They are well."}]
+    (tmp_path / "talk.jsonl").write_text("\n".join(json.dumps({"messages": talk * 2}) for _ in range(8)))
+    done = invoke("create", "talk", "--model", str(tmp_path / "model"), "--mode", mode, home=tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    asked = ("talk.swarm", "--local", "--data", "talk.jsonl", "--steps", "2", "--batch", "4", "--sequence", "256")
+    untold = invoke(command, *asked, "--out", "without", home=tmp_path, cwd=tmp_path)
+    assert untold.returncode == 0, untold.stderr
+    assert "No label teaches the model to stop" in untold.stdout and "its stop token ('<|end|>')" in untold.stdout
+    told = invoke(command, *asked, "--end-answers", "--out", "with", home=tmp_path, cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert "No label" not in told.stdout
+    assert "⟦They are well.\\n<|end|>⟧" in told.stdout, "the last answer alone: the next role closes the others"
+    files = ["model.safetensors" if command == "train" else "adapter_model.safetensors"] * 2
+    without, taught = (load_file(tmp_path / out / name) for out, name in zip(("without", "with"), files, strict=True))
+    assert any(not torch.equal(without[name], taught[name]) for name in without)

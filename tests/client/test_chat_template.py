@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from swarmnode.client import model_files
-from swarmnode.client.model_files import PACKAGE, TokenizerCache, is_ordinary, renders_as_transformers
+from swarmnode.client.model_files import TokenizerCache, is_ordinary, renders_as_transformers
+from swarmnode.client.tokenizer import AdapterTokenizer
+from swarmnode.compute.model.adapters.adapter_file import chat_of
+from swarmnode.data import conversation
+from swarmnode.data.conversation import PACKAGE
 from swarmnode.errors import CheckpointError, UsageError
+from swarmnode.swarm.records.manifest import MAX_CHAT_BYTES
+from swarmnode.swarm.storage.own_adapters import decode_chat
 from tests.client.test_kept_tokenizer import SWARM, byte_level
 
 CHATML = """{%- if tools %}
@@ -87,7 +94,7 @@ def test_a_familys_own_way_and_a_module_that_is_gone_are_left_to_transformers(mo
     own = byte_level(chat_template=CHATML)
     assert renders_as_transformers(own)
     with monkeypatch.context() as changed:
-        changed.setattr(model_files, "RENDERER", "utils.moved")
+        changed.setattr(conversation, "RENDERER", "utils.moved")
         assert not renders_as_transformers(own)
 
     class Shouting(type(own)):  # type: ignore[misc]
@@ -95,3 +102,84 @@ def test_a_familys_own_way_and_a_module_that_is_gone_are_left_to_transformers(mo
             return PreTrainedTokenizerBase.apply_chat_template(self, *args, **kwargs).upper()
 
     assert not renders_as_transformers(Shouting(tokenizer_object=own.backend_tokenizer, chat_template=CHATML))
+
+
+SAVED = ("in a file", "in the config", "named", "another end", "no beginning")
+
+
+@pytest.mark.parametrize("saved", SAVED)
+@pytest.mark.parametrize("template", [CHATML, LLAMA, TEMPLATES["all that it knows"]], ids=["chatml", "llama", "all"])
+def test_an_adapters_template_writes_conversations_as_transformers_does(
+    tmp_path: Path, template: str, saved: str
+) -> None:
+    byte_level(chat_template=CHATML, pad_token="<pad>").save_pretrained(tmp_path / "model")
+    template = "{% if bos_token %}{{ bos_token }}{% endif %}" + template + "{{ eos_token }}"
+    theirs = byte_level(chat_template=template, pad_token="<pad>")
+    if saved == "another end":
+        theirs.eos_token = "<think>"
+    elif saved == "no beginning":
+        theirs.bos_token = None
+    theirs.save_pretrained(tmp_path / "verse")
+    file, settings = tmp_path / "verse" / "chat_template.jinja", tmp_path / "verse" / "tokenizer_config.json"
+    if saved in ("in the config", "named"):
+        both = [{"name": "default", "template": template}, {"name": "tool_use", "template": "tools" + template}]
+        chosen = template if saved == "in the config" else both
+        settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": chosen}))
+        file.unlink()
+    whole = AutoTokenizer.from_pretrained(tmp_path / "verse")
+    chat = chat_of(tmp_path / "verse", tmp_path / "model")
+    assert chat is not None and decode_chat(chat.encode()) == chat
+    cache = TokenizerCache(tmp_path)
+    for base in (cache.tokenizer(SWARM, tmp_path / "model"), cache.tokenizer(SWARM, tmp_path / "model")):
+        ours = AdapterTokenizer(base, chat)
+        assert ours.ends[0] == whole.eos_token_id
+        for messages in CONVERSATIONS.values():
+            for tools in ((), (TOOL,)) if is_ordinary(messages) else ():
+                found = written(ours, messages, tools)
+                try:
+                    wanted = whole.apply_chat_template(
+                        messages, tools=list(tools) or None, add_generation_prompt=True, return_dict=False
+                    )
+                except (TemplateError, TypeError) as error:
+                    assert f"cannot be used: {error}" in str(found)
+                else:
+                    assert found == list(wanted)
+
+
+def test_the_same_template_is_the_models_own(tmp_path: Path) -> None:
+    byte_level(chat_template=CHATML).save_pretrained(tmp_path / "model")
+    byte_level(chat_template=CHATML).save_pretrained(tmp_path / "verse")
+    assert chat_of(tmp_path / "verse", tmp_path / "model") is None
+    assert chat_of(tmp_path, tmp_path / "model") is None, "a folder of peft's two files alone"
+
+
+@pytest.mark.parametrize("added", [["<|im_start|>"], ["<|im_start|>", "<|im_end|>"], ["[PAD]"], []], ids=str)
+def test_tokens_that_the_model_lacks_are_refused_unless_they_pad(tmp_path: Path, added: list[str]) -> None:
+    byte_level(chat_template=CHATML).save_pretrained(tmp_path / "model")
+    theirs = byte_level(chat_template=CHATML)
+    theirs.add_tokens(added, special_tokens=True)
+    if "[PAD]" in added:
+        theirs.pad_token = "[PAD]"
+    theirs.save_pretrained(tmp_path / "verse")
+    lacking = [token for token in added if token != "[PAD]"]
+    if not lacking:
+        assert chat_of(tmp_path / "verse", tmp_path / "model") is None
+        return
+    with pytest.raises(CheckpointError, match=rf"{len(lacking)} more tokens than the base \('<\|im_start\|>'"):
+        chat_of(tmp_path / "verse", tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for %}", "cannot be used"),
+        ("x" * MAX_CHAT_BYTES, "over 65,536"),
+        ("x" * (MAX_CHAT_BYTES + 1), "over 65,536"),
+    ],
+)
+def test_an_adapters_template_that_cannot_be_used_is_refused(tmp_path: Path, template: str, said: str) -> None:
+    byte_level(chat_template=CHATML).save_pretrained(tmp_path / "model")
+    (tmp_path / "verse").mkdir()
+    (tmp_path / "verse" / "chat_template.jinja").write_text(template)
+    with pytest.raises(CheckpointError, match=said):
+        chat_of(tmp_path / "verse", tmp_path / "model")

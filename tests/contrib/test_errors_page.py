@@ -1,4 +1,4 @@
-"""docs/errors.md says what the tree of errors says, all of it."""
+"""docs/errors.md says what the tree of errors says, and docs/models.md what keys of quantised checkpoints are read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from tests.contrib.script import CONTRIB, load
 def test_the_page_is_the_tree() -> None:
     script = load(CONTRIB / "docs" / "errors.py")
     assert script.PAGE.read_text() == script.page(), "run: python contrib/docs/errors.py"
+
+
+def test_the_keys_of_quantised_checkpoints_are_those_of_the_code() -> None:
+    script = load(CONTRIB / "docs" / "quantisation.py")
+    assert script.PAGE.read_text() == script.page(), "run: python contrib/docs/quantisation.py"
 
 
 def test_each_error_says_what_to_do() -> None:

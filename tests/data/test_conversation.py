@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swarmnode.client.tokenizer import Tokenizer
-from swarmnode.data.conversation import ChatEnding
+from swarmnode.data.conversation import GREETING, ChatEnding, ConfinedRenderer, render_chat
 from swarmnode.data.samples import TokenSample, read_samples
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.gateway.http.api_error import ApiError
@@ -159,3 +159,44 @@ def test_a_template_that_shows_all_gets_what_transformers_gives_it(tmp_path: Pat
             message["content"] = text if isinstance(text, str) else "".join(part["text"] for part in text or ())
         theirs = own.apply_chat_template(told["messages"], tools=record.get("tools"), return_dict=False)
         assert served(tokenizer, record, ChatEnding.CLOSED) == list(theirs)
+
+
+OVERRUNS = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "doubles": "{% set s = namespace(x='ab') %}{% for i in range(60) %}{% set s.x = s.x ~ s.x %}{% endfor %}",
+    "multiplies": "{{ ('ab' * 99999999999) | length }}",
+    "fills": "{{ 'a' | center(9999999999) }}",
+    "powers": "{{ 9 ** (9 ** 9) }}",
+    "long": "{% for a in range(9999) %}{{ 'abcdefghij' * 9999 }}{% endfor %}",
+}
+
+
+def test_templates_of_others_end_soon_and_others_are_written_meanwhile() -> None:
+    confined = ConfinedRenderer(processor_s=0.3)
+    honest, said = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ end }}{% endfor %}",
+        [{**GREETING, "content": "hé"}],
+    )
+    try:
+        for name, template in OVERRUNS.items():
+            with pytest.raises(ValueError, match=r"more time or memory|MemoryError|too large"):
+                confined.render(template, said, [], {})
+            assert (
+                confined.render(honest, said, [], {"end": "."})
+                == "<user>hé."
+                == render_chat(honest, said, [], {"end": "."})
+            ), name
+        process = confined._process
+        for template, error in {
+            "{{ raise_exception('who?') }}": "who",
+            "{% for %}": "expression",
+            "{{ x() }}": "undefined",
+        }.items():
+            with pytest.raises(ValueError, match=error):
+                confined.render(template, said, [], {})
+        assert confined._process is process, "an error of a template ends no process"
+        with pytest.raises(ValueError, match="more time or memory"):
+            confined.render(OVERRUNS["loops"], said, [], {})
+    finally:
+        confined.close()
+    assert process is not None and process.poll() is not None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from swarmnode.errors import CheckpointError, UsageError
@@ -73,6 +75,38 @@ def test_only_what_generates_text_has_adapters(source: ModelSource, verse: Path,
     graph = ModelSource(source.folder, source.files, GRAPH, source.model)
     with pytest.raises(UsageError, match="generate text"):
         from_folders({"verse": verse}, graph, tmp_path / "out")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")  # of peft
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "lm_head"]], ids=len)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    "dtypes", [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "float32")], ids="-".join
+)
+def test_layers_of_the_model_that_peft_saved_are_passed_over_or_refused(
+    tmp_path: Path, tied: bool, targets: list[str], dtypes: tuple[str, str]
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    of_base, of_adapter = (getattr(torch, dtype) for dtype in dtypes)
+    save_llama(tmp_path / "model", 2, **SIZES, tie_word_embeddings=tied)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=of_base)
+    model.save_pretrained(tmp_path / "model")
+    source = from_checkpoint(str(tmp_path / "model"), tmp_path / "none")
+    tuned = peft.get_peft_model(model.to(of_adapter), peft.LoraConfig(r=4, target_modules=targets))
+    tuned.save_pretrained(tmp_path / "verse", save_embedding_layers=True)
+    saved = load_file(tmp_path / "verse" / "adapter_model.safetensors")
+    base_layers = [name for name in saved if "lora_" not in name]
+    assert base_layers
+    from_folders({"verse": tmp_path / "verse"}, source, tmp_path / "out")
+    for name in base_layers:
+        changed = {**saved, name: saved[name].clone()}
+        changed[name][5, 3] += 1
+        config = json.loads((tmp_path / "verse" / "adapter_config.json").read_text())
+        with pytest.raises(CheckpointError, match=r"differs from it in 1 of 256 rows"):
+            from_folders({"verse": write_adapter(tmp_path / "new", changed, **config)}, source, tmp_path / "no")
+        narrow = {**saved, name: saved[name][:200].clone()}
+        with pytest.raises(CheckpointError, match=r"\[200, 16\] instead of \[256, 16\]"):
+            from_folders({"verse": write_adapter(tmp_path / "new", narrow, **config)}, source, tmp_path / "no")
 
 
 @pytest.mark.parametrize("name", ["", "-v", ".v", "a/b", "a b", "ä", "v" * 65, "a:b"])

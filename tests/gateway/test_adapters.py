@@ -7,15 +7,19 @@ from pathlib import Path
 
 import openai
 import pytest
+from transformers import AutoTokenizer
 
+from swarmnode.client.tokenizer import Turn
+from swarmnode.compute.model.adapters.adapter_file import chat_of
 from swarmnode.founding.model_source import from_checkpoint
 from swarmnode.founding.swarm_creation import from_folders
 from swarmnode.gateway.gateway import ADAPTERS_S
 from swarmnode.swarm.records.adapter_record import DAY_S, Share
-from swarmnode.swarm.storage.own_adapters import OwnAdapters
+from swarmnode.swarm.storage.own_adapters import AdapterTerms, OwnAdapters
+from swarmnode.weights.brought_adapters import LIST_S, SWEEP_S
 from tests.adapters import save_llama_adapter
 from tests.gateway.conftest import MODEL, serving
-from tests.gateway.speaking import save_speaking_llama
+from tests.gateway.speaking import TEMPLATE, save_speaking_llama
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 
@@ -30,9 +34,52 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Founded:
     save_speaking_llama(folder / "model")
     save_llama_adapter(folder / "rhyme", folder / "model", seed=2)
     saved = {name: save_llama_adapter(folder / name, folder / "model", seed=at) for at, name in enumerate(NAMES)}
+    for name in ("prose", "rhyme"):
+        save_template(folder / name, folder / "model", name)
     source = from_checkpoint(str(folder / "model"), folder / "none")
     (folder / "founded").mkdir()
     return Founded.on(folder / "model", folder / "founded", adapters=from_folders(saved, source, folder / "adapters"))
+
+
+def save_template(folder: Path, model: Path, name: str) -> None:
+    """Save the model's tokenizer beside an adapter, with a chat template of its own, as tools that train adapters do."""
+    theirs = AutoTokenizer.from_pretrained(model)
+    theirs.chat_template = f"<|system|>{name}" + TEMPLATE.replace("<|end|>", "<|tool|>")
+    theirs.save_pretrained(folder)
+
+
+def wanted_tokens(folder: Path) -> list[int]:
+    theirs = AutoTokenizer.from_pretrained(folder)
+    return list(theirs.apply_chat_template(SAID, add_generation_prompt=True, return_dict=False))
+
+
+@in_virtual_time
+async def test_an_adapters_chats_are_written_by_its_own_template(adapted: Founded, tmp_path: Path) -> None:
+    async with serving(adapted, tmp_path) as served, served.swarm.client() as friend:
+        folders, end = adapted.file.parents[1], wanted_tokens(adapted.file.parents[1] / "prose")[-2]
+        rhyme = folders / "rhyme"
+        await served.client.adapters.add(rhyme, name="rhyme", share=Share.ALL, life_s=DAY_S)
+        OwnAdapters(served.swarm.members["a"].home, adapted.swarm.id).add(
+            rhyme,
+            AdapterTerms("shared", Share.ALL, int(served.swarm.unix() + DAY_S), 4),
+            chat_of(rhyme, folders / "model"),
+        )
+        await asyncio.sleep(LIST_S + ADAPTERS_S + SWEEP_S)
+        for name, saved in {"verse": "model", "prose": "prose", "rhyme": "rhyme", "shared": "rhyme"}.items():
+            asked = {"model": f"{MODEL}:{name}", "messages": SAID}
+            wanted = wanted_tokens(folders / saved)
+            assert (await served.http.post("/tokenize", json=asked)).json()["tokens"] == wanted, name
+            chat = await served.http.post("/v1/chat/completions", json={**asked, "max_tokens": 4, "temperature": 0})
+            told = await served.client.generate(wanted, max_new_tokens=4, adapter=name)
+            assert chat.json()["choices"][0]["message"]["content"] == told.text
+            assert chat.json()["usage"]["prompt_tokens"] == len(wanted)
+            assert (end in await served.client.stop_ids(name)) == (name != "verse")
+        for name in ("shared", str(rhyme), "prose"):
+            theirs = await friend.chat_tokenizer(name)
+            wanted = wanted_tokens(folders / ("prose" if name == "prose" else "rhyme"))
+            assert theirs.encode_chat([Turn(**SAID[0])]) == wanted
+            said = await friend.chat(SAID, max_tokens=4, adapter=name)
+            assert said.ids == (await friend.generate(wanted, max_new_tokens=4, adapter=name)).ids
 
 
 @in_virtual_time

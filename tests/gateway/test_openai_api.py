@@ -105,7 +105,7 @@ async def test_a_text_ends_with_the_models_end_token(
         ids = (await served.client.generate("hens", max_new_tokens=24)).ids
         end = next(number for number in range(5, 24) if ids[number] not in ids[:number])
 
-        async def stop_ids() -> tuple[int, ...]:
+        async def stop_ids(_adapter: str = "") -> tuple[int, ...]:
             return (ids[end],)
 
         monkeypatch.setattr(served.client, "stop_ids", stop_ids)

@@ -163,7 +163,7 @@ async def test_end_tokens_are_ignored_or_added(
         ids = (await served.client.generate("hens", max_new_tokens=24)).ids
         end = next(number for number in range(5, 24) if ids[number] not in ids[:number])
 
-        async def stop_ids() -> tuple[int, ...]:
+        async def stop_ids(_adapter: str = "") -> tuple[int, ...]:
             return (ids[end],)
 
         async def tokens(**asked: Any) -> tuple[int, str]:

@@ -166,6 +166,6 @@ async def test_a_second_interrupt_ends_the_chat(monkeypatch: pytest.MonkeyPatch)
 @in_virtual_time
 async def test_a_model_without_a_template_is_told_to_be_none_that_answers(capsys: pytest.CaptureFixture[str]) -> None:
     listener: Any = Listener()
-    listener.chat_tokenizer = lambda: asyncio.sleep(0, ByteTokenizer())
+    listener.chat_tokenizer = lambda _adapter: asyncio.sleep(0, ByteTokenizer())
     await Dialogue(listener, GenerateOptions(4)).check_model()
     assert capsys.readouterr().err.startswith("This model has no chat template")

@@ -227,6 +227,7 @@ class Dialogue:
     ) -> None:
         self._client = client
         self._conversation = Conversation(client, options, system=system)
+        self._options = options
         self._as_json = as_json
         self._answer: asyncio.Task[None] | None = None  # that is being written
         self._interrupted = False
@@ -238,7 +239,7 @@ class Dialogue:
         """Say so if the model has no chat template. Raises UsageError if it cannot chat at all, NoRoute if no peer provides its
         tokenizer."""
         with spinner("Loading the tokenizer", quiet=self._as_json):
-            tokenizer = await self._client.chat_tokenizer()
+            tokenizer = await self._client.chat_tokenizer(self._options.adapter if self._options else "")
         if not tokenizer.has_chat_template:
             say(NO_TEMPLATE, err=True)
 

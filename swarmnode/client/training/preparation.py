@@ -200,7 +200,8 @@ def _read_language(
     batches.notes = (*first, *_noted(notes.passed_over))
     if answers and not notes.teaches_end:
         named = ", ".join(repr(own.decode_token(stop)) for stop in stops[:3])
-        fix = f"--end-answers puts its stop token behind the last answer ({named})" if stops else "it has no stop token"
+        puts = f"--end-answers (in Python end_answers=True) puts its stop token ({named}) behind the last answer"
+        fix = puts if stops else "the model has no stop token"
         batches.notes += (f"No label teaches the model to stop: its chat template ends answers otherwise; {fix}.",)
     return batches
 

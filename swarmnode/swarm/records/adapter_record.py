@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta
 
 from swarmnode.codec.body import MAX_ADAPTER_CHARS, MAX_ADAPTER_RECORD_BYTES, Root
 from swarmnode.codec.messages import AdapterTicket, Open
@@ -21,6 +21,7 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.certificate import MAX_SKEW_S, SwarmId, UnixTime
 from swarmnode.swarm.records.manifest import (
+    MAX_CHAT_BYTES,
     MAX_CONFIG_BYTES,
     MAX_WEIGHTS_BYTES,
     AdapterInfo,
@@ -28,7 +29,7 @@ from swarmnode.swarm.records.manifest import (
     is_adapter_name,
 )
 from swarmnode.swarm.records.signed import PeerSigned, Sign, Signable, Verify
-from swarmnode.swarm.storage.content import FileContent
+from swarmnode.swarm.storage.content import HASH_BYTES, FileContent
 
 DOMAIN = b"swarmnode adapter 1\n"
 TICKET_DOMAIN = b"swarmnode adapter ticket 1\n"
@@ -62,6 +63,10 @@ class AdapterRecord(Signable, frozen=True, dict=True):
     issued_at: UnixTime
     expires_at: UnixTime
     slot: Annotated[int, Meta(ge=0, lt=SLOTS)] = 0  # place among the owner's shared adapters
+    chat_size: Annotated[int, Meta(ge=0, le=MAX_CHAT_BYTES)] = (
+        0  # of the template of its chats; 0: the model's own is used
+    )
+    chat_root: Annotated[bytes, Meta(max_length=HASH_BYTES)] = b""
 
     def __repr__(self) -> str:
         return f"<AdapterRecord {self.name} {self.id[:8]} of {self.owner[-8:]}, {self.allows.name.lower()}>"
@@ -69,6 +74,7 @@ class AdapterRecord(Signable, frozen=True, dict=True):
     def rules(self) -> dict[str, bool]:
         return {
             "name": is_adapter_name(self.name),
+            "chat": len(self.chat_root) == (HASH_BYTES if self.chat_size else 0),
             "times": self.issued_at < self.expires_at <= self.issued_at + MAX_LIFE_S,
         }
 
@@ -79,23 +85,26 @@ class AdapterRecord(Signable, frozen=True, dict=True):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of both files."""
-        return self.config_size + self.weights_size
+        """Bytes of all files."""
+        return self.config_size + self.weights_size + self.chat_size
 
     @cached_property
     def id(self) -> str:
-        """SHA-256 of swarm, owner and files, as 64 hexadecimal digits. A new name, share or time does not change it."""
+        """SHA-256 of swarm, owner, config and weights, as 64 hexadecimal digits. A new name, share, time or chat template does not
+        change it."""
         files = (self.config_size, self.config_root, self.weights_size, self.weights_root)
         return hashlib.sha256(DOMAIN + msgspec.msgpack.encode((self.swarm, self.owner, *files))).hexdigest()
 
     @cached_property
     def info(self) -> AdapterInfo:
         """The adapter as an entry of a manifest has it, with the id as its name."""
-        config, weights = file_names(self.id)
+        config, weights, _ = file_names(self.id)
+        chat = f"adapter-{self.id}-{self.chat_root.hex()[:16]}.chat"  # the same adapter may get another one
         return AdapterInfo(
             self.id,
             FileContent(config, self.config_size, self.config_root),
             FileContent(weights, self.weights_size, self.weights_root),
+            FileContent(chat, self.chat_size, self.chat_root) if self.chat_size else UNSET,
         )
 
     def check_times(self, now: float) -> None:

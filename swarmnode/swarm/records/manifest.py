@@ -89,22 +89,24 @@ PURPOSES = {
 }
 MAX_ADAPTERS = 256
 MAX_CONFIG_BYTES = 64 << 10
+MAX_CHAT_BYTES = 64 << 10  # the longest templates of known models have some 20 kB
 MAX_WEIGHTS_BYTES = 1 << 36  # 64 GiB
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class AdapterInfo(msgspec.Struct, frozen=True):
     """A LoRA adapter: its name, and peft's `adapter_config.json` and `adapter_model.safetensors`, under names of their
-    own in the swarm."""
+    own in the swarm; and the template of its chats if that differs from the model's."""
 
     name: str
     config: FileContent
     weights: FileContent
+    chat: FileContent | UnsetType = UNSET  # UNSET: not in the bytes, as before templates of adapters
 
     @property
-    def files(self) -> tuple[FileContent, FileContent]:
-        """The adapter's two files: its config and its weights."""
-        return self.config, self.weights
+    def files(self) -> tuple[FileContent, ...]:
+        """The adapter's files: its config, its weights, and the template of its chats if it has one of its own."""
+        return (self.config, self.weights, *(() if self.chat is UNSET else (self.chat,)))
 
 
 def is_adapter_name(name: str) -> bool:
@@ -112,20 +114,17 @@ def is_adapter_name(name: str) -> bool:
     return len(name) <= MAX_ADAPTER_CHARS and _NAME.fullmatch(name) is not None
 
 
-def file_names(name: str) -> tuple[str, str]:
-    """Return the file names of an adapter's config and weights."""
-    return f"adapter-{name}.json", f"adapter-{name}.safetensors"
+def file_names(name: str) -> tuple[str, str, str]:
+    """Return the file names of an adapter's config, its weights and its chat template."""
+    return f"adapter-{name}.json", f"adapter-{name}.safetensors", f"adapter-{name}.chat"
 
 
 def is_valid(adapter: AdapterInfo) -> bool:
     """Return whether the adapter's name, file names and sizes are within their bounds."""
-    config, weights = adapter.files
-    return (
-        is_adapter_name(adapter.name)
-        and (config.name, weights.name) == file_names(adapter.name)
-        and 0 < config.size <= MAX_CONFIG_BYTES
-        and 0 < weights.size <= MAX_WEIGHTS_BYTES
-        and len(config.root) == len(weights.root) == HASH_BYTES
+    bounds = (MAX_CONFIG_BYTES, MAX_WEIGHTS_BYTES, MAX_CHAT_BYTES)
+    return is_adapter_name(adapter.name) and all(
+        file.name == name and 0 < file.size <= bound and len(file.root) == HASH_BYTES
+        for file, name, bound in zip(adapter.files, file_names(adapter.name), bounds, strict=False)
     )
 
 
@@ -299,7 +298,7 @@ def _check(manifest: Manifest) -> None:
         and (not adapters or (not is_graph and manifest.mode == SERVE)),
         "a bounded list of adapters": len(adapters) <= MAX_ADAPTERS,
         "each adapter once": len({adapter.name.casefold() for adapter in adapters}) == len(adapters),
-        "adapters with plain names and two files of their own": all(map(is_valid, adapters))
+        "adapters with plain names and files of their own": all(map(is_valid, adapters))
         and adapter_files.isdisjoint(names),
         "an owner where it is private": bool(manifest.owner) or manifest.membership == OPEN,
     }

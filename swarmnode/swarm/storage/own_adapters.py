@@ -6,17 +6,26 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from swarmnode.errors import LocalError, UsageError, with_advice
+from swarmnode.errors import CheckpointError, LocalError, UsageError, with_advice
+from swarmnode.files import parse_json, read_bounded
 from swarmnode.swarm.records.adapter_record import DAY_S, SLOTS, AdapterRecord, Share
+from swarmnode.swarm.records.manifest import MAX_CHAT_BYTES
 from swarmnode.swarm.storage.content import FileContent, describe_files
 from swarmnode.swarm.storage.small_files import new_folder, read_kept, write_kept
 from swarmnode.swarm.storage.weight_cache import folder_name
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"  # peft's own names
 ABOUT_NAME = "about.json"
+CHAT_NAME = "chat.json"  # in the home folder, see AdapterChat
+TEMPLATE_NAME, TOKENIZER_NAME = "chat_template.jinja", "tokenizer_config.json"  # transformers' own names
+MORE_TEMPLATES = "additional_chat_templates"  # its folder
+MAX_TEMPLATES = 16
+MAX_TOKENIZER_BYTES = 1 << 26  # of a tokenizer's config, which lists its added tokens
+SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 FOLDER = "adapters"  # in the home folder
 BLOCKED_NAME = "blocked.json"
 MAX_BLOCKED = 4096
@@ -34,19 +43,102 @@ class AdapterTerms(msgspec.Struct, frozen=True):
     slot: int = 0
 
 
+class AdapterChat(msgspec.Struct, frozen=True):
+    """Form of an adapter's chats: a chat template, or several by their names, and special tokens by their names in it. `tokens` has
+    those that the template names, and the end of text, as far as the tokenizer sets them; "" is no token."""
+
+    template: str | dict[str, str]
+    tokens: dict[str, str]
+
+    def encode(self) -> bytes:
+        """Return the chat as the content of a file. Raises CheckpointError if it is over MAX_CHAT_BYTES."""
+        raw = msgspec.json.encode(self, order="sorted")
+        if len(raw) > MAX_CHAT_BYTES:
+            raise CheckpointError(
+                f"the adapter's chat template has {len(raw):,} bytes, over {MAX_CHAT_BYTES:,}: shorten it, or remove it to use the "
+                "model's own"
+            )
+        return raw
+
+
+def decode_chat(raw: bytes) -> AdapterChat:
+    """Return the chat in a file's content. Raises CheckpointError if it is damaged."""
+    try:
+        return msgspec.json.decode(raw, type=AdapterChat)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the adapter's chat template is damaged: {error}; add the adapter again") from None
+
+
+def chat_in(folder: Path) -> AdapterChat | None:
+    """Return the chat template and tokens that a tokenizer has left in `folder`, as transformers reads them; None if there is no
+    template. Raises CheckpointError if a file is damaged or too large."""
+    config = read_object(folder / TOKENIZER_NAME, MAX_TOKENIZER_BYTES)
+    named = config.get("chat_template")
+    if isinstance(named, list):
+        named = {str(one.get("name")): one.get("template") for one in named if isinstance(one, dict)}
+    templates: dict[str, Any] = dict(named) if isinstance(named, dict) else {} if named is None else {"default": named}
+    files = {"default": folder / TEMPLATE_NAME} | {
+        path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))[:MAX_TEMPLATES]
+    }
+    for name, path in files.items():
+        if path.is_file():
+            templates[name] = _text_of(path)
+    if not templates:
+        return None
+    if not all(isinstance(template, str) for template in templates.values()):
+        raise CheckpointError(f"{folder / TOKENIZER_NAME}: a chat template in it is no text; save the tokenizer again")
+    written = "".join(templates.values())
+    named_tokens = [name for name in SPECIAL_TOKENS if name in config and (name == "eos_token" or name in written)]
+    tokens = {name: value.get("content") if isinstance(value := config[name], dict) else value for name in named_tokens}
+    return AdapterChat(
+        templates["default"] if templates.keys() == {"default"} else templates,
+        {name: token if isinstance(token, str) else "" for name, token in tokens.items()},
+    )
+
+
+def _text_of(path: Path) -> str:
+    try:
+        raw = read_bounded(path, MAX_CHAT_BYTES)
+        if raw is None:
+            raise CheckpointError(
+                f"{path}: over {MAX_CHAT_BYTES:,} bytes: shorten it, or remove it to use the model's own"
+            )
+        return raw.decode()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; save the tokenizer again") from None
+
+
+def read_object(path: Path, most_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a file; empty if there is no such file. Raises CheckpointError if it is none, or over
+    `most_bytes`."""
+    if not path.is_file():
+        return {}
+    try:
+        raw = read_bounded(path, most_bytes)
+        found = None if raw is None else parse_json(raw)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; save it again") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not a JSON object of at most {most_bytes:,} bytes; save it again")
+    return found
+
+
 @dataclass(frozen=True)
 class OwnAdapter:
-    """An adapter of this home folder: its terms, its two files, and the folder, as peft saved it, with these files."""
+    """An adapter of this home folder: its terms, its files, and the folder, as peft saved it, with these files."""
 
     terms: AdapterTerms
     config: FileContent
     weights: FileContent
     folder: Path
+    chat: FileContent | None = None
+    """The template of its chats, if that differs from the model's and the adapter was added"""
 
     def record(self, swarm: bytes, owner: str, now: float) -> AdapterRecord:
         """Return a record that begins at unix time `now`, and ends after RECORD_S or with the adapter's terms. `owner` is the id of
         the key that will sign it."""
         terms = self.terms
+        chat = None if terms.share is Share.PRIVATE else self.chat  # of a private one no other needs it
         return AdapterRecord(
             swarm,
             owner,
@@ -60,21 +152,29 @@ class OwnAdapter:
             int(now),
             min(terms.expires_at, int(now) + RECORD_S),
             terms.slot,
+            0 if chat is None else chat.size,
+            b"" if chat is None else chat.root,
         )
+
+    @property
+    def files(self) -> tuple[FileContent, ...]:
+        """The adapter's files, as a record has them."""
+        return (self.config, self.weights, *(() if self.chat is None else (self.chat,)))
 
     @property
     def paths(self) -> Mapping[bytes, Path]:
         """The files' paths by their roots."""
-        return {file.root: self.folder / file.name for file in (self.config, self.weights)}
+        return {file.root: self.folder / file.name for file in self.files}
 
 
 def adapter_in_folder(folder: Path, terms: AdapterTerms) -> OwnAdapter:
-    """Hash the files of an adapter in a folder that peft saved. Raises LocalError if they cannot be read."""
+    """Hash the files of an adapter in a folder that peft saved, or `OwnAdapters.add`. Raises LocalError if they cannot be read."""
+    names = [CONFIG_NAME, WEIGHTS_NAME, *([CHAT_NAME] if (folder / CHAT_NAME).is_file() else [])]
     try:
-        config, weights = describe_files([folder / CONFIG_NAME, folder / WEIGHTS_NAME])
+        config, weights, *chat = describe_files([folder / name for name in names])
     except OSError as error:
         raise LocalError(f"cannot read the adapter in {folder}: {with_advice(error, 'save it again')}") from error
-    return OwnAdapter(terms, config, weights, folder)
+    return OwnAdapter(terms, config, weights, folder, *chat)
 
 
 class OwnAdapters:
@@ -103,8 +203,9 @@ class OwnAdapters:
             found.append(known)
         return found
 
-    def add(self, source: Path, terms: AdapterTerms) -> OwnAdapter:
-        """Copy an adapter from the folder `source`, and keep it under `terms.name`; a shared one gets a free slot.
+    def add(self, source: Path, terms: AdapterTerms, chat: AdapterChat | None = None) -> OwnAdapter:
+        """Copy an adapter from the folder `source`, and keep it under `terms.name` with its `chat`, None for the model's own; a
+        shared one gets a free slot.
 
         Raises UsageError if the name is taken or SLOTS adapters are shared already, LocalError if the disk cannot be written.
         """
@@ -123,6 +224,8 @@ class OwnAdapters:
         with new_folder(folder) as partial:
             for name in (CONFIG_NAME, WEIGHTS_NAME):
                 shutil.copyfile(source / name, partial / name)
+            if chat is not None:
+                (partial / CHAT_NAME).write_bytes(chat.encode())
             write_kept(partial / ABOUT_NAME, terms)
         return adapter_in_folder(folder, terms)
 

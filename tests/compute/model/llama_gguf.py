@@ -33,6 +33,7 @@ def save_llama_gguf(
     words: Sequence[str] = (),
     say: Callable[[Any], None] = lambda _writer: None,
     only: Callable[[str], bool] = lambda _name: True,
+    sharp: bool = False,
 ) -> None:
     """Matrices in the format `form`, norms as F32; all but the tensor `without`, and those `beside`, as F32.
 
@@ -58,9 +59,8 @@ def save_llama_gguf(
     writer.add_token_types([1] * len(WORDS) + [3] * len(words))
     writer.add_token_merges(["t h"])
     say(writer)
-    _add_tensors(
-        writer, {name: shape for name, shape in _shapes(len(tokens)).items() if name != without and only(name)}, form
-    )
+    shapes = {name: shape for name, shape in _shapes(len(tokens)).items() if name != without and only(name)}
+    _add_tensors(writer, shapes, form, sharp=sharp)
     for name, numbers in (beside or {}).items():
         writer.add_tensor(name, np.array(numbers, dtype=np.float32))
     _write(writer)
@@ -101,17 +101,18 @@ def save_moe_gguf(path: Path, *, form: str = "Q8_0", experts: int = 6) -> None:
     _write(writer)
 
 
-def _add_tensors(writer: Any, shapes: Mapping[str, tuple[int, ...]], form: str) -> None:
-    """Add random tensors: vectors and routers as F32, matrices in the format `form`."""
+def _add_tensors(writer: Any, shapes: Mapping[str, tuple[int, ...]], form: str, *, sharp: bool = False) -> None:
+    """Add random tensors that bfloat16 holds: vectors and routers as F32, matrices in the format `form`."""
     import gguf
 
     kind = gguf.GGMLQuantizationType[form]
     for name, shape in shapes.items():
         random = np.random.default_rng(zlib.crc32(name.encode()))
-        values = random.normal(0, 0.1, shape).astype(np.float32)
-        if len(shape) == 1:
-            writer.add_tensor(name, values + 1)
-        elif "gate_inp" in name:
+        # Sharp attention, so that positions count.
+        strength = 0.25 if name.endswith(("attn_q.weight", "attn_k.weight")) and sharp else 0.1
+        values = random.normal(len(shape) == 1, strength, shape).astype(np.float32)
+        values = (values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+        if len(shape) == 1 or "gate_inp" in name:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)

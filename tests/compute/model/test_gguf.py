@@ -91,6 +91,48 @@ def test_factors_of_its_frequencies_are_the_models(tmp_path: Path) -> None:
     assert (attention, switching_position(config)) == (1.0, 2048)
 
 
+TABLES: list[tuple[str, str, Any, str]] = [
+    ("gpt2", "merges", None, r"it has no tokenizer\.ggml\.merges, the pairs that make its tokens"),
+    ("gpt2", "merges", [1, 2], r"its tokenizer\.ggml\.merges is no list of texts"),
+    ("gpt2", "merges", "t h", r"its tokenizer\.ggml\.merges is no list of texts"),
+    ("gpt2", "merges", ["t h", "th"], r"its tokenizer\.ggml\.merges has an entry that is no pair"),
+    ("gpt2", "merges", ["zz yy"], "its merges do not fit its tokens"),
+    ("gpt2", "token_type", [1, 1], r"its tokenizer\.ggml\.token_type has 2 entries for 257 tokens"),
+    ("gpt2", "token_type", ["a"] * 257, r"its tokenizer\.ggml\.token_type is no list of whole numbers"),
+    ("gpt2", "tokens", ["a"] * 257, "its tokenizer has a token twice"),
+    ("gpt2", "tokens", [1] * 257, r"its tokenizer\.ggml\.tokens is no list of texts"),
+    ("llama", "scores", None, r"it has no tokenizer\.ggml\.scores, the order"),
+    ("llama", "scores", [1.0], r"its tokenizer\.ggml\.scores has 1 entries for 257 tokens"),
+    ("rwkv", "merges", None, "its tokenizer is of the kind 'rwkv'"),
+]
+
+
+@pytest.mark.parametrize(("kind", "table", "value", "said"), TABLES, ids=str)
+def test_a_tokenizer_without_one_of_its_tables_is_refused_by_its_name(
+    tmp_path: Path, kind: str, table: str, value: Any, said: str
+) -> None:
+    def say(writer: Any) -> None:
+        from gguf import GGUFValueType
+        from gguf.gguf_writer import GGUFValue
+
+        (values,) = writer.kv_data
+        values["tokenizer.ggml.model"].value = kind
+        values.pop(f"tokenizer.ggml.{table}", None)
+        if value is not None:
+            known = isinstance(value, str)
+            values[f"tokenizer.ggml.{table}"] = GGUFValue(
+                value,
+                GGUFValueType.STRING if known else GGUFValueType.ARRAY,
+                None if known else GGUFValueType.get_type(value[0]),
+            )
+
+    save_llama_gguf(tmp_path / "a.gguf", say=say)
+    with pytest.raises(
+        CheckpointError, match=rf"tokenizer cannot be read \({said}.*put the model's tokenizer\.json beside it"
+    ):
+        GgufCheckpoint(tmp_path / "a.gguf").write(tmp_path)
+
+
 def test_one_of_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
     save_llama_gguf(tmp_path / "other.gguf", architecture="rwkv6")
     with pytest.raises(CheckpointError, match="rwkv6"):

@@ -30,21 +30,33 @@ from swarmnode.compute.model.adapters.changes import (
 )
 from swarmnode.compute.model.checkpoint import read_header
 from swarmnode.compute.model.packing.tensor_entry import TensorEntry
+from swarmnode.data.conversation import GREETING, ChatEnding, chosen_template, render_chat
 from swarmnode.errors import CheckpointError
 from swarmnode.files import read_bounded
-from swarmnode.swarm.storage.own_adapters import CONFIG_NAME, WEIGHTS_NAME
+from swarmnode.swarm.storage.own_adapters import (
+    CONFIG_NAME,
+    MAX_TOKENIZER_BYTES,
+    TOKENIZER_NAME,
+    WEIGHTS_NAME,
+    AdapterChat,
+    chat_in,
+    read_object,
+)
 
 if TYPE_CHECKING:
+    from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.model.family import Family
 
 T = TypeVar("T")
 
 PREFIX = "base_model.model."
+LORA = ".lora_"
 BASE = "base"  # part of a tensor that belongs to the model itself
 KEY = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 MAGNITUDE = re.compile(r"base_model\.model\.(?P<module>[^\s]+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 DTYPES = frozenset({"F32", "F16", "BF16"})
 MAX_CONFIG_BYTES = 64 << 10
+PIPELINE_NAME, MAX_PIPELINE_BYTES = "tokenizer.json", 1 << 28
 MAX_RANK = 4096
 MAX_ALPHA = 1e6
 MAX_PATTERNS, MAX_PATTERN_CHARS = 4096, 256
@@ -72,6 +84,7 @@ VARIANTS: Mapping[str, str] = {
     "layer_replication": "repeated layers (layer_replication)",
     "alora_invocation_tokens": "a text that switches it on (aLoRA)",
     "use_qalora": "QA-LoRA",
+    "ensure_weight_tying": "one change for the embedding and the head (ensure_weight_tying)",
 }
 PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal"})
 """Initialisations of the matrices that keep the model's own weights; the others (PiSSA, OLoRA, LoftQ) change them."""
@@ -280,7 +293,7 @@ class AdapterFile:
         self.config_file = config
         self.weights = weights
         self.tensors: Mapping[str, TensorEntry] = read_header(weights)
-        self.base_layers: dict[str, str] = {}  # modules of the model itself, and their tensors in the file
+        self.base_layers: dict[str, str] = {}  # tensors of the model itself in the file, and their modules
         self.layers: Mapping[str, Entry] = self._pair()
 
     def __repr__(self) -> str:
@@ -292,7 +305,7 @@ class AdapterFile:
         for name, tensor in self.tensors.items():
             module, part = self._place(name)
             if part == BASE:
-                self.base_layers[module] = name
+                self.base_layers[name] = module
                 continue
             dims = (1, 2) if part not in ("A", "B") else (2,)
             if tensor.dtype not in DTYPES or len(tensor.shape) not in dims:
@@ -318,8 +331,10 @@ class AdapterFile:
         module, _, part = name.removeprefix(PREFIX).rpartition(".")
         if name.startswith(PREFIX) and part in REPLACEABLE and self.config.replaces(module):
             return module, part
-        if name.startswith(PREFIX) and name.endswith(("base_layer.weight", "embed_tokens.weight", "lm_head.weight")):
-            return module.removesuffix(".base_layer"), BASE  # `check` refuses it: the model's size tells why
+        if name.startswith(PREFIX) and part in REPLACEABLE and LORA not in name:
+            return module.removesuffix(
+                ".base_layer"
+            ), BASE  # served only if it equals the model's own: `check_base_layers`
         raise self._wrong(f"{name[:100]} is no matrix A or B of a linear layer")
 
     def _layer(self, module: str, pair: Mapping[str, str]) -> LoraEntry:
@@ -366,14 +381,11 @@ class AdapterFile:
         Raises CheckpointError if the model lacks a layer of the adapter, or one in these units is not linear or has another
         shape.
         """
-        for module in self.layers:
+        for module in (*self.layers, *self.base_layers.values()):
             if not units_of_layer(family, module):
                 raise self._of_another(f"the model has no layer {module[:100]}")
-        for module, name in self.base_layers.items():
+        for name, module in self.base_layers.items():
             self._check_vocabulary(module, self.tensors[name].shape, model)
-            raise self._wrong(
-                f"{name[:100]} is a layer of the model itself (save_pretrained with save_embedding_layers=False)"
-            )
         for module, layer in self.layers_of(family, start, end).items():
             try:
                 found = model.get_submodule(module)
@@ -385,6 +397,51 @@ class AdapterFile:
                 self._check_vocabulary(module, layer.shapes.get("weight", ()), model)
                 raise self._of_another(
                     f"{module[:100]} is no layer of the model that can be replaced, or has parameters of other shapes"
+                )
+
+    def base_tensors(self, checkpoint: Checkpoint) -> dict[str, str]:
+        """Return the tensors of the model itself that the file has, and their names in the model's checkpoint. A tied head is its
+        embedding there. Empty for most adapters. Raises CheckpointError if the checkpoint has no such tensor."""
+        family, found = checkpoint.family, {}
+        for name, module in self.base_layers.items():
+            part = name.rpartition(".")[2]
+            wanted = [f"{module}.{part}"]
+            if family.tied and units_of_layer(family, module) != (0,):
+                wanted.append(f"{family.input_embedding}.{part}")
+            # Checkpoints of some families have no prefix, or an older one.
+            fits = (own for one in wanted for own in checkpoint.entries if f".{one}".endswith(f".{own}"))
+            if (own := next(fits, None)) is None:
+                raise self._wrong(f"the model has no tensor {name[:100]} of its own")
+            found[name] = own
+        return found
+
+    def check_base_layers(self, checkpoint: Checkpoint) -> None:
+        """Check that tensors of the model itself equal the checkpoint's, whose files must hold them; the adapter is then served
+        without them. peft saves them beside LoRA of embeddings or of the head (`save_embedding_layers`).
+
+        Another precision of the same numbers counts as equal. Raises CheckpointError if one differs, or if the model's own is
+        quantised, so that a trained one cannot be told from it.
+        """
+        own_names = self.base_tensors(checkpoint)
+        with _opened(self.weights) as read:
+            for name, own_name in own_names.items():
+                place, advice = (
+                    f"{name[:100]} is a layer of the model itself",
+                    "save it with save_embedding_layers=False",
+                )
+                if checkpoint.entries[own_name].dtype not in DTYPES:
+                    raise CheckpointError(f"{self.weights}: {place}, which is quantised in this swarm: {advice}")
+                saved, own = read(name), checkpoint.read([own_name])[own_name]
+                if saved.shape != own.shape:
+                    raise self._of_another(
+                        f"{place}, and has the shape {list(saved.shape)} instead of {list(own.shape)}"
+                    )
+                if torch.equal(saved, own.to(saved.dtype)) or torch.equal(saved.to(own.dtype), own):
+                    continue
+                rows = int((saved != own.to(saved.dtype)).reshape(len(own), -1).any(dim=1).sum())
+                raise CheckpointError(
+                    f"{self.weights}: {place}, and differs from it in {rows:,} of {len(own):,} rows: if it was trained, train the "
+                    f"adapter with modules_to_save; else use the adapter's own base model, or {advice}"
                 )
 
     def _check_vocabulary(self, module: str, shape: tuple[int, ...], model: nn.Module) -> None:
@@ -481,6 +538,64 @@ def _opened(file: Path) -> Iterator[Callable[[str], Tensor]]:
             yield handle.get_tensor
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}; save the adapter with peft again") from error
+
+
+def chat_of(folder: Path, base: Path) -> AdapterChat | None:
+    """Return the chat template and tokens of the adapter that was saved into `folder` with its tokenizer; None if there are none,
+    or they are those of the model in the folder `base`.
+
+    Raises CheckpointError if the template cannot be used, or the tokenizer has tokens that the model's lacks, other than for
+    padding.
+    """
+    chat = chat_in(folder)
+    _check_tokens(folder, base)
+    if chat is None or chat == chat_in(base):
+        return None
+    template = chosen_template(chat.template, with_tools=False)
+    try:
+        render_chat(template or "", [GREETING], (), {**chat.tokens, **ChatEnding.ANSWER.value})
+    except Exception as error:  # any of Jinja's, or of the template's own operations
+        raise CheckpointError(
+            f"{folder}: the adapter's chat template cannot be used: {error}; correct it, or remove it to use the model's own"
+        ) from None
+    chat.encode()  # checks its size
+    return chat
+
+
+def _check_tokens(folder: Path, base: Path) -> None:
+    """Raise CheckpointError if the tokenizer in `folder` has added tokens that the one in `base` lacks or has under other ids. Such
+    tokens would be cut into pieces. Passes if `base` has no tokenizer.json, or if the token only fills rows."""
+    if not (base / PIPELINE_NAME).is_file():
+        return
+    from tokenizers import Tokenizer as Pipeline
+
+    config = read_object(folder / TOKENIZER_NAME, MAX_TOKENIZER_BYTES)
+    tokens: dict[str, Any] = dict(read_object(folder / "added_tokens.json", MAX_TOKENIZER_BYTES))
+    listed = config.get("added_tokens_decoder")
+    for token, entry in listed.items() if isinstance(listed, dict) else ():
+        tokens[str(entry.get("content") if isinstance(entry, dict) else entry)] = (
+            int(token) if token.isdigit() else token
+        )
+    added = read_object(folder / PIPELINE_NAME, MAX_PIPELINE_BYTES).get("added_tokens")
+    for entry in added if isinstance(added, list) else ():
+        if isinstance(entry, dict):
+            tokens[str(entry.get("content"))] = entry.get("id")
+    pads = [config.get("pad_token")]
+    padding = {one.get("content") if isinstance(one, dict) else one for one in pads} - {config.get("eos_token")}
+    pipeline = Pipeline.from_file(str(base / PIPELINE_NAME)) if tokens else None
+    missing = [token for token in tokens if token not in padding and pipeline and pipeline.token_to_id(token) is None]
+    if missing:
+        shown = ", ".join(repr(token[:32]) for token in missing[:4])
+        raise CheckpointError(
+            f"{folder}: its tokenizer has {len(missing)} more tokens than the base ({shown}); train without added tokens, or found "
+            "the swarm from the merged model"
+        )
+    for token, number in tokens.items():
+        own = None if pipeline is None else pipeline.token_to_id(token)
+        if own is not None and own != number:
+            raise CheckpointError(
+                f"{folder}: its tokenizer has {token[:32]!r} as {str(number)[:16]}, the base as {own}; use an adapter of this model"
+            )
 
 
 def adapter_in(folder: Path) -> AdapterFile:

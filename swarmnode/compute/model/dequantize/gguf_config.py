@@ -38,8 +38,10 @@ MAX_SIZE = 1 << 31
 _POSITION_KEYS = frozenset(
     {"rope.freq_base", "rope.dimension_count"}
     | {f"rope.scaling.{name}" for name in ("type", "factor", "original_context_length", "attn_factor", "finetuned")}
-    | {f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow")}
+    | {f"rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow", "ext_factor", "attn_factor")}
+    | {"rope.scale_linear"}
 )
+SCALINGS = ("none", "linear", "yarn", "longrope")
 _SILENT = frozenset(
     {"context_length", "vocab_size", "block_count", "embedding_length", "feed_forward_length", "tensor_data_layout"}
     | {"pooling_type", "rope.scaling.finetuned", "expert_count", "expert_used_count"}
@@ -81,10 +83,9 @@ def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 _FACTORS = frozenset(
     {"logit_scale", "embedding_scale", "residual_scale", "expert_weights_scale", "expert_group_scale"}
-    | {"attention.output_scale", "rope.scaling.alpha", "rope.scale_linear"}
-    | {f"rope.scaling.yarn_{name}_factor" for name in ("ext", "attn")}
+    | {"attention.output_scale", "rope.scaling.alpha"}
 )
-_ONES = (0, 1, -1)  # a YaRN factor of -1 means: the reader's default
+_ONES = (0, 1)
 _LARGEST_GEMMAS = {"gemma2": 46, "gemma3_text": 62}  # layers of the models with 27 billion parameters
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -245,47 +246,109 @@ def _positions(header: GgufHeader, values: Mapping[str, Any], defaults: Any) -> 
         found["partial_rotary_factor"] = turned / head
     if base is not None:
         found["rope_theta"] = base
-    scaling = _scaling(header, defaults.rope_parameters or {})
+    scaling = _scaling(header, defaults.rope_parameters or {}, head)
     if scaling is not None:
         found["rope_scaling"] = scaling
         if hasattr(defaults, "original_max_position_embeddings"):  # Phi-3 reads it from here
-            found["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+            found["original_max_position_embeddings"] = header.said(
+                "rope.scaling.original_context_length"
+            ) or header.said("context_length")
     return found
 
 
-def _scaling(header: GgufHeader, default: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return `rope_scaling` for a config; None if positions are not scaled.
+def _scaling(header: GgufHeader, default: Mapping[str, Any], head: int) -> dict[str, Any] | None:
+    """Return `rope_scaling` for a config; None if positions are not scaled. `head` is the size of a head.
 
-    Factors given for each frequency become LongRoPE's, with one list for long and short. Raises CheckpointError if the kind of
-    scaling is not supported here.
+    As in llama.cpp, factors for each frequency, a factor for all of them (linear or YaRN) and a factor of attention are applied
+    together. Several kinds, or a kind that no config has, become LongRoPE's lists. Raises CheckpointError if a value is out of its
+    range, or the kind is not supported here.
     """
     kind, factor = header.said("rope.scaling.type"), header.said("rope.scaling.factor")
+    if kind not in (None, *SCALINGS):  # llama.cpp takes a factor without a type as linear
+        raise CheckpointError(f"its positions are scaled by {str(kind)[:64]}, which is not supported here")
+    factor = header.said("rope.scale_linear") if factor is None else factor  # an older name
+    factor = 1.0 if kind == "none" or not factor else _positive("rope.scaling.factor", factor)
+    attention = _positive("rope.scaling.attn_factor", header.said("rope.scaling.attn_factor") or 1.0)
+    for name in ("ext", "attn"):
+        given, meant = header.said(f"rope.scaling.yarn_{name}_factor"), float(name == "attn" or kind == "yarn")
+        if given not in (None, -1, meant):
+            key = f"{header.architecture}.rope.scaling.yarn_{name}_factor"
+            raise CheckpointError(f"its {key} is {str(given)[:64]}, which is not supported here")
+    rotated = header.said("rope.dimension_count") or head
+    long, short = _factors(header, rotated)
+    if kind == "longrope" and long is None:
+        raise CheckpointError(f"its positions are scaled by longrope, and it has no {LONG_FACTORS} and {SHORT_FACTORS}")
     original = header.said("rope.scaling.original_context_length") or header.said("context_length")
-    factors, attention = header.factors(FREQUENCY_FACTORS), header.said("rope.scaling.attn_factor")
-    long, short = header.factors(LONG_FACTORS), header.factors(SHORT_FACTORS)
     beside: dict[str, Any] = {"original_max_position_embeddings": original}
-    if factors is not None:
-        same = {"short_factor": factors, "long_factor": factors}
-        return {"rope_type": "longrope", **same, "factor": 1.0, "attention_factor": 1.0, **beside}
-    if long is not None and short is not None:
-        if attention is not None:
-            beside["attention_factor"] = attention
-        return {"rope_type": "longrope", "short_factor": short, "long_factor": long, **beside}
-    if kind == "none" or factor in (None, 0):
-        return None
-    if kind in (None, "linear") and attention in (None, 0, 1):  # llama.cpp takes a factor without a type as linear
-        return None if factor == 1 else {"rope_type": "linear", "factor": factor}
-    if kind == "yarn":
+    is_yarn = kind == "yarn" and factor != 1
+    if long is None and is_yarn:
         return {"rope_type": "yarn", "factor": factor, **_yarn(header, default, factor, attention), **beside}
-    raise CheckpointError(f"its positions are scaled by {kind}, which is not supported here")
+    if long is None and attention == 1:
+        return None if factor == 1 else {"rope_type": "linear", "factor": factor}
+    if "full_attention" in default:
+        raise CheckpointError("its positions are scaled in two ways, which is not supported for this family")
+    divisors = [factor] * (rotated // 2)
+    if is_yarn:
+        divisors, attention = _yarn_divisors(header, factor, rotated, original), attention * _yarn_attention(factor)
+    long, short = (
+        [one * divisor for one, divisor in zip(given or [1.0] * len(divisors), divisors, strict=True)]
+        for given in (long, short)
+    )
+    return {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "attention_factor": attention,
+        **beside,
+    }
 
 
-def _yarn(header: GgufHeader, default: Mapping[str, Any], factor: float, attention: float | None) -> dict[str, Any]:
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise CheckpointError(f"its {name} is {str(value)[:64]}, not a number above 0")
+    return float(value)
+
+
+def _factors(header: GgufHeader, rotated: int) -> tuple[list[float] | None, list[float] | None]:
+    """Return the factors of the `rotated` / 2 frequencies in long and in short texts; None, None if there are none. Raises
+    CheckpointError if they do not fit."""
+    names = (FREQUENCY_FACTORS,) * 2 if FREQUENCY_FACTORS in header else (LONG_FACTORS, SHORT_FACTORS)
+    found = [header.factors(name) for name in names]
+    for name, factors in zip(names, found, strict=True):
+        if factors is None and any(found):
+            raise CheckpointError(f"it has no {name}, which it needs beside its counterpart; fetch it again")
+        if factors is not None and (len(factors) != rotated // 2 or not all(0 < one < math.inf for one in factors)):
+            raise CheckpointError(
+                f"its {name} has not {rotated // 2} numbers above 0, one for each frequency; fetch it again"
+            )
+    return found[0], found[1]
+
+
+def _yarn(header: GgufHeader, default: Mapping[str, Any], factor: float, attention: float) -> dict[str, Any]:
     """Return YaRN's settings besides its factor, if they differ from the defaults."""
     found = {"truncate": default["truncate"]} if "truncate" in default else {}
     for name in ("beta_fast", "beta_slow"):
         if (beta := header.said(f"rope.scaling.yarn_{name}")) is not None:
             found[name] = beta
-    if attention not in (None, 0, 1):
-        found["attention_factor"] = attention * (0.1 * math.log(factor) + 1)
+    if attention != 1:
+        found["attention_factor"] = attention * _yarn_attention(factor)
     return found
+
+
+def _yarn_attention(factor: float) -> float:
+    return max(1.0, 0.1 * math.log(factor) + 1)
+
+
+def _yarn_divisors(header: GgufHeader, factor: float, rotated: int, original: int) -> list[float]:
+    """Return what YaRN divides each of the `rotated` / 2 frequencies by, as ggml computes it."""
+    base = header.said("rope.freq_base") or 10_000.0
+
+    def place(turns: float) -> float:
+        return rotated * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    fast, slow = (
+        header.said(f"rope.scaling.yarn_beta_{name}") or usual for name, usual in (("fast", 32.0), ("slow", 1.0))
+    )
+    low, high = max(0, math.floor(place(fast))), min(rotated - 1, math.ceil(place(slow)))
+    kept = (1 - min(1.0, max(0.0, (at - low) / max(0.001, high - low))) for at in range(rotated // 2))
+    return [1 / (share + (1 - share) / factor) for share in kept]

@@ -13,7 +13,7 @@ earlier ones left. They come from the models' own tokenizer.json files; llama.cp
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,13 +230,19 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
+NOUNS = {str: "texts", int: "whole numbers", float: "numbers"}
+
+
 class GgufTokenizer:
-    """Tokenizer that the `fields` of a GGUF file describe."""
+    """Tokenizer that the `fields` of a GGUF file describe. Raises CheckpointError if its tokens and their kinds do not fit."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
-        self.tokens: list[str] = list(self._said("ggml.tokens") or ())
-        self._types: list[int] = list(self._said("ggml.token_type") or [NORMAL] * len(self.tokens))
+        self.tokens: list[str] = self._table("ggml.tokens", str) or []
+        self._types: list[int] = [NORMAL] * len(self.tokens)
+        if self.tokens and (types := self._table("ggml.token_type", int)):
+            self._check_length("ggml.token_type", types)
+            self._types = types
 
     def __repr__(self) -> str:
         return f"<GgufTokenizer of {len(self.tokens)} tokens>"
@@ -244,6 +250,22 @@ class GgufTokenizer:
     def _said(self, key: str) -> Any:
         field = self._fields.get(PREFIX + key)
         return None if field is None else field.contents()
+
+    def _table(self, key: str, kind: type) -> list[Any] | None:
+        """Return the list under `key`; None if there is none. Raises CheckpointError if it is no list of values of this `kind`."""
+        found = self._said(key)
+        if found is None or (isinstance(found, list) and all(isinstance(one, kind) for one in found)):
+            return found
+        raise CheckpointError(f"its {PREFIX}{key} is no list of {NOUNS[kind]}")
+
+    def _needed_table(self, key: str, kind: type, why: str) -> list[Any]:
+        if (found := self._table(key, kind)) is None:
+            raise CheckpointError(f"it has no {PREFIX}{key}, {why}")
+        return found
+
+    def _check_length(self, key: str, table: Sized) -> None:
+        if len(table) != len(self.tokens):
+            raise CheckpointError(f"its {PREFIX}{key} has {len(table):,} entries for {len(self.tokens):,} tokens")
 
     def _check(self) -> None:
         """Raise CheckpointError if a tokenizer key is set that is neither read here nor known to have no effect."""
@@ -342,9 +364,12 @@ class GgufTokenizer:
         vocabulary = {token: number for number, token in enumerate(self.tokens)}
         if len(vocabulary) < len(self.tokens):
             raise CheckpointError("its tokenizer has a token twice")
-        merges = [
-            (merge[:cut], merge[cut + 1 :]) for merge in self._said("ggml.merges") if (cut := merge.find(" ", 1)) > 0
-        ]
+        table = self._needed_table(
+            "ggml.merges", str, "the pairs that make its tokens: texts would be cut into single bytes"
+        )
+        merges = [(merge[:cut], merge[cut + 1 :]) for merge in table if (cut := merge.find(" ", 1)) > 0]
+        if len(merges) < len(table):
+            raise CheckpointError(f"its {PREFIX}ggml.merges has an entry that is no pair of tokens")
         try:
             model = models.BPE(vocabulary, merges, ignore_merges=pre.whole_words, byte_fallback=not pre.is_bytes)
         except Exception as error:  # tokenizers raises no other class
@@ -369,6 +394,9 @@ class GgufTokenizer:
         from transformers import AutoTokenizer
 
         stages.info("Converting a vocabulary of %s tokens", f"{len(self.tokens):,}")  # takes a minute on a slow machine
+        if self._said("ggml.model") == "llama":
+            scores = self._needed_table("ggml.scores", float, "the order in which SentencePiece joins its tokens")
+            self._check_length("ggml.scores", scores)
         auto: Any = AutoTokenizer
         own = auto.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
         pipeline = own.backend_tokenizer

@@ -193,9 +193,9 @@ CALIBRATION = _keys(
 )
 """Keys of GPTQ and AWQ for how values were found, how inputs are ordered (`g_idx` shows it), or how kernels use them."""
 KEYS = {  # by method: keys that are read, and keys without meaning here
-    "gptq": (_keys("bits group_size sym format checkpoint_format dynamic"), CALIBRATION),
+    "gptq": (_keys("bits group_size sym format checkpoint_format dynamic desc_act static_groups"), CALIBRATION),
     "awq": (
-        _keys("bits w_bit group_size q_group_size zero_point"),
+        _keys("bits w_bit group_size q_group_size zero_point version"),
         CALIBRATION | _keys("do_fuse fuse_max_seq_len modules_to_fuse"),
     ),
     "bitsandbytes": (

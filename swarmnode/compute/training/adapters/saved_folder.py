@@ -69,7 +69,13 @@ def load_adapter(folder: Path) -> tuple[AdapterRecipe, dict[str, Tensor]]:
     fields = read_fields(folder / CONFIG_NAME)
     recipe = recipe_of(fields, str(folder / CONFIG_NAME))
     if recipe.method != "prompt":
-        adapter_in(folder).check_numbers()
+        adapter = adapter_in(folder)
+        adapter.check_numbers()
+        if adapter.base_layers:
+            raise UsageError(
+                f"{folder} has {min(adapter.base_layers)[:100]}, a layer of the model itself, which is not trained on: save the "
+                "adapter with save_embedding_layers=False"
+            )
     try:
         found = load_file(folder / WEIGHTS_NAME)
     except (OSError, ValueError, KeyError) as error:

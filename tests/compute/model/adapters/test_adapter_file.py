@@ -63,7 +63,6 @@ def test_layers_have_ranks_and_scales_of_their_own(tmp_path, model):
         ("model.layers.0.self_attn.bias", (64,), "no layer of the model that can be replaced"),
         ("model.layers.0.self_attn.q_proj.weight", (64, 64), "changed and replaced"),
         ("model.layers.0.self_attn.q_proj.scale", (64,), "no matrix A or B"),
-        ("model.layers.0.mlp.up_proj.weight", (64, 64), "no matrix A or B"),
     ],
 )
 def test_replaced_layers_that_do_not_fit_are_refused(tmp_path, tensors, span, name, shape, said):
@@ -258,5 +257,4 @@ def test_added_tokens_are_named(tmp_path, tensors, span, more, where):
     with pytest.raises(CheckpointError, match=f"{more} more tokens than the base"):
         load(write_adapter(tmp_path, saved), span)
     saved[f"base_model.model.{where}.weight"] = torch.ones(rows, width)
-    with pytest.raises(CheckpointError, match="a layer of the model itself"):
-        load(write_adapter(tmp_path, saved), span)
+    assert load(write_adapter(tmp_path, saved), span).keys() == load(write_adapter(tmp_path, tensors), span).keys()
