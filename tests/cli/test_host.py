@@ -99,6 +99,46 @@ def save_whole(folder: Path) -> list[Path]:
 
 
 @pytest.mark.skipif(library() is None, reason="the package xllamacpp is not installed, or not for this machine")
+def test_a_gguf_file_gets_a_short_name_and_a_second_file_of_its_model_another(folder: Path) -> None:
+    save_llama_gguf(folder / "Tiny-1B-Instruct-Q4_0.gguf", form="Q4_0")
+    for expected in ("tiny-1b", "tiny-1b"):  # the second time it goes on
+        done = invoke("host", "Tiny-1B-Instruct-Q4_0.gguf", *LOOPBACK)
+        assert done.returncode == 0 and f"Hosting {expected}," in done.stdout, done.stderr
+    save_llama_gguf(folder / "Tiny-1B-Instruct-Q8_0.gguf", form="Q8_0")
+    assert invoke("host", "Tiny-1B-Instruct-Q8_0.gguf", *LOOPBACK).returncode == 0
+    assert sorted(path.name for path in folder.glob("*.swarm")) == ["Tiny-1B-Instruct-Q8_0.swarm", "tiny-1b.swarm"]
+
+
+def test_a_swarm_of_an_earlier_version_is_found_by_its_long_name(folder: Path) -> None:
+    (folder / "tiny").rename(folder / "Tiny-1B-bf16")
+    assert invoke("host", "./Tiny-1B-bf16", "--name", "Tiny-1B-bf16", *LOOPBACK).returncode == 0
+    assert "Hosting Tiny-1B-bf16," in invoke("host", "./Tiny-1B-bf16").stdout
+    assert [path.name for path in folder.glob("*.swarm")] == ["Tiny-1B-bf16.swarm"]
+
+
+@pytest.mark.parametrize("quantised", ["", "-Q4_1", ".Q4_K_M", "-UD-IQ2_XXS", "-BF16", "-f32", "-q8", "-MXFP4_MOE"])
+@pytest.mark.parametrize("tuned", ["", "-Instruct", "-it", "-chat-hf"])
+@pytest.mark.parametrize("end", [".gguf", ".GGUF", "-00001-of-00003.gguf"])
+def test_the_proposed_name_has_no_quantisation(quantised: str, tuned: str, end: str) -> None:
+    assert command.names_of(f"models/SmolLM2-135M{tuned}{quantised}{end}")[0] == "smollm2-135m"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("org/Qwen2.5-7B-Instruct-GGUF:Q4_K_M", "qwen2.5-7b"),
+        ("org/tiny-8b@0123abcd", "tiny-8b"),
+        ("./my-checkpoint", "my-checkpoint"),
+        ("./my-chat", "my-chat"),
+        ("./q4_0.gguf", "q4_0"),
+        ("./Mein Modell", "mein-modell"),
+    ],
+)
+def test_the_proposed_name_is_short(model: str, name: str) -> None:
+    assert command.names_of(model)[0] == name
+
+
+@pytest.mark.skipif(library() is None, reason="the package xllamacpp is not installed, or not for this machine")
 @pytest.mark.parametrize("save", [save_whole, save_parts])
 def test_a_gguf_file_is_looked_at_first_and_found_at_its_new_place(folder: Path, save: Any) -> None:
     parts = save(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,11 @@ if TYPE_CHECKING:
 PORT = 4001
 USES = 1
 TRY_S = 3.0
+_FORMATS = (
+    r"(?:ud[-_])?(?:i?q\d(?:_\w+)?|tq\d(?:_\d)?|mxfp4(?:_\w+)?)|[bf]f?p?(?:16|32)|fp?8|nf4|w\d+a\d+|int[48]|[48]bit"
+    r"|gguf|gptq|awq|bnb|imat(?:rix)?|i1|quantized"
+)
+_TUNINGS = "instruct|chat|it|hf"
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def host(
     """
     logs.begin()
     tell = Teller(as_json)
-    tell("reading", f"Reading {_name_of(model)} …", model=model)  # before slow imports
+    tell("reading", f"Reading {names_of(model)[1]} …", model=model)  # before slow imports
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.net.identity import check_home, hosting_alone
@@ -179,18 +184,25 @@ class Founding:
 
         chosen = self.membership.chosen
         is_file = self.model.endswith(SUFFIX)
-        path = swarm_path(self.name or (self.model if is_file else _name_of(self.model)))
-        if not is_user_file(path):
-            if is_file:
-                fail(f"{self.model}: no such file; to found a swarm, give a checkpoint", 2)
+        names = [self.name] if self.name else [self.model] if is_file else list(names_of(self.model))
+        paths = [swarm_path(name) for name in names]
+        there = [path for path in paths if is_user_file(path)]
+        if not there and is_file:
+            fail(f"{self.model}: no such file; to found a swarm, give a checkpoint", 2)
+        swarms = [(load_swarm(path), path) for path in there]
+        for swarm, path in swarms:
+            if swarm.manifest is None:
+                fail(f"{path} is an invite to a swarm: use it with `swarmnode join` or `swarmnode run`", 2)
+        known = next((found for found in swarms if is_file or _is_of(found[0], self.model)), None)
+        known = known or self._moved(swarms, end_spinner)
+        if known is None:
+            free = [name for name, path in zip(names, paths, strict=True) if path not in there]
+            if not free:
+                fail(f"{there[-1]} is a swarm of another model; choose another name with --name", 2)
             from swarmnode.founding.swarm_creation import new_swarm_file  # slow
 
-            return None, new_swarm_file(self.name or _name_of(self.model))
-        swarm = load_swarm(path)
-        if swarm.manifest is None:
-            fail(f"{path} is an invite to a swarm: use it with `swarmnode join` or `swarmnode run`", 2)
-        if not (is_file or _is_of(swarm, self.model)):
-            swarm = self._moved(swarm, path, end_spinner)
+            return None, new_swarm_file(free[0])
+        swarm, path = known
         assert swarm.manifest is not None
         if chosen not in ("", _kind_of(swarm)):
             fail(
@@ -203,20 +215,23 @@ class Founding:
         self._check_gguf(swarm, path, end_spinner)
         return swarm, path
 
-    def _moved(self, swarm: Swarm, path: Path, end_spinner: Callable[[], None]) -> Swarm:
-        """Return the swarm with its GGUF file at the place that the user gives. Ends the command if the swarm has another model.
-        Raises CheckpointError, LocalError."""
-        from swarmnode.founding.swarm_creation import link_moved  # slow
-
+    def _moved(
+        self, swarms: Sequence[tuple[Swarm, Path]], end_spinner: Callable[[], None]
+    ) -> tuple[Swarm, Path] | None:
+        """Return the first of the swarms, with its file, that is of the model at the place that the user gives, and link it to that
+        place; None if all have other models. Raises CheckpointError, LocalError."""
         model = Path(self.model).expanduser()
-        with bytes_bar("Checking the weights", quiet=self.quiet, first=end_spinner) as progress:
-            moved = link_moved(swarm, path, model, progress)
-        end_spinner()
-        if moved is None:
-            fail(f"{path} is a swarm of another model; choose another name with --name", 2)
-        if not self.quiet:
-            say(f"{path} has this model, and serves it from {model} now.")
-        return moved
+        for swarm, path in swarms:
+            from swarmnode.founding.swarm_creation import link_moved  # slow
+
+            with bytes_bar("Checking the weights", quiet=self.quiet, first=end_spinner) as progress:
+                moved = link_moved(swarm, path, model, progress)
+            end_spinner()
+            if moved is not None:
+                if not self.quiet:
+                    say(f"{path} has this model, and serves it from {model} now.")
+                return moved, path
+        return None
 
     def _check_gguf(self, swarm: Swarm, path: Path, end_spinner: Callable[[], None]) -> None:
         """End the command if the GGUF file of the swarm's weights is missing, cut or changed. It is read only if it is newer than
@@ -304,11 +319,17 @@ def _article(kind: str) -> str:
     return f"{'an' if kind == 'open' else 'a'} {kind}"
 
 
-def _name_of(model: str) -> str:
-    """Return a swarm's name that follows from its model's: the last part of the path, in characters that need no quotes."""
-    return (
-        re.sub(r"[^\w.-]+", "-", Path(model).expanduser().absolute().name.removesuffix(".gguf")).strip("-.") or "swarm"
-    )
+def names_of(model: str) -> tuple[str, str]:
+    """Return two names for a swarm of a model, in characters that need no quotes. The first is short: lower case, without
+    quantisation, file format and kind of tuning. The second is the whole last part of the path, for a second swarm of the model."""
+    whole = Path(model).expanduser().absolute().name
+    whole = re.sub(r"[^\w.-]+", "-", re.sub(r"(?i)\.gguf$", "", whole)).strip("-.") or "swarm"
+    revision = re.sub(r"[^\w.-]+", "-", "".join(model.partition("@")[1:]))  # of a hub id
+    short = re.sub(r"-\d{5}-of-\d{5}$", "", whole.removesuffix(revision) or whole)
+    short = re.sub(rf"(?i)(?:[-._]+(?:{_FORMATS}))+$", "", short)
+    if any(map(str.isdigit, short)):  # else a folder called my-chat would become "my"
+        short = re.sub(rf"(?i)(?:[-._]+(?:{_FORMATS}|{_TUNINGS}))+$", "", short)
+    return short.strip("-.").lower() or whole, whole
 
 
 def _is_of(swarm: Swarm, model: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.swarm import open_swarm
+from swarmnode.cli.options.swarm import complete_swarms, open_swarm
 from swarmnode.counting import counted
 from swarmnode.terminal.console import HOME, JSON, command, print_json, say
 from swarmnode.terminal.formatting import wrapped
@@ -26,6 +26,7 @@ def credit(
         "",
         "A swarm, for the receipts of this machine's nodes, or a folder of receipts; default: the swarm you used last.",
         metavar="[SWARM|FOLDER]",
+        autocompletion=complete_swarms,
     ),
     home: Path = HOME,
     as_json: bool = JSON,

@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typer import Context
+
 from swarmnode.cli.options.metrics import Watch
 from swarmnode.cli.options.node_file import LendingOptions
+from swarmnode.cli.options.swarm import home_of
 from swarmnode.metrics.metric import Source
 from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option
@@ -18,7 +21,18 @@ if TYPE_CHECKING:
     from swarmnode.node.node import Node
 
 NO_ANSWER = {"swarm": "", "pid": "", "state": "no answer", "reason": "stopped, or busy", "sessions": ""}
-NAME = argument("", "Name of the node in `swarmnode ps`; default: all nodes.", metavar="[NAME]")
+
+
+def complete_nodes(context: Context, incomplete: str) -> list[str]:
+    """Return the names of the nodes that run here and begin with `incomplete`."""
+    from swarmnode.lending.control_client import running_nodes
+
+    return [name for name in running_nodes(home_of(context)) if name.startswith(incomplete)]
+
+
+NAME = argument(
+    "", "Name of the node in `swarmnode ps`; default: all nodes.", metavar="[NAME]", autocompletion=complete_nodes
+)
 WAIT = option(
     60.0, "How long to wait until it is done; 0: do not wait.", "--wait", metavar="SECONDS", min=0.0, max=600.0
 )
@@ -114,10 +128,13 @@ def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 
 def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any) -> None:
     from swarmnode.lending.control_client import is_listening, running_nodes, tell_node
+    from swarmnode.swarm.storage.named_swarms import find_name, name_advice
 
     nodes, failed = running_nodes(home), list[str]()
-    if name and name not in nodes:
-        fail(f"no node {name} runs here; `swarmnode ps` lists the running ones", 2)
+    if name:
+        name = find_name(name, nodes) or fail(
+            f"no node {name} runs here; {name_advice(name, nodes, none='start one with `swarmnode run`')}", 2
+        )
     alive = {node: path for node, path in nodes.items() if name in ("", node) and is_listening(path)}
     if not alive:
         fail("no node runs here; start one with `swarmnode run`")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.cli.options.swarm import complete_adapters
 from swarmnode.codec.messages import LOOKUP
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.codec.tensors import AUTO, COMPRESSIONS
@@ -69,6 +70,7 @@ class SamplingOptions:
         "",
         "Use this adapter: a name that `adapter list` shows, or a folder that peft saved, with a slash in its path.",
         metavar="NAME|./DIR",
+        autocompletion=complete_adapters,
     )
 
     @property

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnode.cli.options.swarm import complete_swarms
 from swarmnode.counting import counted
 from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option
@@ -58,7 +59,9 @@ def join(
 
 @command
 def leave(
-    name: str = argument(..., "Name of a swarm that you joined or founded.", metavar="NAME"),
+    name: str = argument(
+        ..., "Name of a swarm that you joined or founded.", metavar="NAME", autocompletion=complete_swarms
+    ),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -69,14 +72,14 @@ def leave(
     Example: swarmnode leave friends
     """
     from swarmnode.errors import UsageError
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name, name_advice
     from swarmnode.swarm.storage.swarmfile import load_all_named, load_named
 
     joined = JoinedSwarms(home)
-    if name not in joined.names():
-        similar = " or ".join(joined.similar(name))
-        advice = f"did you mean {similar}?" if similar else "`swarmnode models` lists the swarms that have one"
-        fail(f"no swarm is called {name} here; {advice}", 2)
+    known = joined.names()
+    name = find_name(name, known) or fail(
+        f"no swarm is called {name} here; {name_advice(name, known, none='you have joined none')}", 2
+    )
     try:
         swarm = load_named(name, home)
     except UsageError:  # only the name can be forgotten
