@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.codec.body import VERSION
-from swarmnode.counting import counted, layers
+from swarmnode.counting import counted, format_bytes, layers
 from swarmnode.lending.energy import energy_used
 from swarmnode.lending.lending import LendingState
 from swarmnode.lending.rules import DAYS
@@ -37,11 +37,18 @@ Tell = Callable[..., None]
 
 
 def introduce(manifest: Manifest) -> str:
-    """Return a sentence on the swarm's purpose, model and size."""
+    """Return a line on the swarm's model and its size, and whether it is trained."""
     model = manifest.model
-    named = model.hub_id or f"a {model.family}"
-    does = "trains" if manifest.mode == TRAIN else "serves"
-    return f"It {does} {named}: {counted(model.units, 'layer')}, {manifest.total_bytes / 1e9:.1f} GB"
+    named = model.hub_id or (manifest.name if manifest.name == model.family else f"{manifest.name} ({model.family})")
+    trained = ", to be trained" if manifest.mode == TRAIN else ""
+    return f"Model: {named}, {counted(model.units, 'layer')}, {format_bytes(manifest.total_bytes)}{trained}"
+
+
+def presented(host: Host) -> str:
+    """Return a sentence on the name under which others see the node, and the end of its id."""
+    named = host.config.name
+    known_as = f"{named} ({host.peer_id[-8:]})" if named else host.peer_id[-8:]
+    return f"This machine is {known_as} in {host.swarm.name}."
 
 
 def farewell(donation: Donation) -> str:

@@ -45,6 +45,7 @@ from swarmnode.node.description import (
     introduce,
     measured,
     outdated,
+    presented,
     reason_of,
 )
 from swarmnode.node.node_config import RATES, NodeConfig
@@ -305,9 +306,9 @@ class Node:
         `services` close after the sessions have moved away.
         """
         addresses = await host.network.addresses()
-        self._tell("joined", f"Peer {host.peer_id} of swarm {host.swarm.name}", peer=host.peer_id, addresses=addresses)
+        self._tell("joined", presented(host), peer=host.peer_id, addresses=addresses)
         if not host.joined.is_set():
-            self._tell("waiting", "The swarm cannot be reached at the moment; this node keeps trying.")
+            self._tell("waiting", f"Waiting for {host.swarm.name}: the host does not answer yet.")
             await host.joined.wait()
         await host.manifest(patience_s=MANIFEST_PATIENCE_S)
         assert host.swarm.manifest is not None

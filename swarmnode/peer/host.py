@@ -282,15 +282,18 @@ class Host:
                     await self.directory.refresh()
                     told = False
                 elif not told and not self._has_own_message():
-                    log.warning("the swarm %s cannot be reached at the moment; this node keeps trying", self.swarm.name)
+                    log.warning("waiting for %s: no machine of it answers at the moment", self.swarm.name)
                     told = True
             await asyncio.sleep(self.config.rejoin_s)
 
     def _has_own_message(self) -> bool:
-        """Return whether the user learns otherwise why this peer is alone: the swarm refuses it, or its command asks and waits for
-        the first answer; or whether the invite names this peer, and being alone is normal."""
-        waits = self.config.looks_on and not self.joined.is_set()
-        return self._is_turned_away() or waits or any(peer_of(each) == self.peer_id for each in self.swarm.bootstraps)
+        """Return whether the user learns otherwise why this peer is alone: the swarm refuses it, or its node or command says that
+        it waits for the first answer; or whether the invite names this peer, and being alone is normal."""
+        return (
+            self._is_turned_away()
+            or not self.joined.is_set()
+            or any(peer_of(each) == self.peer_id for each in self.swarm.bootstraps)
+        )
 
     async def _tell_paths(self) -> None:
         """Announce the measured paths and the addresses of this peer at intervals."""

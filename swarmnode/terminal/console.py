@@ -23,7 +23,7 @@ import typer
 from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
 from swarmnode.files import default_home
 from swarmnode.net.tasks import cancel_the_rest, until_first
-from swarmnode.terminal.formatting import json_line, printable
+from swarmnode.terminal.formatting import json_line, printable, wrapped
 from swarmnode.terminal.option import option, taking_settings
 
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
@@ -53,6 +53,22 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without control characters, because a message may contain a stranger's text."""
         return printable(super().format(record))
+
+
+class PlainLines(logging.Formatter):
+    """Formatter of log lines for a terminal, where a command speaks in sentences: `Note: message.` for a warning, `Error: message.`
+    for an error. A stack trace follows on lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the sentence without control characters, wrapped to the terminal, because a message may contain a stranger's
+        text."""
+        sentence, _, trace = super().format(record).partition("\n")
+        sentence = sentence[:1].upper() + sentence[1:] + ("" if sentence.endswith((".", "!", "?", "…", ":")) else ".")
+        mark = "Error: " if record.levelno >= logging.ERROR else "Note: "
+        return "\n".join([wrapped(f"{mark}{sentence}"), *([printable(trace)] if trace else [])])
 
 
 class JsonLines(logging.Formatter):
@@ -112,9 +128,11 @@ class LogOptions:
     verbose: bool = option(False, "Log every step.", "--verbose", "-v")
 
     def begin(self) -> None:
-        """Set up logging: warnings, and with --verbose all messages of swarmnode."""
+        """Set up logging: warnings, and with --verbose all messages of swarmnode. On a terminal, warnings are sentences as the rest
+        of the output; in a file, and with --verbose, they are log lines."""
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(LOG_FORMATS[self.log_format])
+        speaks = self.log_format == "text" and not self.verbose and not is_kept(sys.stderr)
+        handler.setFormatter(PlainLines() if speaks else LOG_FORMATS[self.log_format])
         logging.basicConfig(handlers=[handler], level=logging.WARNING)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about optional kernels
         logging.getLogger("swarmnode").setLevel(logging.DEBUG if self.verbose else logging.WARNING)
@@ -130,10 +148,27 @@ def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
         typer.echo(printable(text), nl=nl, err=err)
 
 
+def say_sentences(text: str) -> None:
+    """Print text for people on standard output.
+
+    On a terminal, its lines break between words and keep their indentation; a line of one word, such as an invite, stays whole.
+    """
+    for line in text.split("\n"):
+        words, indent = line.strip(), line[: len(line) - len(line.lstrip())]
+        say(wrapped(words, indent, indent) if " " in words and not is_kept(sys.stdout) else line)
+
+
 def fail(message: str, exit_code: int = 1) -> NoReturn:
     """Print one line on standard error and end the command. Raises typer.Exit with `exit_code`."""
     say(f"error: {' '.join(message.splitlines())}", err=True)
     raise typer.Exit(exit_code)
+
+
+def stopped(message: str) -> NoReturn:
+    """Print a sentence on standard error and end the command with exit code 1: the user stopped it before its end, which is no
+    error."""
+    say(" ".join(message.splitlines()), err=True)
+    raise typer.Exit(1)
 
 
 def command(function: Callable[..., T]) -> Callable[..., T]:

@@ -8,11 +8,13 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from swarmnode.terminal.console import outliving_terminal, print_json, say
+from swarmnode.terminal.console import outliving_terminal, print_json, say_sentences
 from swarmnode.terminal.formatting import one_line
 
 # Events whose text the next one replaces on a terminal.
 PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "compressing"))
+# Events after which a node is settled for a while: what its owner needs to read stands last then.
+SETTLED = frozenset(("ready", "spare", "paused"))
 CLEAR_LINE = "\x1b[2K"
 
 
@@ -24,6 +26,8 @@ class Teller:
         self._as_json = as_json
         self._changing = not as_json and sys.stdout.isatty()
         self._line = ""
+        self._is_settled = False
+        self._held: list[str] = []
 
     def __repr__(self) -> str:
         return f"<Teller of {'JSON' if self._as_json else 'text'}, {self._line!r}>"
@@ -44,8 +48,19 @@ class Teller:
         else:
             line = self._line
             self._show("")
-            say(text)
+            say_sentences(text)
+            if event in SETTLED:
+                self._is_settled = True
+                while self._held:
+                    say_sentences(self._held.pop(0))
             self._show(line if event not in ("ready", "draining", "left") else "")
+
+    def last(self, event: str, text: str, **details: Any) -> None:
+        """Tell an event after the first one of SETTLED, so that its text stands last; to scripts at once."""
+        if self._as_json or self._is_settled:
+            self(event, text, **details)
+        else:
+            self._held.append(text)
 
     def _show(self, line: str) -> None:
         """Draw the changing line. The cursor stays at its beginning, so that any other output overwrites it."""

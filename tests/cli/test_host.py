@@ -30,8 +30,9 @@ LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0")
 
 
 async def opens(self: SwarmHost, stop: Any, opened: Any) -> None:
-    """Say where the door would be."""
+    """Say where the door would be, and that the node serves."""
     await opened(self._swarm, ["/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGzxzKZYveHXtpG6AsrUJBcWxHBFS2HsEoGTxrMLvKXtf"])
+    self.node._tell("ready", "Serving.")
 
 
 def invite_in(output: str) -> str:
@@ -57,6 +58,8 @@ def test_one_command_founds_and_says_what_a_friend_types(folder: Path) -> None:
     assert done.stdout.startswith("Reading tiny …\n")
     assert "volunteer, 3 machines, for 7 days" in done.stdout and "\nswarmnode join\nswarm2" in done.stdout
     assert "does not answer from here" in done.stdout and "swarmnode chat tiny\n" in done.stdout
+    last = done.stdout.partition("Serving.\n")[2]
+    assert "Web page" not in done.stdout and last.startswith("\nTerminal:") and "\nswarmnode join\nswarm2" in last
     assert load_swarm(invite_in(done.stdout)).id == load_swarm(folder / "tiny.swarm").id
 
 
@@ -201,7 +204,7 @@ def test_without_a_password_nothing_is_asked(folder: Path, monkeypatch: pytest.M
     monkeypatch.delenv("SWARMNODE_OWNER_PASSWORD")
     done = invoke("host", "./tiny", "--no-page", *LOOPBACK)
     assert done.returncode == 0, done.stderr
-    assert "without a password" in done.stdout
+    assert "Keep tiny.owner secret" in done.stdout
     for name in ("tiny.owner", "tiny.guests", "tiny.swarm"):
         assert (folder / name).stat().st_mode & 0o777 == 0o600
     assert invoke("invite", "tiny").returncode == 0

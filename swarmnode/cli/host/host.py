@@ -21,7 +21,7 @@ from swarmnode.cli.options.owner import NewOwnerOptions, OwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
 from swarmnode.counting import counted
 from swarmnode.net.tasks import until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say, say_sentences
 from swarmnode.terminal.formatting import parse_life
 from swarmnode.terminal.option import argument, of_same_names, option
 from swarmnode.terminal.process import beginning_anew
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from swarmnode.founding.swarm_creation import NewOwner
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.identity import SigningKey
-    from swarmnode.node.description import Tell
     from swarmnode.swarm.records.manifest import Manifest
     from swarmnode.swarm.storage.issued_invites import IssuedInvites
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -307,7 +306,7 @@ class Founding:
         end_spinner()
         if not self.quiet:
             for line in (*(f"Note: {remark}" for remark in source.remarks), *([owner.advice] if owner else [])):
-                say(line)
+                say_sentences(line)
         return swarm, owner
 
 
@@ -362,7 +361,7 @@ class Welcome:
 
     path: Path
     terms: InviteTerms
-    tell: Tell
+    tell: Teller
     nat: bool
 
     def key_for(self, swarm: Swarm, owner: OwnerOptions) -> SigningKey | None:
@@ -392,36 +391,43 @@ class Welcome:
 
     async def tell_addresses(self, swarm: Swarm, invite: str, reached: list[str]) -> None:
         """Tell the host where new machines connect, and whether those addresses answer."""
-        from swarmnode.net.addressing.addresses import is_loopback, is_public
+        from swarmnode.net.addressing.addresses import is_loopback, is_public, port_of, without_peer
         from swarmnode.net.addressing.probe import answers
 
         tried = dict(zip(reached, await asyncio.gather(*(answers(each, TRY_S) for each in reached)), strict=True))
-        lines = [f"Hosting {swarm.name}, {_article(_kind_of(swarm))} swarm. New machines connect to"]
+        lines = [f"Hosting {swarm.name}, {_article(_kind_of(swarm))} swarm. New machines connect here:"]
         lines += [
-            f"  {address}  ({'answers' if yes else 'does not answer from here'})" for address, yes in tried.items()
+            f"  {without_peer(address)}{'' if yes else '  (does not answer from here)'}"
+            for address, yes in tried.items()
         ]
+        port = next(filter(None, map(port_of, reached)), PORT)
         if all(map(is_loopback, reached)):
-            lines.append("Only this machine reaches these. To let others in, found a swarm with --listen ADDRESS.")
-        elif not any(map(is_public, reached)):
-            more = "the router opened none (UPnP)" if self.nat else "or try --nat"
             lines.append(
-                f"Only this network reaches these. For the internet, forward a port and give --announce; {more}."
+                "Only this machine can connect there. To let others in, host the model again: "
+                "--name ANOTHER --listen /ip4/0.0.0.0/tcp/4001"
+            )
+        elif not any(map(is_public, reached)):
+            asked = "your router did not open a port when asked" if self.nat else "or try --nat"
+            lines.append(
+                f"Only your local network can connect there. For the internet, let your router forward port {port} to this "
+                f"machine and give --announce /ip4/YOUR.PUBLIC.IP/tcp/{port}; {asked}."
             )
         self.tell("hosting", "\n".join(lines), invite=invite or None, file=str(self.path), addresses=tried)
 
     def say(self, swarm: Swarm, invite: str, served: Served | None) -> None:
-        """Print how the host uses the swarm, at the addresses of the page and the API if they are open, and what a friend types."""
+        """Print how the host uses the swarm, at the addresses of the page and the API if they are open, and what a friend types. It
+        stands last on the screen, after the node has begun to serve."""
         assert swarm.manifest is not None
-        lines = ("", *_ways(swarm.manifest, self.path, served), "", *self._for_a_friend(swarm, invite), "")
-        self.tell("welcome", "\n".join(lines))
+        lines = ("", *_ways(swarm.manifest, self.path, served), "", *self._for_a_friend(swarm, invite))
+        self.tell.last("welcome", "\n".join(lines))
 
     def _for_a_friend(self, swarm: Swarm, invite: str) -> list[str]:
         if not invite:
-            return [f"Every invite is used up or over. A new one for a friend: swarmnode invite {_called(self.path)}"]
+            return [f"Every invite is used up or has expired. A new one: swarmnode invite {_called(self.path)}"]
         life = "for ever" if self.terms.life_s is None else f"for {self.terms.life_s / 86_400:.3g} days"
         uses = counted(self.terms.uses, "machine") if self.terms.uses else "any number of machines"
         whom = f"volunteer, {uses}, {life}" if swarm.private else "anyone with this line, for ever"
-        return [f"A friend types the first line, and pastes the second when asked ({whom}):", "swarmnode join", invite]
+        return [f"A friend types the first line and pastes the second ({whom}):", "swarmnode join", invite]
 
 
 def _called(path: Path) -> str:

@@ -47,9 +47,14 @@ class Served:
         """Print the addresses as an event for scripts."""
         print_json({"event": "serving", "url": self.url, "page": self.page, "models": self.models})
 
+    @property
+    def text(self) -> str:
+        """The addresses for people."""
+        return f"Web page:   {self.page}\nFor tools:  {self.url}  (model {', '.join(self.models) or 'none yet'})"
+
     def say(self) -> None:
         """Print the addresses for people."""
-        say(f"Serving {', '.join(self.models) or 'no swarm yet'} at {self.url}\nPage: {self.page}")
+        say(self.text)
 
 
 @dataclass(frozen=True)
