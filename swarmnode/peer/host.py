@@ -94,6 +94,10 @@ async def dial_bootstraps(
         failures = failures + 1 if missing and not await call(missing) else 0
 
 
+_of_this_process: set[PeerId] = set()
+"""Peers that this process has started and not closed."""
+
+
 @dataclass(eq=False)
 class Host:
     """A peer of a swarm, made by `join`. `swarm` has its manifest once `manifest()` has returned."""
@@ -198,6 +202,7 @@ class Host:
             slot.release()
             raise
         self = cls(swarm, config, network, slot, identity, access_control, supervisor, clock)
+        _of_this_process.add(self.peer_id)
         try:
             await self._enter()
         except BaseException:
@@ -288,11 +293,11 @@ class Host:
 
     def _has_own_message(self) -> bool:
         """Return whether the user learns otherwise why this peer is alone: the swarm refuses it, or its node or command says that
-        it waits for the first answer; or whether the invite names this peer, and being alone is normal."""
+        it waits for the first answer; or whether the invite names a peer of this process, and being alone is normal."""
         return (
             self._is_turned_away()
             or not self.joined.is_set()
-            or any(peer_of(each) == self.peer_id for each in self.swarm.bootstraps)
+            or any(peer_of(each) in _of_this_process for each in self.swarm.bootstraps)
         )
 
     async def _tell_paths(self) -> None:
@@ -457,6 +462,7 @@ class Host:
 
     async def close(self) -> None:
         """Leave the swarm and stop. Calling it again changes nothing."""
+        _of_this_process.discard(self.peer_id)
         await self._tasks.close()
         await self.directory.close()
         if self._lan is not None:

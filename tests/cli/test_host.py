@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +13,17 @@ import msgspec
 import pytest
 
 from swarmnode.cli.host import host as command
-from swarmnode.cli.options.gateway import Served, free_gateway_port
+from swarmnode.cli.options import gateway
+from swarmnode.cli.options.gateway import GatewayAddress, Served, free_gateway_port
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.errors import ExecutorDied
+from swarmnode.lending.control_server import CommandSocket, ControlRequest
 from swarmnode.net.addressing.addresses import bound
 from swarmnode.net.identity import hosting_alone
+from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.node.bootstrap import SwarmHost
-from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, TRAIN
-from swarmnode.swarm.storage.swarmfile import load_swarm
+from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, TRAIN, encode_manifest
+from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm
 from swarmnode.terminal import process
 from tests.cli.command import assert_clear, invoke
 from tests.compute.model.llama_gguf import save_llama_gguf
@@ -273,12 +278,12 @@ def test_what_is_said_fits_the_task(changes: dict[str, Any], has: tuple[str, ...
     assert all(word in text for word in has) and not any(word in text for word in lacks), text
 
 
-def test_a_taken_port_gives_way_to_a_free_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_gives_way_to_a_free_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with bound("127.0.0.1", 0, backlog=1) as taken:
         port = taken.getsockname()[1]
-        other = free_gateway_port(port)
+        other = free_gateway_port(port, tmp_path)
     assert other != port and str(port) in capsys.readouterr().err
-    assert free_gateway_port(other) == other and not capsys.readouterr().err
+    assert free_gateway_port(other, tmp_path) == other and not capsys.readouterr().err
 
 
 def test_a_host_that_cannot_compute_any_more_begins_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,3 +321,54 @@ def test_a_host_that_cannot_compute_any_more_begins_anew(folder: Path, monkeypat
 def test_nothing_is_left_of_what_cannot_be(folder: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     assert_clear(invoke("host", *arguments, "--private"), 2, *words)
     assert sorted(path.name for path in folder.iterdir()) == ["tiny"]
+
+
+def test_a_second_host_is_served_by_the_gateway_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked by the name of the swarm in the home folder; its addresses are told, once."""
+    monkeypatch.setattr(gateway, "LOOK_S", 0.01)
+    swarm, told = new_swarm(encode_manifest(make_manifest())), list[Served]()
+    (tmp_path / gateway.PAGE_LINK).write_text("http://127.0.0.1:8123/#owner=x\n")
+
+    def state(name: str, swarm_id: str) -> dict[str, Any]:
+        return {"swarm": name, "swarm_id": swarm_id, "pid": os.getpid() + 1, "url": "http://127.0.0.1:8123/v1"}
+
+    async def second() -> None:
+        async with contextlib.AsyncExitStack() as sockets:
+
+            async def serve(name: str, swarm_id: str) -> None:
+                async def obey(request: ControlRequest) -> dict[str, Any]:
+                    if request.command == "add":
+                        await serve(request.about, swarm.id.hex())
+                    return state(name, swarm_id)
+
+                await sockets.enter_async_context(CommandSocket(obey).listening(tmp_path / gateway.GATEWAYS, name))
+
+            await serve("first", "00")
+            address = GatewayAddress(tmp_path, 8123, say=told.append)
+            answering = asyncio.ensure_future(gateway.answer(swarm, address, "second"))
+            while not told:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+            await cancel_and_wait(answering)
+
+    asyncio.run(second())
+    assert [(one.url, one.page, one.models) for one in told] == [
+        ("http://127.0.0.1:8123/v1", "http://127.0.0.1:8123/", ["first", "second"])
+    ]
+
+
+def test_the_port_of_a_gateway_of_this_home_is_no_other_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def look(port: int) -> int:
+        async def obey(_request: ControlRequest) -> dict[str, Any]:
+            return {"swarm": "first", "swarm_id": "00", "pid": 4711, "url": f"http://127.0.0.1:{port}/v1"}
+
+        async with CommandSocket(obey).listening(tmp_path / gateway.GATEWAYS, "first"):
+            return await asyncio.to_thread(free_gateway_port, port, tmp_path)
+
+    with bound("127.0.0.1", 0, backlog=1) as taken:
+        port = taken.getsockname()[1]
+        assert asyncio.run(look(port)) == port
+    told = capsys.readouterr().err
+    assert "4711" in told and "first" in told and "another program" not in told

@@ -127,13 +127,13 @@ def host(
             swarm, new_owner = founding.found(path, end_spinner)
     welcome = Welcome(path, terms, tell, nat=node.nat_port_map)
     key = new_owner.key if new_owner else welcome.key_for(swarm, owner)
-    name_swarm(path, home)
+    known_as = name_swarm(path, home)
 
     async def serve(stop: asyncio.Event) -> None:
         from swarmnode.node.bootstrap import SwarmHost
 
         _probe(node)
-        port = 0 if page.no_page else free_gateway_port(page.port)
+        port = 0 if page.no_page else free_gateway_port(page.port, home)
         hosting = SwarmHost(swarm, door, config, tell)
         opened: asyncio.Future[tuple[Swarm, str]] = asyncio.get_running_loop().create_future()
 
@@ -146,7 +146,8 @@ def host(
 
         async def open_page() -> None:
             now, invite = await opened
-            await answer(now, GatewayAddress(home, port, as_json=as_json, say=partial(welcome.say, now, invite)))
+            address = GatewayAddress(home, port, as_json=as_json, say=partial(welcome.say, now, invite))
+            await answer(now, address, known_as)
 
         async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings):
             await until_first(hosting.run(stop, begin), *([] if page.no_page else [open_page()]))
@@ -351,7 +352,11 @@ def _free_everywhere() -> str:
     try:
         check_port_free(address)
     except LocalError:
-        return f"/ip4/0.0.0.0/tcp/{free_port('0.0.0.0')}"  # nosec B104  # a host is meant for others
+        port = free_port("0.0.0.0")  # nosec B104  # a host is meant for others
+        say(
+            f"Port {PORT} is taken, so new machines connect at port {port}: let your router forward that one.", err=True
+        )
+        return f"/ip4/0.0.0.0/tcp/{port}"
     return address
 
 
