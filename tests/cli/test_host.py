@@ -344,11 +344,11 @@ def test_a_second_host_is_served_by_the_gateway_of_the_first(tmp_path: Path, mon
                 await sockets.enter_async_context(CommandSocket(obey).listening(tmp_path / gateway.GATEWAYS, name))
 
             await serve("first", "00")
-            address = GatewayAddress(tmp_path, 8123, say=told.append)
+            shown = asyncio.Event()
+            address = GatewayAddress(tmp_path, 8123, say=lambda served: (told.append(served), shown.set()) and None)
             answering = asyncio.ensure_future(gateway.answer(swarm, address, "second"))
-            while not told:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.05)
+            await asyncio.wait_for(shown.wait(), 60.0)
+            await asyncio.sleep(5 * gateway.LOOK_S)  # it looks again meanwhile
             await cancel_and_wait(answering)
 
     asyncio.run(second())

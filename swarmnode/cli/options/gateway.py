@@ -164,7 +164,7 @@ def free_gateway_port(port: int, home: Path) -> int:
         if (ours := gateway_at(home, port)) is not None:
             swarms = ", ".join(ours.models)
             say(
-                f"Your process {ours.pid} serves {swarms} at port {port}: its page and API take this swarm, too.",
+                f"Your process {ours.pid} serves {swarms} at port {port}: its page and API will have this swarm, too.",
                 err=True,
             )
             return port
