@@ -46,8 +46,7 @@ def introduce(manifest: Manifest) -> str:
 
 def presented(host: Host) -> str:
     """Return a sentence on the name under which others see the node, and the end of its id."""
-    named = host.config.name
-    known_as = f"{named} ({host.peer_id[-8:]})" if named else host.peer_id[-8:]
+    known_as = f"{host.name} ({host.peer_id[-8:]})" if host.name else host.peer_id[-8:]
     return f"This machine is {known_as} in {host.swarm.name}."
 
 
@@ -103,7 +102,7 @@ def described(
     return {
         "swarm": swarm.name,
         "swarm_id": swarm.id.hex(),
-        "name": config.host.name,
+        "name": config.host.name if host is None else host.name,
         "peer": None if host is None else host.peer_id,
         "span": None if span is None else list(span),
         "sessions": 0 if own is None else own.sessions,

@@ -42,7 +42,7 @@ from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.records.least_products import check_products
 from swarmnode.swarm.records.sections import Introduction
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, note_members
-from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache
+from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache, own_name
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.version import __version__
 
@@ -113,6 +113,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.peer_id = self.network.peer_id
+        self.name = (self.config.name or own_name(self.config.home))[:MAX_NAME_CHARS]  # that others see
         self.decisions = DecisionLog(self.clock.unix)
         self.hello = Hello(VERSION, self.swarm.id, f"swarmnode/{__version__}")
         self.paths = Paths(
@@ -323,7 +324,7 @@ class Host:
     def _introduction(self, reached_at: Sequence[str]) -> Introduction:
         addresses = [without_peer(address) for address in reached_at]
         addresses.sort(key=lambda address: (is_loopback(address), address))  # loopback last; else in a steady order
-        return Introduction(name=self.config.name[:MAX_NAME_CHARS], addresses=tuple(addresses[:MAX_ADDRESSES]))
+        return Introduction(name=self.name, addresses=tuple(addresses[:MAX_ADDRESSES]))
 
     async def wait_joined(self, timeout_s: float) -> None:
         """Wait until a peer of the swarm has answered.

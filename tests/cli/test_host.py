@@ -345,7 +345,12 @@ def test_a_second_host_is_served_by_the_gateway_of_the_first(tmp_path: Path, mon
 
             await serve("first", "00")
             shown = asyncio.Event()
-            address = GatewayAddress(tmp_path, 8123, say=lambda served: (told.append(served), shown.set()) and None)
+
+            def show(served: Served) -> None:
+                told.append(served)
+                shown.set()
+
+            address = GatewayAddress(tmp_path, 8123, say=show)
             answering = asyncio.ensure_future(gateway.answer(swarm, address, "second"))
             await asyncio.wait_for(shown.wait(), 60.0)
             await asyncio.sleep(5 * gateway.LOOK_S)  # it looks again meanwhile

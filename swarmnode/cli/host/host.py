@@ -111,11 +111,13 @@ def host(
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.net.identity import check_home, hosting_alone
+    from swarmnode.swarm.storage.remembered import machine_name, own_name
 
-    config = replace(node, home=home, name="host").config()
+    name_here = own_name(home) or (machine_name() if membership.membership == "private" else "") or "host"
+    config = replace(node, home=home, name=name_here).config()
     terms = of_same_names(InviteTerms, guests)
     announced = check_all("--announce", doors.announce, dialled=True)
-    door = replace(config.host, name="bootstrap", announce_maddrs=announced)
+    door = replace(config.host, announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
     founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json)
     check_home(home)

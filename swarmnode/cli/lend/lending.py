@@ -178,15 +178,15 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
     if not answers:
         say("No node runs here. Start one with `swarmnode run`.")
         return
-    from rich.box import SIMPLE_HEAD
+    from swarmnode.terminal.tables import keep_whole, new_table, show
 
-    from swarmnode.terminal.tables import new_table, show
-
-    columns = ("node", "does", "swarm", "pid", "state", "layers", "texts")
-    table = new_table("", columns, numbers=("pid", "texts"))
-    table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
+    others = any(answer["swarm"] not in ("", answer["node"]) for answer in answers)  # else one column has both
+    columns = ("node", "does", *(["swarm"] if others else []), "pid", "state", "layers", "texts")
+    table = new_table("", columns, numbers=("pid", "texts"), plain=True)
+    keep_whole(table, "does", "pid", "layers")
     for answer in answers:
         span = "{}:{}".format(*answer["span"]) if answer.get("span") else ""
-        told = answer["node"], answer["does"], answer["swarm"], str(answer["pid"]), state_text(answer)
+        swarm = [answer["swarm"]] if others else []
+        told = answer["node"], answer["does"], *swarm, str(answer["pid"]), state_text(answer)
         table.add_row(*told, span, str(answer["sessions"]))
     show(table)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from swarmnode.cli.options.quantities import parse_name
 from swarmnode.cli.options.swarm import complete_swarms
 from swarmnode.counting import counted
-from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say, say_sentences
 from swarmnode.terminal.option import argument, option
 from swarmnode.terminal.standard_input import MAX_LINE_BYTES, STANDARD_INPUT, is_piped, read_line
 
@@ -28,11 +29,12 @@ def join(
         "The invite that you received, a file with it, or - for standard input; default: ask for it.",
         metavar="[INVITE]",
     ),
-    name: str = option("", "Remember the swarm under this name; default: its own."),
+    name: str = option("", "Your name, as others see it; default: the name of this machine.", parse=parse_name),
+    swarm_name: str = option("", "Remember the swarm under this name; default: its own.", "--as", metavar="NAME"),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
-    """Remember a swarm under its name.
+    """Remember a swarm under its name, and your own name in it.
 
     Then `swarmnode run NAME`, `generate NAME` and `status NAME` work everywhere.
 
@@ -40,21 +42,27 @@ def join(
     """
     from swarmnode.swarm.records.invite import decode_invite
     from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.remembered import keep_own_name, own_name
 
     text = _invite(invite)
     terms = _terms(decode_invite(text))
     joined = JoinedSwarms(home)
-    known_as = joined.remember(text, name)
+    known_as = joined.remember(text, swarm_name)
     joined.used(known_as)
+    lends = terms["role"] != "client"
+    if lends and (chosen := _own_name(name, own_name(home), is_private=terms["private"], asks=not as_json)):
+        keep_own_name(home, chosen)
     if as_json:
-        print_json({"name": known_as, **terms})
+        print_json({"name": known_as, **terms, "own_name": own_name(home)})
         return
-    say(f"Joined {known_as}: {_say(terms)}.")
-    say("The swarm was not asked yet: your first command to it tells whether it answers and admits you.")
+    say_sentences(f"Joined {known_as}: {_say(terms)}.")
+    if lends and (known := own_name(home)):
+        say(f"Others see this machine as {known}.")
+    say_sentences("Your first command will show whether the swarm answers and admits you:")
     quoted = shlex.quote(known_as)
-    if terms["role"] != "client":
-        say(f"Lend this machine:  swarmnode run {quoted}")
-    say(f'Use it:             swarmnode generate {quoted} "Once upon a time"')
+    if lends:
+        say(f"  swarmnode run {quoted}   # lends this machine")
+    say(f"  swarmnode chat {quoted}  # uses the swarm")
 
 
 @command
@@ -131,6 +139,21 @@ def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
         yield "the receipts of your work"
     if Service(name).swarm.exists():
         yield f"the service {name}; to remove it: swarmnode service uninstall {shlex.quote(name)}"
+
+
+def _own_name(given: str, known: str, *, is_private: bool, asks: bool) -> str:
+    """Return the name to keep as the owner's: the given one, else the answer to a question if there is a terminal.
+
+    Without a terminal it is this machine's name in a private swarm, and empty in others, whose members may be strangers. Returns an
+    empty text if a name is `known` already. Raises UsageError if the answer cannot be a name.
+    """
+    from swarmnode.swarm.storage.remembered import machine_name
+
+    if given or known:
+        return given
+    if not asks or is_piped():
+        return machine_name() if is_private else ""
+    return parse_name(str(typer.prompt("Your name, as others see it", default=machine_name(), err=True)).strip())
 
 
 def _invite(text: str) -> str:

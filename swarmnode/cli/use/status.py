@@ -206,7 +206,6 @@ def watched(picture: dict[str, Any], links: dict[str, Any], news: SwarmNews) -> 
 
 def status_table(status: dict[str, Any]) -> Table:
     """Return the status as a table that fits 80 columns: one row per peer, its span drawn over the model's units."""
-    from rich.box import SIMPLE_HEAD
     from rich.text import Text
 
     from swarmnode.terminal.tables import new_table
@@ -232,8 +231,7 @@ def status_table(status: dict[str, Any]) -> Table:
             "was moved or changed, or its bootstrap peer is away"
         )
     caption = "\n".join([*notes, *map(credit_line, status.get("credit", ()))]) or None
-    table = new_table(title, columns, numbers=("texts",), caption=caption)
-    table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
+    table = new_table(title, columns, numbers=("texts",), caption=caption, plain=True)
     for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):
         start, end = peer["span"]
         sends = ", ".join(f"{codec} to {other[-8:]}" for other, codec in peer["sends"].items())

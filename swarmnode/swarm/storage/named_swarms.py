@@ -138,9 +138,9 @@ class JoinedSwarms:
         invited = decode_invite(invite)
         name = name or invited.name
         if not _is_plain(name) or name != name.strip() or name.startswith("-"):
-            raise UsageError(f"{name!r} cannot be a name in commands and of a file; choose another one with --name")
+            raise UsageError(f"{name!r} cannot be a name in commands and of a file; choose another one with --as")
         if self._id_of(name) not in (None, invited.swarm_id.hex()):
-            raise UsageError(f"{name} is another swarm that has this name here; choose another name with --name")
+            raise UsageError(f"{name} is another swarm that has this name here; choose another name with --as")
         write_private(self._folder / f"{name}{SUFFIX}", f"{invite}\n".encode(), make_folder=True)
         return name
 

@@ -37,7 +37,7 @@ def test_a_name_is_one_swarms(tmp_path: Path) -> None:
     joined = JoinedSwarms(tmp_path)
     joined.remember(FRIENDS)
     joined.remember(encode_invite(Invite(bytes(32), "friends", ("/ip4/127.0.0.1/tcp/1",))))  # a newer one to the same
-    with pytest.raises(UsageError, match="--name"):
+    with pytest.raises(UsageError, match="--as"):
         joined.remember(OTHERS)
     assert joined.remember(OTHERS, "club") == "club"
     assert joined.names() == ["club", "friends"]
@@ -82,7 +82,7 @@ def test_two_founded_swarms_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert joined.remember_file(one) == "club"
     longer = joined.remember_file(other)
     assert longer == f"club-{load_swarm(other).id.hex()[:8]}" and load_swarm(longer, home).file == other
-    with pytest.raises(UsageError, match="--name"):
+    with pytest.raises(UsageError, match="--as"):
         joined.remember(FRIENDS, "club")
     one.unlink()
     assert set(load_all_named(home)) == {longer}
