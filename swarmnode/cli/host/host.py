@@ -11,11 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from swarmnode.cli.lend.lending import attended
 from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, listen_option, owner_of
 from swarmnode.cli.options.gateway import PORT as GATEWAY_PORT
 from swarmnode.cli.options.gateway import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.cli.options.metrics import MetricsOptions
+from swarmnode.cli.options.node_file import LendingOptions, with_limits
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.owner import NewOwnerOptions, OwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
@@ -79,6 +82,7 @@ class PageOptions:
 
 @command
 def host(
+    context: typer.Context,
     *,
     model: str = argument(
         ...,
@@ -90,7 +94,12 @@ def host(
     guests: GuestOptions,
     doors: HostDoorOptions,
     adapters: dict[str, Path] = ADAPTERS,
-    node: Annotated[NodeOptions, "memory_bytes device quantize kv nat_port_map lan"],
+    node: Annotated[
+        NodeOptions,
+        "memory_bytes max_cache_bytes max_upload_bps max_download_bps share hours days only_idle_s exclusive max_others_load "
+        "max_memory_pressure on_mains monthly_bytes month_day unmetered max_others_gpu_bytes max_others_gpu_load rules_file "
+        "max_celsius max_watts device quantize kv nat_port_map lan",
+    ],
     page: PageOptions,
     owner: NewOwnerOptions,
     home: Path = HOME,
@@ -114,7 +123,8 @@ def host(
     from swarmnode.swarm.storage.remembered import machine_name, own_name
 
     name_here = own_name(home) or (machine_name() if membership.membership == "private" else "") or "host"
-    config = replace(node, home=home, name=name_here).config()
+    node = replace(node, home=home, name=name_here)
+    config = node.config()
     terms = of_same_names(InviteTerms, guests)
     announced = check_all("--announce", doors.announce, dialled=True)
     door = replace(config.host, announce_maddrs=announced)
@@ -151,7 +161,9 @@ def host(
             address = GatewayAddress(home, port, as_json=as_json, say=partial(welcome.say, now, invite))
             await answer(now, address, known_as)
 
-        async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings):
+        options = LendingOptions(home, hosting.node, context, partial(with_limits, node))
+        about = {"swarm": swarm.name, "readings": hosting.readings, "options": options}
+        async with attended(hosting.node, stop, watch, **about):
             await until_first(hosting.run(stop, begin), *([] if page.no_page else [open_page()]))
 
     with hosting_alone(home, swarm.id, swarm.name), beginning_anew(), tell:
