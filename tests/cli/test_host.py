@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from swarmnode.cli.host import host as command
-from swarmnode.cli.options import gateway
-from swarmnode.cli.options.gateway import GatewayAddress, Served, free_gateway_port
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.errors import ExecutorDied
+from swarmnode.gateway import gateway_address as gateway
+from swarmnode.gateway.gateway_address import GatewayAddress, Served, free_gateway_port
 from swarmnode.lending.control_server import CommandSocket, ControlRequest
 from swarmnode.net.addressing.addresses import bound
 from swarmnode.net.identity import hosting_alone

@@ -15,14 +15,14 @@ import typer
 
 from swarmnode.cli.lend.lending import attended
 from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, listen_option, owner_of
-from swarmnode.cli.options.gateway import PORT as GATEWAY_PORT
-from swarmnode.cli.options.gateway import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.node_file import LendingOptions, with_limits
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.owner import NewOwnerOptions, OwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
 from swarmnode.counting import counted
+from swarmnode.gateway.gateway_address import PORT as GATEWAY_PORT
+from swarmnode.gateway.gateway_address import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.net.tasks import until_first
 from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say, say_sentences
 from swarmnode.terminal.formatting import parse_life
@@ -48,6 +48,14 @@ _FORMATS = (
     r"|gguf|gptq|awq|bnb|imat(?:rix)?|i1|quantized"
 )
 _TUNINGS = "instruct|chat|it|hf"
+
+
+@dataclass(frozen=True)
+class NewSwarmOptions:
+    """Options of a swarm that `host` founds: its name, empty for one of the model's, and its adapters' folders by their names."""
+
+    name: str = option("", "Name of the swarm; default: the model's, without quantisation.")
+    adapters: Mapping[str, Path] = ADAPTERS
 
 
 @dataclass(frozen=True)
@@ -89,11 +97,10 @@ def host(
         "Checkpoint (a folder, GGUF file, hub id, or organisation/model:Q4_K_M), or a .swarm file of yours.",
         metavar="MODEL",
     ),
-    name: str = option("", "Name of the swarm; default: the model's."),
+    new: NewSwarmOptions,
     membership: MembershipOptions,
     guests: GuestOptions,
     doors: HostDoorOptions,
-    adapters: dict[str, Path] = ADAPTERS,
     node: Annotated[
         NodeOptions,
         "memory_bytes max_cache_bytes max_upload_bps max_download_bps share hours days only_idle_s exclusive max_others_load "
@@ -129,7 +136,7 @@ def host(
     announced = check_all("--announce", doors.announce, dialled=True)
     door = replace(config.host, announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
-    founding = Founding(model, name, membership, doors, adapters, owner, quiet=as_json)
+    founding = Founding(model, new.name, membership, doors, new.adapters, owner, quiet=as_json)
     check_home(home)
     with spinner("Reading", quiet=as_json) as end_spinner:
         swarm, path = founding.known(end_spinner)
@@ -297,10 +304,12 @@ class Founding:
         from swarmnode.founding.bootstraps import Bootstraps
         from swarmnode.founding.model_source import from_model
         from swarmnode.founding.swarm_creation import found, new_beside
+        from swarmnode.net.addressing.addresses import port_of
         from swarmnode.swarm.records.manifest import SERVE
 
         membership = self.membership.membership
-        bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
+        listen = self.doors.listen or [_free_everywhere()]
+        bootstraps = Bootstraps((), listen, self.doors.announce).settled()
         if self.owner.ask_password or not Path(self.model).expanduser().exists():
             end_spinner()  # for a question, or the bars of a download
         owner = None if membership == "open" else owner_of(path, self.owner)
@@ -320,7 +329,10 @@ class Founding:
                 )
         end_spinner()
         if not self.quiet:
-            for line in (*(f"Note: {remark}" for remark in source.remarks), *([owner.advice] if owner else [])):
+            lines = [f"Note: {remark}." for remark in source.remarks] + ([owner.advice] if owner else [])
+            if not self.doors.listen and (port := port_of(listen[0])) != PORT:
+                lines.append(f"Port {PORT} is taken here, so new machines connect to this swarm at port {port}.")
+            for line in lines:
                 say_sentences(line)
         return swarm, owner
 
@@ -366,11 +378,7 @@ def _free_everywhere() -> str:
     try:
         check_port_free(address)
     except LocalError:
-        port = free_port("0.0.0.0")  # nosec B104  # a host is meant for others
-        say(
-            f"Port {PORT} is taken, so new machines connect at port {port}: let your router forward that one.", err=True
-        )
-        return f"/ip4/0.0.0.0/tcp/{port}"
+        return f"/ip4/0.0.0.0/tcp/{free_port('0.0.0.0')}"  # nosec B104  # a host is meant for others
     return address
 
 

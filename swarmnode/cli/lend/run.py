@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnode.cli.lend.lending import attended
-from swarmnode.cli.options.gateway import LOOPBACK, PORT, GatewayAddress, beside
 from swarmnode.cli.options.metrics import MetricsOptions, port_option
 from swarmnode.cli.options.node_file import CONFIG, LendingOptions
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.errors import LocalError
+from swarmnode.gateway.gateway_address import LOOPBACK, PORT, GatewayAddress, beside
 from swarmnode.terminal.console import EVENTS, LogOptions, command, has_terminal, heeds_hangup, run_async
 from swarmnode.terminal.option import option
 from swarmnode.terminal.process import CollectorPause, beginning_anew

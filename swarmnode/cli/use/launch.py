@@ -5,8 +5,8 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 
-from swarmnode.cli.options.gateway import LOOPBACK, PORT
 from swarmnode.files import parse_json, write_private
+from swarmnode.gateway.gateway_address import LOOPBACK, PORT
 from swarmnode.gateway.integrations.configurations import TOOLS, Endpoint
 from swarmnode.swarm.records.manifest import EMBED, GENERATE
 from swarmnode.terminal.console import command, fail, say

@@ -128,10 +128,11 @@ class GatewayAddress:
             url = f"{origin(self.host, bound)}/v1"
             for name, client in clients.items():
                 await answer_owner(name, client)
-            self._tell(url, bound, page.owner.token, list(clients))
+            self._tell(bound, page.owner.token, list(clients))
             yield add
 
-    def _tell(self, url: str, port: int, token: str, models: list[str]) -> None:
+    def _tell(self, port: int, token: str, models: list[str]) -> None:
+        url = f"{origin(self.host, port)}/v1"
         page = f"{origin(LOOPBACK if self.host in EVERYWHERE else self.host, port)}/"
         link = f"{page}#owner={token}"
         write_private(self.home / PAGE_LINK, f"{link}\n".encode(), make_folder=True)
