@@ -8,6 +8,7 @@ import errno
 import functools
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -143,19 +144,23 @@ Verbosity = Annotated[LogOptions, "verbose"]
 
 def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     """Print text for people on standard output, or on standard error with `err`. Control characters of strangers' texts are
-    replaced."""
+    replaced.
+
+    On a terminal, lines that are too long break between words and keep their indentation. Lines with a command stay whole, since a
+    break would be copied with them.
+    """
+    if nl and not is_kept(sys.stderr if err else sys.stdout):
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(
+            line if len(line) <= width or "swarmnode " in line else _broken(line) for line in text.split("\n")
+        )
     with outliving_terminal():
         typer.echo(printable(text), nl=nl, err=err)
 
 
-def say_sentences(text: str) -> None:
-    """Print text for people on standard output.
-
-    On a terminal, its lines break between words and keep their indentation; a line of one word, such as an invite, stays whole.
-    """
-    for line in text.split("\n"):
-        words, indent = line.strip(), line[: len(line) - len(line.lstrip())]
-        say(wrapped(words, indent, indent) if " " in words and not is_kept(sys.stdout) else line)
+def _broken(line: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    return wrapped(line.strip(), indent, indent)
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:

@@ -37,6 +37,7 @@ def new_table(
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
     if plain:
         table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
+        table.min_width = title.cell_len  # the title is as wide as the table
     return table
 
 

@@ -8,7 +8,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from swarmnode.terminal.console import outliving_terminal, print_json, say_sentences
+from swarmnode.terminal.console import outliving_terminal, print_json, say
 from swarmnode.terminal.formatting import one_line
 
 # Events whose text the next one replaces on a terminal.
@@ -48,11 +48,11 @@ class Teller:
         else:
             line = self._line
             self._show("")
-            say_sentences(text)
+            say(text)
             if event in SETTLED:
                 self._is_settled = True
                 while self._held:
-                    say_sentences(self._held.pop(0))
+                    say(self._held.pop(0))
             self._show(line if event not in ("ready", "draining", "left") else "")
 
     def last(self, event: str, text: str, **details: Any) -> None:

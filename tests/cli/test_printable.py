@@ -83,7 +83,7 @@ def test_a_peer_is_one_line_of_80_columns() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(status_table({**status, "ungiven": [], "max_model_len": 131072}))
     title, *_, first, second, third = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
-    assert title.strip() == "swarm friends: 126 layers, 131,072 tokens of context, no machine holds 3-4"
+    assert title.strip() == "friends: texts of up to 131,072 tokens, 126 layers, no machine holds 3-4"
     assert first == second == third and "relayed" in first and "RTX 3090" in first and "█" in first
     console.print(status_table({**status, "ungiven": [3, 4]}))
     said = " ".join(console.export_text().split())

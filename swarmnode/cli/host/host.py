@@ -24,7 +24,7 @@ from swarmnode.counting import counted
 from swarmnode.gateway.gateway_address import PORT as GATEWAY_PORT
 from swarmnode.gateway.gateway_address import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.net.tasks import until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say, say_sentences
+from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
 from swarmnode.terminal.formatting import parse_life
 from swarmnode.terminal.option import argument, of_same_names, option
 from swarmnode.terminal.process import beginning_anew
@@ -333,7 +333,7 @@ class Founding:
             if not self.doors.listen and (port := port_of(listen[0])) != PORT:
                 lines.append(f"Port {PORT} is taken here, so new machines connect to this swarm at port {port}.")
             for line in lines:
-                say_sentences(line)
+                say(line)
         return swarm, owner
 
 

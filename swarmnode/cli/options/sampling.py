@@ -62,8 +62,8 @@ class SamplingOptions:
     drafts: str = option(
         LOOKUP,
         "Write faster by guessing tokens ahead; the text stays the same. Guesses come from prompt, answer and schema (lookup), "
-        "also from a draft model of the first machine (auto, or the model's name; see `status`). The last machine sees wrong "
-        "guesses.",
+        "also from a draft model of the first machine (auto, or the model's name; see `status`). Wrong guesses may show "
+        "the last machine words of your prompt.",
         metavar="off|lookup|auto|MODEL",
     )
     adapter: str = option(

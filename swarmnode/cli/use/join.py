@@ -14,7 +14,7 @@ import typer
 from swarmnode.cli.options.quantities import parse_name
 from swarmnode.cli.options.swarm import complete_swarms
 from swarmnode.counting import counted
-from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say, say_sentences
+from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option
 from swarmnode.terminal.standard_input import MAX_LINE_BYTES, STANDARD_INPUT, is_piped, read_line
 
@@ -55,10 +55,10 @@ def join(
     if as_json:
         print_json({"name": known_as, **terms, "own_name": own_name(home)})
         return
-    say_sentences(f"Joined {known_as}: {_say(terms)}.")
+    say(f"Joined {known_as}: {_say(terms)}.")
     if lends and (known := own_name(home)):
         say(f"Others see this machine as {known}.")
-    say_sentences("Your first command will show whether the swarm answers and admits you:")
+    say("Your first command will show whether the swarm answers and admits you:")
     quoted = shlex.quote(known_as)
     if lends:
         say(f"  swarmnode run {quoted}   # lends this machine")

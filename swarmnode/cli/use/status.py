@@ -212,11 +212,11 @@ def status_table(status: dict[str, Any]) -> Table:
 
     units = status["units"]
     step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""
-    covered = Text("covered", "green")
+    covered = Text("all held", "green")
     if status["missing"]:
         covered = Text(f"no machine holds {', '.join(ranges(status['missing']))}", "red")
-    positions = f"{status['max_model_len']:,} tokens of context, " if status.get("max_model_len") else ""
-    title = Text.assemble(one_line(f"swarm {status['name']}: {units} layers, {positions}{step}"), covered)
+    positions = f"texts of up to {status['max_model_len']:,} tokens, " if status.get("max_model_len") else ""
+    title = Text.assemble(one_line(f"{status['name']}: {positions}{step}{units} layers, "), covered)
     trains = status["mode"] == "train"
     # On one machine or LAN, nothing is known.
     far = any(peer["reached"] != "unknown" for peer in status["peers"])

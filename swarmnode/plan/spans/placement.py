@@ -318,13 +318,13 @@ def _held_by_others(span: Span, held_U: Indexes) -> str:
     """Return a sentence on the numbers of other holders of the layers of `span`, which `held_U` has for each layer."""
     kinds = (
         (int((held_U == 0).sum()), "on no other machine"),
-        (int((held_U == 1).sum()), "on one other machine"),
-        (int((held_U > 1).sum()), "on several other machines"),
+        (int((held_U == 1).sum()), "also on one other machine"),
+        (int((held_U > 1).sum()), "also on several other machines"),
     )
     told = [(count, where) for count, where in kinds if count]
     if len(told) == 1:
         [(count, where)] = told
-        return f"{layers(*span)} is {where}" if count == 1 else f"all {count} of {layers(*span)} are {where}"
+        return f"{layers(*span)} is {where}" if count == 1 else f"all {count} layers are {where}"
     return f"of {layers(*span)}, " + ", ".join(f"{count} are {where}" for count, where in told)
 
 
@@ -335,7 +335,8 @@ def grounds(view: View, joiner: Joiner, span: Span) -> tuple[str, ...]:
     held = holders_U[span.start : span.end]
     alone = int((holders_U == 0).sum())
     return (
-        f"{counted(len(others), 'other machine')} of the swarm {'holds' if len(others) == 1 else 'hold'} layers"
+        f"{counted(len(others), 'other machine') if others else 'no other machine'} of the swarm "
+        f"{'hold' if len(others) > 1 else 'holds'} layers"
         + (f"; no one holds {alone} of the {view.units} layers" if others else ""),
         _held_by_others(span, held),
         f"the memory that you lend has room for {counted(min(joiner.capacity_units, view.units), 'layer')} (--memory)",
