@@ -482,7 +482,7 @@ class Node:
         host.directory.announce(
             Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
         )
-        self._tell("loading", f"Loading {layers(*span)}, {hardware.describe(span)}", span=list(span))
+        self._tell("loading", f"Loading {hardware.describe(span)}", span=list(span))
         if self._crashes is not None:
             self._crashes.note(f"it held {layers(*span)}")
         if self._kept is not None and self._kept.units == span:

@@ -8,6 +8,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ from swarmnode.net.tasks import cancel_the_rest, until_first
 from swarmnode.terminal.formatting import json_line, printable, wrapped
 from swarmnode.terminal.option import option, taking_settings
 
+_FIGURE_SPACE = "\u2007"  # no line breaks there
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
 THREADS_S = 0.5  # for threads to end after a command was asked to stop and is over
 
@@ -146,21 +148,20 @@ def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     """Print text for people on standard output, or on standard error with `err`. Control characters of strangers' texts are
     replaced.
 
-    On a terminal, lines that are too long break between words and keep their indentation. Lines with a command stay whole, since a
-    break would be copied with them.
+    On a terminal, lines that are too long break between words and keep their indentation. A command in them stays whole, since a
+    break would be copied with it.
     """
     if nl and not is_kept(sys.stderr if err else sys.stdout):
         width = shutil.get_terminal_size().columns
-        text = "\n".join(
-            line if len(line) <= width or "swarmnode " in line else _broken(line) for line in text.split("\n")
-        )
+        text = "\n".join(line if len(line) <= width else _broken(line) for line in text.split("\n"))
     with outliving_terminal():
         typer.echo(printable(text), nl=nl, err=err)
 
 
 def _broken(line: str) -> str:
     indent = line[: len(line) - len(line.lstrip())]
-    return wrapped(line.strip(), indent, indent)
+    whole = re.sub(r"`[^`]*`|\bswarmnode .*", lambda command: command[0].replace(" ", _FIGURE_SPACE), line.strip())
+    return wrapped(whole, indent, indent).replace(_FIGURE_SPACE, " ")
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:

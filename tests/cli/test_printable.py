@@ -131,6 +131,17 @@ def test_lines_of_a_terminal_break_between_words_and_an_invite_stays_whole(monke
     assert any(line.startswith("  deeper") for line in lines)
 
 
+@pytest.mark.parametrize("place", range(0, 70, 3))
+@pytest.mark.parametrize("written", ["`swarmnode stop my friends`", "swarmnode run my friends --memory 6GB"])
+def test_a_command_in_a_sentence_is_not_broken(place: int, written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    say(f"{'w ' * place}then {written}")
+    assert written in terminal.getvalue()
+
+
 @pytest.mark.parametrize(
     ("is_terminal", "options", "begins"),
     [

@@ -127,10 +127,10 @@ def host(
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.net.identity import check_home, hosting_alone
-    from swarmnode.swarm.storage.remembered import machine_name, own_name
+    from swarmnode.swarm.storage.remembered import keep_own_name, machine_name, own_name
 
-    name_here = own_name(home) or (machine_name() if membership.membership == "private" else "") or "host"
-    node = replace(node, home=home, name=name_here)
+    known_here = own_name(home) or (machine_name() if membership.membership == "private" else "")
+    node = replace(node, home=home, name=known_here or "host")
     config = node.config()
     terms = of_same_names(InviteTerms, guests)
     announced = check_all("--announce", doors.announce, dialled=True)
@@ -147,6 +147,8 @@ def host(
     welcome = Welcome(path, terms, tell, nat=node.nat_port_map)
     key = new_owner.key if new_owner else welcome.key_for(swarm, owner)
     known_as = name_swarm(path, home)
+    if known_here and not own_name(home):  # this machine has the same name in the owner's other swarms
+        keep_own_name(home, known_here)
 
     async def serve(stop: asyncio.Event) -> None:
         from swarmnode.node.bootstrap import SwarmHost

@@ -95,7 +95,9 @@ def leave(
     removed, kept = list[Path](), list[str]()
     if swarm is not None:
         if pid := _running(swarm.id, home):
-            fail(f"process {pid} still takes part in {name}: end it first, a node by `swarmnode stop`")
+            fail(
+                f"process {pid} still takes part in {name}: end it first with `swarmnode stop {shlex.quote(name)}`, or Ctrl-C"
+            )
         if all(known == name or other.id != swarm.id for known, other in load_all_named(home).items()):
             removed = list((home / "membership").glob(f"{swarm.id.hex()[:16]}-*.json"))
         kept = list(_kept(swarm, name, home))
