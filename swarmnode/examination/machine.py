@@ -93,7 +93,7 @@ def judge_invite(swarm: Swarm, now: float) -> Finding:
     if 0 < grant.expires_at <= now:
         return Finding("invite", "bad", "it has expired", "ask the person who invited you for a new one")
     end = "for ever" if not grant.expires_at else f"until {time.strftime('%Y-%m-%d', time.localtime(grant.expires_at))}"
-    return Finding("invite", "good", f"for a {grant.allows.name.lower()}, {end}; this look did not use it")
+    return Finding("invite", "good", f"for a {grant.allows.name.lower()}, {end}; this test used none of its uses")
 
 
 def judge_weights(manifest: Manifest) -> list[Finding]:
@@ -228,6 +228,4 @@ def _ipv6() -> Finding:
     public = [address for address in sorted(own_interfaces()) if ":" in address and is_public(f"/ip6/{address}/tcp/1")]
     if public and socket.has_ipv6:
         return Finding("IPv6", "good", public[0])
-    return Finding(
-        "IPv6", "good", "none; others reach this machine over IPv4, behind a router by hole punching or a relay"
-    )
+    return Finding("IPv6", "good", "none, and none is needed: others reach this machine over IPv4")

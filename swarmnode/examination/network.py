@@ -88,7 +88,9 @@ def nat(servers: Sequence[Server] = STUN_SERVERS) -> Finding:
             "NAT", "doubtful", f"seen at {seen[0][0]}{carrier}", "one STUN server answers; its kind takes two"
         )
     kept = ", ports are kept" if seen[0][1] == own else ""
-    return Finding("NAT", "good", f"cone{carrier}, seen at {seen[0][0]}{kept}: holes can be punched in it")
+    return Finding(
+        "NAT", "good", f"cone{carrier}, seen at {seen[0][0]}{kept}: other machines can connect through your router"
+    )
 
 
 def _own_host(towards: Server) -> str | None:
@@ -112,5 +114,7 @@ def upnp(routers: Server = ROUTERS) -> Finding:
         except OSError:
             return Finding("UPnP", "good", "no router answers: --nat would change nothing")
     if not answer.startswith(b"HTTP/1.1 200"):
-        return Finding("UPnP", "doubtful", f"{sender[0]} answers in no way that is known", "leave --nat alone")
+        return Finding(
+            "UPnP", "doubtful", f"{sender[0]} gives an answer that swarmnode does not know", "leave --nat alone"
+        )
     return Finding("UPnP", "good", f"the router at {sender[0]} maps ports: --nat lets others in directly")

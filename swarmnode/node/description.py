@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 PROGRESS_S = 15.0
 STANDS_BY = "Standing by: training is faster without this node at the moment. It takes layers as soon as some need it."
 LENDING = {
-    LendingState.DRAINING: "Pausing ({reason}): sessions move to other peers.",
-    LendingState.FINISHING: "Finishing ({reason}): nothing new is taken.",
+    LendingState.DRAINING: "Pausing ({reason}): running work moves to other machines.",
+    LendingState.FINISHING: "Finishing ({reason}): this machine accepts no new work.",
     LendingState.PAUSED: "Paused ({reason}).",
 }
 
@@ -59,8 +59,8 @@ def farewell(donation: Donation) -> str:
 def outdated(newer: int) -> str:
     """Return the advice to upgrade, for when most peers speak version `newer` of the protocol."""
     return (
-        f"Most peers here speak version {newer} of the protocol, this node {VERSION}: "
-        "upgrade swarmnode when it suits you (`swarmnode update` tells you how)."
+        f"Most machines of this swarm have a newer swarmnode (protocol version {newer}, here {VERSION}). "
+        "`swarmnode update` shows how to upgrade."
     )
 
 

@@ -544,7 +544,7 @@ class Node:
 
     async def _leave(self, host: Host, record: WorkRecord) -> None:
         if self._stage is not None:
-            self._tell("draining", "Leaving: sessions move to other peers. Ctrl-C again leaves now.")
+            self._tell("draining", "Leaving: running work moves to other machines. Press Ctrl-C again to leave now.")
             await self._leave_stage(host)
         if self._crashes is not None:
             self._crashes.forget()

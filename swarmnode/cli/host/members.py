@@ -72,7 +72,7 @@ def revoke(
     if as_json:
         print_json({**ended.told(), "told": told})
     elif told:
-        say(f"Revoked {ended.name}: {counted(told, 'machine')} got the news and will pass it on.")
+        say(f"Revoked {ended.name}: {counted(told, 'machine')} heard of it and will tell the others.")
     else:
         say(
             f"Revoked {ended.name} and saved it in {book.path}; no machine is online. To spread it, run a node with {swarm}."
