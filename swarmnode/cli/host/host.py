@@ -171,8 +171,8 @@ def host(
             await answer(now, address, known_as)
 
         options = LendingOptions(home, hosting.node, context, partial(with_limits, node))
-        about = {"swarm": swarm.name, "readings": hosting.readings, "options": options}
-        async with attended(hosting.node, stop, watch, **about):
+        attending = attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings, options=options)
+        async with attending:
             await until_first(hosting.run(stop, begin), *([] if page.no_page else [open_page()]))
 
     with hosting_alone(home, swarm.id, swarm.name), beginning_anew(), tell:
