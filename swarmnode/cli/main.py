@@ -38,7 +38,8 @@ GROUPS: Mapping[str, Mapping[str, CommandPlace]] = {
         "update": CommandPlace("lend.config"),
     },
     "Host a swarm": {
-        **places("host", "host create quantize bootstrap"),
+        "host": CommandPlace("host.host", settings={"cls": ConfiguredCommand}),
+        **places("host", "create quantize bootstrap"),
         **{name: CommandPlace("host.members") for name in ("invite", "revoke", "members")},
     },
     "Train": places("train", "train tune export"),

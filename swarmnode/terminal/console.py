@@ -14,6 +14,7 @@ import errno
 import functools
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -31,9 +32,10 @@ import typer
 from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
 from swarmnode.files import default_home
 from swarmnode.net.tasks import cancel_the_rest, until_first
-from swarmnode.terminal.formatting import json_line, one_line, printable
+from swarmnode.terminal.formatting import json_line, one_line, printable, wrapped
 from swarmnode.terminal.option import option, taking_settings
 
+_FIGURE_SPACE = "\u2007"  # no line breaks there
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
 THREADS_S = 0.5  # for threads to end after a command was asked to stop and is over
 
@@ -61,6 +63,22 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without control characters, because a message may contain a stranger's text."""
         return printable(super().format(record))
+
+
+class PlainLines(logging.Formatter):
+    """Formatter of log lines for a terminal, where a command speaks in sentences: `Note: message.` for a warning, `Error: message.`
+    for an error. A stack trace follows on lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the sentence without control characters, wrapped to the terminal, because a message may contain a stranger's
+        text."""
+        sentence, _, trace = super().format(record).partition("\n")
+        sentence = sentence[:1].upper() + sentence[1:] + ("" if sentence.endswith((".", "!", "?", "…", ":")) else ".")
+        mark = "Error: " if record.levelno >= logging.ERROR else "Note: "
+        return "\n".join([wrapped(f"{mark}{sentence}"), *([printable(trace)] if trace else [])])
 
 
 class JsonLines(logging.Formatter):
@@ -120,9 +138,11 @@ class LogOptions:
     verbose: bool = option(False, "Log every step.", "--verbose", "-v")
 
     def begin(self) -> None:
-        """Set up logging: warnings, and with --verbose all messages of swarmnode."""
+        """Set up logging: warnings, and with --verbose all messages of swarmnode. On a terminal, warnings are sentences as the rest
+        of the output; in a file, and with --verbose, they are log lines."""
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(LOG_FORMATS[self.log_format])
+        speaks = self.log_format == "text" and not self.verbose and not is_kept(sys.stderr)
+        handler.setFormatter(PlainLines() if speaks else LOG_FORMATS[self.log_format])
         logging.basicConfig(handlers=[handler], level=logging.WARNING)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about optional kernels
         logging.getLogger("swarmnode").setLevel(logging.DEBUG if self.verbose else logging.WARNING)
@@ -133,15 +153,35 @@ Verbosity = Annotated[LogOptions, "verbose"]
 
 def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     """Print text for people on standard output, or on standard error with `err`. Control characters of strangers' texts are
-    replaced."""
+    replaced.
+
+    On a terminal, lines that are too long break between words and keep their indentation. A command in them stays whole, since a
+    break would be copied with it.
+    """
+    if nl and not is_kept(sys.stderr if err else sys.stdout):
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(line if len(line) <= width else _broken(line) for line in text.split("\n"))
     with outliving_terminal():
         typer.echo(printable(text), nl=nl, err=err)
+
+
+def _broken(line: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    whole = re.sub(r"`[^`]*`|\bswarmnode .*", lambda command: command[0].replace(" ", _FIGURE_SPACE), line.strip())
+    return wrapped(whole, indent, indent).replace(_FIGURE_SPACE, " ")
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:
     """Print one line on standard error and end the command. Raises typer.Exit with `exit_code`."""
     say(f"error: {' '.join(message.splitlines())}", err=True)
     raise typer.Exit(exit_code)
+
+
+def stopped(message: str) -> NoReturn:
+    """Print a sentence on standard error and end the command with exit code 1: the user stopped it before its end, which is no
+    error."""
+    say(" ".join(message.splitlines()), err=True)
+    raise typer.Exit(1)
 
 
 def command(function: Callable[..., T]) -> Callable[..., T]:
@@ -356,6 +396,8 @@ def _text(data: bytes) -> str:
 
 # Events whose text the next one replaces on a terminal.
 PASSING = frozenset(("waiting", "machine", "loading", "fetching", "moving", "compressing"))
+# Events after which a node is settled for a while: what its owner needs to read stands last then.
+SETTLED = frozenset(("ready", "spare", "paused"))
 CLEAR_LINE = "\x1b[2K"
 
 
@@ -367,6 +409,8 @@ class Teller:
         self._as_json = as_json
         self._changing = not as_json and sys.stdout.isatty()
         self._line = ""
+        self._is_settled = False
+        self._held: list[str] = []
 
     def __repr__(self) -> str:
         return f"<Teller of {'JSON' if self._as_json else 'text'}, {self._line!r}>"
@@ -388,7 +432,18 @@ class Teller:
             line = self._line
             self._show("")
             say(text)
+            if event in SETTLED:
+                self._is_settled = True
+                while self._held:
+                    say(self._held.pop(0))
             self._show(line if event not in ("ready", "draining", "left") else "")
+
+    def last(self, event: str, text: str, **details: Any) -> None:
+        """Tell an event after the first one of SETTLED, so that its text stands last; to scripts at once."""
+        if self._as_json or self._is_settled:
+            self(event, text, **details)
+        else:
+            self._held.append(text)
 
     def _show(self, line: str) -> None:
         """Draw the changing line. The cursor stays at its beginning, so that any other output overwrites it."""
