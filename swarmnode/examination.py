@@ -97,7 +97,7 @@ def judge_invite(swarm: Swarm, now: float) -> Finding:
     if 0 < grant.expires_at <= now:
         return Finding("invite", "bad", "it has expired", "ask the person who invited you for a new one")
     end = "for ever" if not grant.expires_at else f"until {time.strftime('%Y-%m-%d', time.localtime(grant.expires_at))}"
-    return Finding("invite", "good", f"for a {grant.allows.name.lower()}, {end}; this look did not use it")
+    return Finding("invite", "good", f"for a {grant.allows.name.lower()}, {end}; this test used none of its uses")
 
 
 def judge_weights(manifest: Manifest) -> list[Finding]:
@@ -232,9 +232,7 @@ def _ipv6() -> Finding:
     public = [address for address in sorted(own_interfaces()) if ":" in address and is_public(f"/ip6/{address}/tcp/1")]
     if public and socket.has_ipv6:
         return Finding("IPv6", "good", public[0])
-    return Finding(
-        "IPv6", "good", "none; others reach this machine over IPv4, behind a router by hole punching or a relay"
-    )
+    return Finding("IPv6", "good", "none, and none is needed: others reach this machine over IPv4")
 
 
 ANSWER_S = 2.0
@@ -314,7 +312,9 @@ def nat(servers: Sequence[Server] = STUN_SERVERS) -> Finding:
             "NAT", "doubtful", f"seen at {seen[0][0]}{carrier}", "one STUN server answers; its kind takes two"
         )
     kept = ", ports are kept" if seen[0][1] == own else ""
-    return Finding("NAT", "good", f"cone{carrier}, seen at {seen[0][0]}{kept}: holes can be punched in it")
+    return Finding(
+        "NAT", "good", f"cone{carrier}, seen at {seen[0][0]}{kept}: other machines can connect through your router"
+    )
 
 
 def _own_host(towards: Server) -> str | None:
@@ -338,5 +338,7 @@ def upnp(routers: Server = ROUTERS) -> Finding:
         except OSError:
             return Finding("UPnP", "good", "no router answers: --nat would change nothing")
     if not answer.startswith(b"HTTP/1.1 200"):
-        return Finding("UPnP", "doubtful", f"{sender[0]} answers in no way that is known", "leave --nat alone")
+        return Finding(
+            "UPnP", "doubtful", f"{sender[0]} gives an answer that swarmnode does not know", "leave --nat alone"
+        )
     return Finding("UPnP", "good", f"the router at {sender[0]} maps ports: --nat lets others in directly")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.cli.options import gateway
 from swarmnode.files import lock_alone, write_private
+from swarmnode.gateway import gateway_address as gateway
 from swarmnode.net.identity import IdentitySlot
 from swarmnode.terminal.console import is_kept
 

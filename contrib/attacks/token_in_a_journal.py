@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attack import Outcome, main
 
-from swarmnode.cli.options.gateway import GatewayAddress
+from swarmnode.gateway.gateway_address import GatewayAddress
 
 VIRTUAL, FAST = True, True
 TOKEN = "a-token-of-the-owner"

@@ -60,7 +60,9 @@ TABLE = CommandTable(
         },
         "owner": {
             "host": CommandPlace(
-                "host.host", shown="name mode config memory device public uses expires no-page door-only"
+                "host.host",
+                shown="name mode config memory disk max-upload hours only-idle public door-only",
+                settings={"cls": ConfiguredCommand},
             ),
             "create": CommandPlace(
                 "host.create", shown="model mode config module listen announce public ask-password force json"

@@ -319,10 +319,10 @@ class NewOwner:
     def advice(self) -> str:
         """Sentence for the owner about the key."""
         if self.file is None:
-            return "The given key is the key to the swarm, too: keep it; it cannot be replaced."
+            return "Keep the given key secret and back it up: only it can invite and revoke."
         if self.password:
-            return f"{self.file} is the key to the swarm: keep it and its password; they cannot be replaced."
-        return f"{self.file} is the key to the swarm, without a password: keep it, and show it to nobody; it cannot be replaced."
+            return f"Back up {self.file} and remember its password: only they can invite and revoke."
+        return f"Keep {self.file} secret and back it up: only it can invite and revoke."
 
     def save(self) -> None:
         """Write a new key, under its password if there is one. Raises LocalError if it cannot be written."""

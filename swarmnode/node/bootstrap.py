@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from swarmnode.errors import LocalError
 from swarmnode.metrics.metric import Readings
@@ -61,6 +61,8 @@ class Bootstrap:
         host = await Host.join(swarm, config, role="bootstrap", identity=promised, platform=platform)
         try:
             _take_in(host, file, await _mapped(host))
+            if not host.joined.is_set() and promised is None:
+                log.warning("waiting for %s: no other machine of it answers yet", swarm.name)
             await host.manifest(patience_s=MANIFEST_PATIENCE_S)
             seeder = await Seeder.start(host, host.swarm)
             if swarm.checkpoint is not None:
@@ -178,7 +180,12 @@ class SwarmHost:
         self._door_config = door
         self._platform = platform
         self._door: Bootstrap | None = None
-        self.node = Node(swarm, node, tell, platform=platform)
+
+        def tell_inside(event: str, text: str, **details: Any) -> None:
+            """Tell the node's news. It waits for no one but this process's own bootstrap peer."""
+            tell(event, f"Opening {swarm.name} …" if event == "waiting" else text, **details)
+
+        self.node = Node(swarm, node, tell_inside, platform=platform)
 
     def __repr__(self) -> str:
         return f"<SwarmHost {self._swarm!r}: {self.node!r}>"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.codec.body import VERSION
-from swarmnode.counting import counted, layers
+from swarmnode.counting import counted, format_bytes, layers
 from swarmnode.lending.cards import energy_used
 from swarmnode.lending.lending import DAYS, LendingState
 from swarmnode.measuring.service_report import Donation, given
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 PROGRESS_S = 15.0
 STANDS_BY = "Standing by: training is faster without this node at the moment. It takes layers as soon as some need it."
 LENDING = {
-    LendingState.DRAINING: "Pausing ({reason}): sessions move to other peers.",
-    LendingState.FINISHING: "Finishing ({reason}): nothing new is taken.",
+    LendingState.DRAINING: "Pausing ({reason}): running work moves to other machines.",
+    LendingState.FINISHING: "Finishing ({reason}): this machine accepts no new work.",
     LendingState.PAUSED: "Paused ({reason}).",
 }
 
@@ -36,11 +36,17 @@ Tell = Callable[..., None]
 
 
 def introduce(manifest: Manifest) -> str:
-    """Return a sentence on the swarm's purpose, model and size."""
+    """Return a line on the swarm's model and its size, and whether it is trained."""
     model = manifest.model
-    named = model.hub_id or f"a {model.family}"
-    does = "trains" if manifest.mode == TRAIN else "serves"
-    return f"It {does} {named}: {counted(model.units, 'layer')}, {manifest.total_bytes / 1e9:.1f} GB"
+    named = model.hub_id or (manifest.name if manifest.name == model.family else f"{manifest.name} ({model.family})")
+    trained = ", to be trained" if manifest.mode == TRAIN else ""
+    return f"Model: {named}, {counted(model.units, 'layer')}, {format_bytes(manifest.total_bytes)}{trained}"
+
+
+def presented(host: Host) -> str:
+    """Return a sentence on the name under which others see the node, and the end of its id."""
+    known_as = f"{host.name} ({host.peer_id[-8:]})" if host.name else host.peer_id[-8:]
+    return f"This machine is {known_as} in {host.swarm.name}."
 
 
 def farewell(donation: Donation) -> str:
@@ -52,8 +58,8 @@ def farewell(donation: Donation) -> str:
 def outdated(newer: int) -> str:
     """Return the advice to upgrade, for when most peers speak version `newer` of the protocol."""
     return (
-        f"Most peers here speak version {newer} of the protocol, this node {VERSION}: "
-        "upgrade swarmnode when it suits you (`swarmnode doctor --update` tells you how)."
+        f"Most machines of this swarm have a newer swarmnode (protocol version {newer}, here {VERSION}). "
+        "`swarmnode doctor --update` shows how to upgrade."
     )
 
 
@@ -95,7 +101,7 @@ def described(
     return {
         "swarm": swarm.name,
         "swarm_id": swarm.id.hex(),
-        "name": config.host.name,
+        "name": config.host.name if host is None else host.name,
         "peer": None if host is None else host.peer_id,
         "span": None if span is None else list(span),
         "sessions": 0 if own is None else own.sessions,

@@ -44,6 +44,7 @@ from swarmnode.node.description import (
     introduce,
     measured,
     outdated,
+    presented,
     reason_of,
 )
 from swarmnode.node.node_config import RATES, NodeConfig
@@ -303,9 +304,9 @@ class Node:
         `services` close after the sessions have moved away.
         """
         addresses = await host.network.addresses()
-        self._tell("joined", f"Peer {host.peer_id} of swarm {host.swarm.name}", peer=host.peer_id, addresses=addresses)
+        self._tell("joined", presented(host), peer=host.peer_id, addresses=addresses)
         if not host.joined.is_set():
-            self._tell("waiting", "The swarm cannot be reached at the moment; this node keeps trying.")
+            self._tell("waiting", f"Waiting for {host.swarm.name}: the host does not answer yet.")
             await host.joined.wait()
         await host.manifest(patience_s=MANIFEST_PATIENCE_S)
         assert host.swarm.manifest is not None
@@ -481,7 +482,7 @@ class Node:
         host.directory.announce(
             Place(state=State.LOADING, span=span), *hardware.sections(host), await host.introduction()
         )
-        self._tell("loading", f"Loading {layers(*span)}, {hardware.describe(span)}", span=list(span))
+        self._tell("loading", f"Loading {hardware.describe(span)}", span=list(span))
         if self._crashes is not None:
             self._crashes.note(f"it held {layers(*span)}")
         if self._kept is not None and self._kept.units == span:
@@ -543,7 +544,7 @@ class Node:
 
     async def _leave(self, host: Host, record: WorkRecord) -> None:
         if self._stage is not None:
-            self._tell("draining", "Leaving: sessions move to other peers. Ctrl-C again leaves now.")
+            self._tell("draining", "Leaving: running work moves to other machines. Press Ctrl-C again to leave now.")
             await self._leave_stage(host)
         if self._crashes is not None:
             self._crashes.forget()

@@ -53,7 +53,7 @@ from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, 
 from swarmnode.swarm.records.certificate import Role
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, check_products, swarm_id
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, note_members
-from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache
+from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache, own_name
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.version import __version__
 
@@ -161,6 +161,10 @@ async def dial_bootstraps(
         failures = failures + 1 if missing and not await call(missing) else 0
 
 
+_of_this_process: set[PeerId] = set()
+"""Peers that this process has started and not closed."""
+
+
 @dataclass(eq=False)
 class Host:
     """A peer of a swarm, made by `join`. `swarm` has its manifest once `manifest()` has returned."""
@@ -176,6 +180,7 @@ class Host:
 
     def __post_init__(self) -> None:
         self.peer_id = self.network.peer_id
+        self.name = (self.config.name or own_name(self.config.home))[:MAX_NAME_CHARS]  # that others see
         self.decisions = DecisionLog(self.clock.unix)
         self.hello = Hello(VERSION, self.swarm.id, f"swarmnode/{__version__}")
         self.paths = Paths(
@@ -266,6 +271,7 @@ class Host:
             slot.release()
             raise
         self = cls(swarm, config, network, slot, identity, access_control, supervisor, clock)
+        _of_this_process.add(self.peer_id)
         try:
             await self._enter(time)
         except BaseException:
@@ -356,7 +362,7 @@ class Host:
                     await self.directory.refresh()
                     told = False
                 elif not told and not self._has_own_message():
-                    log.warning("the swarm %s cannot be reached at the moment; this node keeps trying", self.swarm.name)
+                    log.warning("waiting for %s: no machine of it answers at the moment", self.swarm.name)
                     told = True
             await asyncio.sleep(self.config.rejoin_s)
 
@@ -386,10 +392,13 @@ class Host:
                 log.warning("this node follows the machine's clock now; if the clock is wrong, set it (NTP)")
 
     def _has_own_message(self) -> bool:
-        """Return whether the user learns otherwise why this peer is alone: the swarm refuses it, or its command asks and waits for
-        the first answer; or whether the invite names this peer, and being alone is normal."""
-        waits = self.config.looks_on and not self.joined.is_set()
-        return self._is_turned_away() or waits or any(peer_of(each) == self.peer_id for each in self.swarm.bootstraps)
+        """Return whether the user learns otherwise why this peer is alone: the swarm refuses it, or its node or command says that
+        it waits for the first answer; or whether the invite names a peer of this process, and being alone is normal."""
+        return (
+            self._is_turned_away()
+            or not self.joined.is_set()
+            or any(peer_of(each) in _of_this_process for each in self.swarm.bootstraps)
+        )
 
     async def _tell_paths(self) -> None:
         """Announce the measured paths and the addresses of this peer at intervals."""
@@ -414,7 +423,7 @@ class Host:
     def _introduction(self, reached_at: Sequence[str]) -> Introduction:
         addresses = [without_peer(address) for address in reached_at]
         addresses.sort(key=lambda address: (is_loopback(address), address))  # loopback last; else in a steady order
-        return Introduction(name=self.config.name[:MAX_NAME_CHARS], addresses=tuple(addresses[:MAX_ADDRESSES]))
+        return Introduction(name=self.name, addresses=tuple(addresses[:MAX_ADDRESSES]))
 
     async def wait_joined(self, timeout_s: float) -> None:
         """Wait until a peer of the swarm has answered.
@@ -558,6 +567,7 @@ class Host:
 
     async def close(self) -> None:
         """Leave the swarm and stop. Calling it again changes nothing."""
+        _of_this_process.discard(self.peer_id)
         await self._tasks.close()
         await self.directory.close()
         if self._lan is not None:

@@ -1,9 +1,6 @@
 """Functions that all commands share: the event loop, Ctrl-C, logging, printing of results and errors.
 
 Standard input: a prompt from a pipe, or a line such as an invite, which then does not show in the list of processes.
-
-Output of a service while it runs: a line or a JSON object per event. On a terminal, passing events share one line that
-changes.
 """
 
 from __future__ import annotations
@@ -14,6 +11,8 @@ import errno
 import functools
 import logging
 import os
+import re
+import shutil
 import signal
 import sys
 import threading
@@ -22,7 +21,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Annotated, Any, NoReturn, TypeVar
 
 import typer
@@ -30,10 +28,10 @@ import typer
 from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
 from swarmnode.files import home_folder
 from swarmnode.net.tasks import cancel_the_rest, until_first
-from swarmnode.terminal.formatting import json_line, one_line, printable
+from swarmnode.terminal.formatting import json_line, printable, wrapped
 from swarmnode.terminal.option import option, taking_settings
-from swarmnode.terminal.progress import ChangingLine
 
+_FIGURE_SPACE = "\u2007"  # no line breaks there
 LEAVE_NOW_S = 10.0  # after the second Ctrl-C
 THREADS_S = 0.5  # for threads to end after a command was asked to stop and is over
 
@@ -65,6 +63,22 @@ class TextLines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without control characters, because a message may contain a stranger's text."""
         return printable(super().format(record))
+
+
+class PlainLines(logging.Formatter):
+    """Formatter of log lines for a terminal, where a command speaks in sentences: `Note: message.` for a warning, `Error: message.`
+    for an error. A stack trace follows on lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the sentence without control characters, wrapped to the terminal, because a message may contain a stranger's
+        text."""
+        sentence, _, trace = super().format(record).partition("\n")
+        sentence = sentence[:1].upper() + sentence[1:] + ("" if sentence.endswith((".", "!", "?", "…", ":")) else ".")
+        mark = "Error: " if record.levelno >= logging.ERROR else "Note: "
+        return "\n".join([wrapped(f"{mark}{sentence}"), *([printable(trace)] if trace else [])])
 
 
 class JsonLines(logging.Formatter):
@@ -119,9 +133,11 @@ class LogOptions:
     verbose: bool = option(False, "Log every step.", "--verbose", "-v")
 
     def begin(self) -> None:
-        """Set up logging: warnings, and with --verbose all messages of swarmnode."""
+        """Set up logging: warnings, and with --verbose all messages of swarmnode. On a terminal, warnings are sentences as the rest
+        of the output; in a file, and with --verbose, they are log lines."""
         handler = Handler()
-        handler.setFormatter(LOG_FORMATS[self.log_format])
+        speaks = self.log_format == "text" and not self.verbose and not is_kept(sys.stderr)
+        handler.setFormatter(PlainLines() if speaks else LOG_FORMATS[self.log_format])
         logging.basicConfig(handlers=[handler], level=logging.WARNING)
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about optional kernels
         logging.getLogger("swarmnode").setLevel(logging.DEBUG if self.verbose else logging.WARNING)
@@ -132,8 +148,15 @@ Verbosity = Annotated[LogOptions, "verbose"]
 
 def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     """Print text for people on standard output, or on standard error with `err`. Control characters of strangers' texts are
-    replaced."""
+    replaced.
+
+    On a terminal, lines that are too long break between words and keep their indentation. A command in them stays whole, since a
+    break would be copied with it.
+    """
     make_room(again=nl)
+    if nl and not is_kept(sys.stderr if err else sys.stdout):
+        width = shutil.get_terminal_size().columns
+        text = "\n".join(line if len(line) <= width else _broken(line) for line in text.split("\n"))
     with outliving_terminal():
         typer.echo(printable(text), nl=nl, err=err)
 
@@ -161,10 +184,23 @@ class Handler(logging.Handler):
             self.handleError(record)
 
 
+def _broken(line: str) -> str:
+    indent = line[: len(line) - len(line.lstrip())]
+    whole = re.sub(r"`[^`]*`|\bswarmnode .*", lambda command: command[0].replace(" ", _FIGURE_SPACE), line.strip())
+    return wrapped(whole, indent, indent).replace(_FIGURE_SPACE, " ")
+
+
 def fail(message: str, exit_code: int = 1) -> NoReturn:
     """Print one line on standard error and end the command. Raises typer.Exit with `exit_code`."""
     say(f"error: {' '.join(message.splitlines())}", err=True)
     raise typer.Exit(exit_code)
+
+
+def stopped(message: str) -> NoReturn:
+    """Print a sentence on standard error and end the command with exit code 1: the user stopped it before its end, which is no
+    error."""
+    say(" ".join(message.splitlines()), err=True)
+    raise typer.Exit(1)
 
 
 def command(function: Callable[..., T]) -> Callable[..., T]:
@@ -393,40 +429,3 @@ def _text(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError:
         fail("standard input is not UTF-8 text: convert it first", 2)
-
-
-# Events whose text the next one replaces on a terminal.
-PASSING = frozenset(("reading", "opening", "waiting", "machine", "loading", "fetching", "moving", "compressing"))
-LAST = frozenset(("ready", "draining", "left"))  # events that end the changing line
-
-
-class Teller:
-    """Printer of a service's events, called with (event, text for people, **details for scripts). As a context manager, it clears
-    the changing line at the end."""
-
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-        self._line = ChangingLine(sys.stdout) if not as_json and sys.stdout.isatty() else None
-
-    def __repr__(self) -> str:
-        return f"<Teller of {'JSON' if self._as_json else 'text'}, {self._line!r}>"
-
-    def __enter__(self) -> Teller:
-        return self
-
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
-        if self._line is not None:
-            self._line.close()
-
-    def __call__(self, event: str, text: str, **details: Any) -> None:
-        if self._as_json:
-            print_json({"event": event, **details})
-        elif self._line is not None and event in PASSING:
-            make_room(again=True)
-            self._line.show(one_line(text))
-        else:
-            if self._line is not None and event in LAST:
-                self._line.show("")
-            say(text)

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Collection
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -98,14 +99,30 @@ class PlainTable(Table):
 
 
 def new_table(
-    title: str | Text, columns: Collection[str], *, numbers: Collection[str] = (), caption: str | None = None
+    title: str | Text,
+    columns: Collection[str],
+    *,
+    numbers: Collection[str] = (),
+    caption: str | None = None,
+    plain: bool = False,
 ) -> Table:
-    """Return a table without rows. The columns in `numbers` are aligned to the right."""
+    """Return a table without rows. The columns in `numbers` are aligned to the right. A `plain` one has no frame and more room for
+    cells. No cell is cut: what is too long goes on in the next line, since a command may take it."""
     title = Text(one_line(title), "table.title") if isinstance(title, str) else title
     table = PlainTable(title=title, title_justify="left", caption=caption, caption_justify="left")
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left")
+        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    if plain:
+        table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
+        table.min_width = title.cell_len  # the title is as wide as the table
     return table
+
+
+def keep_whole(table: Table, *columns: str) -> None:
+    """Keep the cells of these columns on one line each, however narrow the terminal is."""
+    for column in table.columns:
+        if column.header in columns:
+            column.no_wrap = True
 
 
 def show(*tables: Table) -> None:

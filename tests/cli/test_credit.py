@@ -53,14 +53,14 @@ def test_a_swarm_or_a_folder_of_receipts(tmp_path: Path) -> None:
         "nodes": [told],
     }
     text = invoke("why", "credit", home=home).stdout
-    assert "2 clients signed for 400 layers x tokens" in text and "Of that, 150 counts" in " ".join(text.split())
+    assert "2 clients signed for 400 tokens through a layer" in text and "Of that, 150 counts" in " ".join(text.split())
     assert clients[0].peer_id[-8:] in text and "75.0%" in text
 
 
 def test_what_a_single_client_signed_is_shown_with_why_it_does_not_count(tmp_path: Path) -> None:
     sign(tmp_path, 1_234)
     text = " ".join(invoke("why", "credit", str(tmp_path / "receipts"), home=tmp_path).stdout.split())
-    assert "1 client signed for 1,234 layers x tokens" in text and "a single client could be your own" in text
+    assert "1 client signed for 1,234 tokens through a layer." in text and "No credit yet" in text
 
 
 def test_answers_people_hours_and_energy(tmp_path: Path) -> None:

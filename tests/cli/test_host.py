@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +14,17 @@ import pytest
 from transformers import GPT2Config
 
 from swarmnode.cli.host import host as command
-from swarmnode.cli.options.gateway import Served, free_gateway_port
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.errors import ExecutorDied
+from swarmnode.gateway import gateway_address as gateway
+from swarmnode.gateway.gateway_address import GatewayAddress, Served, free_gateway_port
+from swarmnode.lending.control import CommandSocket, ControlRequest
 from swarmnode.net.addressing.addresses import bound
 from swarmnode.net.identity import hosting_alone
+from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.node.bootstrap import SwarmHost
-from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, TRAIN
-from swarmnode.swarm.storage.swarmfile import load_swarm
+from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, TRAIN, encode_manifest
+from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm
 from swarmnode.terminal import process
 from tests.cli.command import assert_clear, invoke
 from tests.compute.model.llama_gguf import save_llama_gguf
@@ -31,8 +36,9 @@ LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0")
 
 
 async def opens(self: SwarmHost, stop: Any, opened: Any) -> None:
-    """Say where the door would be."""
+    """Say where the door would be, and that the node serves."""
     await opened(self._swarm, ["/ip4/127.0.0.1/tcp/9/p2p/12D3KooWGzxzKZYveHXtpG6AsrUJBcWxHBFS2HsEoGTxrMLvKXtf"])
+    self.node._tell("ready", "Serving.")
 
 
 def invite_in(output: str) -> str:
@@ -58,6 +64,8 @@ def test_one_command_founds_and_says_what_a_friend_types(folder: Path) -> None:
     assert done.stdout.startswith("Reading tiny …\n")
     assert "volunteer, 3 machines, for 7 days" in done.stdout and "\nswarmnode join\nswarm2" in done.stdout
     assert "does not answer from here" in done.stdout and "swarmnode chat tiny\n" in done.stdout
+    last = done.stdout.partition("Serving.\n")[2]
+    assert "Web page" not in done.stdout and last.startswith("\nTerminal:") and "\nswarmnode join\nswarm2" in last
     assert load_swarm(invite_in(done.stdout)).id == load_swarm(folder / "tiny.swarm").id
 
 
@@ -139,6 +147,46 @@ def save_whole(folder: Path) -> list[Path]:
 
 
 @pytest.mark.skipif(library() is None, reason="the package xllamacpp is not installed, or not for this machine")
+def test_a_gguf_file_gets_a_short_name_and_a_second_file_of_its_model_another(folder: Path) -> None:
+    save_llama_gguf(folder / "Tiny-1B-Instruct-Q4_0.gguf", form="Q4_0")
+    for expected in ("tiny-1b", "tiny-1b"):  # the second time it goes on
+        done = invoke("host", "Tiny-1B-Instruct-Q4_0.gguf", *LOOPBACK)
+        assert done.returncode == 0 and f"Hosting {expected}," in done.stdout, done.stderr
+    save_llama_gguf(folder / "Tiny-1B-Instruct-Q8_0.gguf", form="Q8_0")
+    assert invoke("host", "Tiny-1B-Instruct-Q8_0.gguf", *LOOPBACK).returncode == 0
+    assert sorted(path.name for path in folder.glob("*.swarm")) == ["Tiny-1B-Instruct-Q8_0.swarm", "tiny-1b.swarm"]
+
+
+def test_a_swarm_of_an_earlier_version_is_found_by_its_long_name(folder: Path) -> None:
+    (folder / "tiny").rename(folder / "Tiny-1B-bf16")
+    assert invoke("host", "./Tiny-1B-bf16", "--name", "Tiny-1B-bf16", *LOOPBACK).returncode == 0
+    assert "Hosting Tiny-1B-bf16," in invoke("host", "./Tiny-1B-bf16").stdout
+    assert [path.name for path in folder.glob("*.swarm")] == ["Tiny-1B-bf16.swarm"]
+
+
+@pytest.mark.parametrize("quantised", ["", "-Q4_1", ".Q4_K_M", "-UD-IQ2_XXS", "-BF16", "-f32", "-q8", "-MXFP4_MOE"])
+@pytest.mark.parametrize("tuned", ["", "-Instruct", "-it", "-chat-hf"])
+@pytest.mark.parametrize("end", [".gguf", ".GGUF", "-00001-of-00003.gguf"])
+def test_the_proposed_name_has_no_quantisation(quantised: str, tuned: str, end: str) -> None:
+    assert command.names_of(f"models/SmolLM2-135M{tuned}{quantised}{end}")[0] == "smollm2-135m"
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("org/Qwen2.5-7B-Instruct-GGUF:Q4_K_M", "qwen2.5-7b"),
+        ("org/tiny-8b@0123abcd", "tiny-8b"),
+        ("./my-checkpoint", "my-checkpoint"),
+        ("./my-chat", "my-chat"),
+        ("./q4_0.gguf", "q4_0"),
+        ("./Mein Modell", "mein-modell"),
+    ],
+)
+def test_the_proposed_name_is_short(model: str, name: str) -> None:
+    assert command.names_of(model)[0] == name
+
+
+@pytest.mark.skipif(library() is None, reason="the package xllamacpp is not installed, or not for this machine")
 @pytest.mark.parametrize("save", [save_whole, save_parts])
 def test_a_gguf_file_is_looked_at_first_and_found_at_its_new_place(folder: Path, save: Any) -> None:
     parts = save(folder)
@@ -201,7 +249,7 @@ def test_without_a_password_nothing_is_asked(folder: Path, monkeypatch: pytest.M
     monkeypatch.delenv("SWARMNODE_OWNER_PASSWORD")
     done = invoke("host", "./tiny", "--no-page", *LOOPBACK)
     assert done.returncode == 0, done.stderr
-    assert "without a password" in done.stdout
+    assert "Keep tiny.owner secret" in done.stdout
     for name in ("tiny.owner", "tiny.guests", "tiny.swarm"):
         assert (folder / name).stat().st_mode & 0o777 == 0o600
     assert invoke("invite", "tiny").returncode == 0
@@ -270,12 +318,12 @@ def test_what_is_said_fits_the_task(changes: dict[str, Any], has: tuple[str, ...
     assert all(word in text for word in has) and not any(word in text for word in lacks), text
 
 
-def test_a_taken_port_gives_way_to_a_free_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_taken_port_gives_way_to_a_free_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with bound("127.0.0.1", 0, backlog=1) as taken:
         port = taken.getsockname()[1]
-        other = free_gateway_port(port)
+        other = free_gateway_port(port, tmp_path)
     assert other != port and str(port) in capsys.readouterr().err
-    assert free_gateway_port(other) == other and not capsys.readouterr().err
+    assert free_gateway_port(other, tmp_path) == other and not capsys.readouterr().err
 
 
 def test_a_host_that_cannot_compute_any_more_begins_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,3 +361,59 @@ def test_a_host_that_cannot_compute_any_more_begins_anew(folder: Path, monkeypat
 def test_nothing_is_left_of_what_cannot_be(folder: Path, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
     assert_clear(invoke("host", *arguments, "--private"), 2, *words)
     assert sorted(path.name for path in folder.iterdir()) == ["tiny"]
+
+
+def test_a_second_host_is_served_by_the_gateway_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked by the name of the swarm in the home folder; its addresses are told, once."""
+    monkeypatch.setattr(gateway, "LOOK_S", 0.01)
+    swarm, told = new_swarm(encode_manifest(make_manifest())), list[Served]()
+    (tmp_path / gateway.PAGE_LINK).write_text("http://127.0.0.1:8123/#owner=x\n")
+
+    def state(name: str, swarm_id: str) -> dict[str, Any]:
+        return {"swarm": name, "swarm_id": swarm_id, "pid": os.getpid() + 1, "url": "http://127.0.0.1:8123/v1"}
+
+    async def second() -> None:
+        async with contextlib.AsyncExitStack() as sockets:
+
+            async def serve(name: str, swarm_id: str) -> None:
+                async def obey(request: ControlRequest) -> dict[str, Any]:
+                    if request.command == "add":
+                        await serve(request.about, swarm.id.hex())
+                    return state(name, swarm_id)
+
+                await sockets.enter_async_context(CommandSocket(obey).listening(tmp_path / gateway.GATEWAYS, name))
+
+            await serve("first", "00")
+            shown = asyncio.Event()
+
+            def show(served: Served) -> None:
+                told.append(served)
+                shown.set()
+
+            address = GatewayAddress(tmp_path, 8123, say=show)
+            answering = asyncio.ensure_future(gateway.answer(swarm, address, "second"))
+            await asyncio.wait_for(shown.wait(), 60.0)
+            await asyncio.sleep(5 * gateway.LOOK_S)  # it looks again meanwhile
+            await cancel_and_wait(answering)
+
+    asyncio.run(second())
+    assert [(one.url, one.page, one.models) for one in told] == [
+        ("http://127.0.0.1:8123/v1", "http://127.0.0.1:8123/", ["first", "second"])
+    ]
+
+
+def test_the_port_of_a_gateway_of_this_home_is_no_other_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def look(port: int) -> int:
+        async def obey(_request: ControlRequest) -> dict[str, Any]:
+            return {"swarm": "first", "swarm_id": "00", "pid": 4711, "url": f"http://127.0.0.1:{port}/v1"}
+
+        async with CommandSocket(obey).listening(tmp_path / gateway.GATEWAYS, "first"):
+            return await asyncio.to_thread(free_gateway_port, port, tmp_path)
+
+    with bound("127.0.0.1", 0, backlog=1) as taken:
+        port = taken.getsockname()[1]
+        assert asyncio.run(look(port)) == port
+    told = capsys.readouterr().err
+    assert "4711" in told and "first" in told and "another program" not in told

@@ -15,6 +15,7 @@ from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.lending.control import ControlServer
 from swarmnode.lending.lending import Lending
 from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+from swarmnode.swarm.storage.remembered import own_name
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from swarmnode.swarm.storage.weight_cache import folder_name
 from tests.cli.command import assert_clear, invoke
@@ -45,10 +46,52 @@ def test_what_host_prints_can_be_pasted_whole(tmp_path: Path) -> None:
 
 def test_a_private_swarms_terms_are_told(file: Path, tmp_path: Path) -> None:  # noqa: F811
     line = invoke("invite", str(file), "--role", "client", "--uses", "3", "--expires", "never").stdout.strip()
-    done = invoke("join", line, "--home", str(tmp_path / "home"), "--name", "club")
-    assert "The swarm was not asked yet" in done.stdout
+    done = invoke("join", line, "--home", str(tmp_path / "home"), "--as", "club")
+    assert "will show whether the swarm answers" in done.stdout
     assert "as client for ever, for 3 machines" in done.stdout and "swarmnode run" not in done.stdout
     assert JoinedSwarms(tmp_path / "home").names() == ["club"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "asked", "named"),
+    [
+        ((), None, "tower"),  # in a pipe
+        (("--name", "Carol"), None, "Carol"),
+        ((), "Carol\n", "Carol"),
+        ((), "\n", "tower"),
+    ],
+)
+def test_a_person_has_one_name(
+    file: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    typed: tuple[str, ...],
+    asked: str | None,
+    named: str,
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: "tower.example.org")
+    monkeypatch.setattr("swarmnode.cli.use.join.is_piped", lambda: asked is None)
+    line, home = invoke("invite", str(file)).stdout.strip(), tmp_path / "home"
+    done = invoke("join", line, *typed, home=home, given=asked)
+    assert done.returncode == 0 and f"Others see this machine as {named}." in done.stdout, done.stderr
+    assert ("Your name, as others see it [tower]" in done.stderr) == (asked is not None)
+    assert own_name(home) == named
+    again = invoke("join", line, home=home, given="Another\n")
+    assert own_name(home) == named and "Your name" not in again.stderr, "it is asked once"
+    assert_clear(invoke("join", line, "--name", "x" * 33, home=home), 2, "at most 32")
+
+
+def test_strangers_and_clients_learn_no_name_unasked(file: Path, tmp_path: Path) -> None:  # noqa: F811
+    invoke("join", FRIENDS, home=tmp_path / "one")
+    client = invoke("invite", str(file), "--role", "client").stdout.strip()
+    invoke("join", client, home=tmp_path / "two")
+    assert own_name(tmp_path / "one") == own_name(tmp_path / "two") == ""
+
+
+@pytest.mark.parametrize("content", [b"\xff\n", b"x" * 500, b"a\x1bb\n", b""])
+def test_a_damaged_name_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "name").write_bytes(content)
+    assert own_name(tmp_path) == ""
 
 
 @pytest.mark.parametrize(("life", "shown"), [("10m", "%Y-%m-%d %H:%M"), ("7d", "%Y-%m-%d.")])
@@ -103,7 +146,7 @@ def test_leaving_undoes_joining(tmp_path: Path) -> None:
 
 def test_a_membership_stays_while_the_swarm_has_another_name(tmp_path: Path) -> None:
     invoke("join", FRIENDS, home=tmp_path)
-    invoke("join", FRIENDS, "--name", "club", home=tmp_path)
+    invoke("join", FRIENDS, "--as", "club", home=tmp_path)
     member = tmp_path / "membership" / f"{load_swarm(FRIENDS).id.hex()[:16]}-5TqWZRpY.json"
     member.parent.mkdir()
     member.touch()

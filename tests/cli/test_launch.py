@@ -89,7 +89,7 @@ def test_a_file_is_written_once_and_for_its_owner(tmp_path: Path) -> None:
 def test_what_cannot_be_is_told() -> None:
     assert_clear(invoke("config", "tool", "emacs"), 2, "unknown", "open-webui")
     assert_clear(invoke("config", "tool", "aider", "--url", "localhost:8000"), 2, "http://")
-    assert_clear(invoke("config", "tool", "aider", "--url", "http://127.0.0.1:9/v1"), 1, "no gateway answers", "serve")
+    assert_clear(invoke("config", "tool", "aider", "--url", "http://127.0.0.1:9/v1"), 1, "no API answers", "serve")
     with gateway() as url:
         assert_clear(invoke("config", "tool", "aider", "--url", url), 1, "needs a key")
 

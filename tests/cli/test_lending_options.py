@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,12 @@ import pytest
 import typer
 
 from swarmnode.cli.main import app
-from swarmnode.cli.options.node_file import LendingOptions
+from swarmnode.cli.options.node_file import LendingOptions, with_limits
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.rules import read_rules
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.lending.cards import CardLimits
+from swarmnode.node.description import lent
 from swarmnode.node.node import Node
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.terminal.option import build
@@ -26,6 +29,55 @@ def running(home: Path, *flags: str) -> tuple[Node, LendingOptions]:
     taken = context.command.get_command(context, "run").make_context("run", args, parent=context)
     node = Node(Swarm(bytes(32), "friends"), build(NodeOptions, taken.params).config())
     return node, LendingOptions(home, node, taken)
+
+
+def hosting(home: Path, *flags: str) -> tuple[Node, LendingOptions]:
+    """A node as `swarmnode host FLAGS` makes it, and its options."""
+    args = ["./tiny", "--name", "school", "--home", str(home), *flags]
+    context: Any = typer.main.get_command(app).make_context("swarmnode", ["host", *args])
+    taken = context.command.get_command(context, "host").make_context("host", args, parent=context)
+    base = NodeOptions(home=home, name="tower", device="cpu")
+    node = Node(Swarm(bytes(32), "school"), with_limits(base, taken.params))
+    return node, LendingOptions(home, node, taken, partial(with_limits, base))
+
+
+CHANGES = {
+    "memory": "1GB",
+    "disk": "20GB",
+    "cpu_share": "50%",
+    "max_upload": "8Mbit",
+    "max_download": "9Mbit",
+    "hours": "22:00-07:00",
+    "only_idle": "10m",
+    "exclusive": ["blender"],
+    "max_gpu_temperature": "70",
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("begin", [running, hosting])
+def test_a_host_lends_by_the_same_options_as_a_volunteer(
+    begin: Callable[..., tuple[Node, LendingOptions]], name: str, tmp_path: Path
+) -> None:
+    """From a flag, from a change on the page, and at the next start; the rest of its command stays as it is."""
+    value = CHANGES[name]
+    texts = value if isinstance(value, list) else [value]
+    flags = [word for text in texts for word in (f"--{name.replace('_', '-')}", text)]
+    given, with_flag = begin(tmp_path / "flags", *flags)
+    assert values(with_flag)[name] == (value, flags[0])
+    _, options = begin(tmp_path)
+    options.change({name: value})
+    later, listed = begin(tmp_path)
+    assert values(listed)[name][0] == value and lent(later.config) == lent(given.config) != {}
+    assert later.config.host.name == ("tower" if begin is hosting else "") and later.config.stage == given.config.stage
+    listed.reload()
+
+
+def test_a_host_leaves_other_options_of_the_file_to_run(tmp_path: Path) -> None:
+    (tmp_path / "node.toml").write_text('name = "carol"\nthreads = 2\nmemory = "1GB"\n')
+    node, _ = hosting(tmp_path)
+    assert node.config.host.name == "tower" and node.config.stage.memory_bytes == 10**9
+    assert node.config.stage.threads != 2
 
 
 def values(options: LendingOptions) -> dict[str, tuple[Any, str]]:

@@ -102,12 +102,31 @@ def test_members_stay_in_the_book_with_their_note_while_nobody_is_online(book: B
     assert columns["used"] == ["0", "1 of 1", "1 of 2"]
     rows = zip(*(map(str, column.cells) for column in members_table(picture).columns), strict=True)
     row = next(iter(rows))
-    assert row[:5] == ("Carol", "carols-laptop", OFFLINE, ago(LONG_AGO), "volunteer")
+    assert row[:3] == ("Carol (carols-laptop)", f"seen {ago(LONG_AGO)}", "volunteer")
     narrow = Console(width=80)
     with narrow.capture() as shown:
         narrow.print(members_table(picture))
     assert ALICE[-8:] in shown.get() and end(picture["members"][0]["expires_at"]) in shown.get()
     assert "group" not in shown.get(), "nobody has one"
+
+
+@pytest.mark.parametrize("group", ["", "region-of-hamburg"])
+@pytest.mark.parametrize("name", ["c", "carolinas-laptop-with-a-long-nam", "ein langer Name mit Leerzeichen"])
+@pytest.mark.parametrize("note", ["", "Carol from the chess club in Hamburg-Altona and from next door"])
+def test_no_table_of_members_cuts_a_name_or_an_id_in_80_columns(book: Book, note: str, name: str, group: str) -> None:
+    invite = book.invite(note=note, group=group, life_s=3600.0)
+    book.came(ALICE, invite, home=HOME.public, name=name)
+    book.came(BOB, invite, home=HOME.public)
+    picture = book.view().told()
+    narrow = Console(width=80)
+    with narrow.capture() as shown:
+        narrow.print(members_table(picture), invites_table(picture["invites"]))
+    text = shown.get()
+    assert "…" not in text and all(len(line) <= 80 for line in text.splitlines())
+    for whole in (ALICE[-8:], BOB[-8:], invite[:8]):
+        assert whole in text
+    first = "".join(line.split("  ")[0].strip() for line in text.splitlines())
+    assert "".join(name.split()) in "".join(first.split())
 
 
 @pytest.mark.parametrize("who", ["Carol", "carols-laptop", ALICE, ALICE[-8:], BOB[-8:], HOME.public.hex()[:12]])

@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from swarmnode.cli.main import app
+from swarmnode.swarm.records.adapter_record import Share
 from swarmnode.swarm.records.manifest import encode_manifest, swarm_id
 from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+from swarmnode.swarm.storage.own_adapters import AdapterTerms, OwnAdapters
 from swarmnode.swarm.storage.remembered import ManifestCache
-from swarmnode.swarm.storage.swarmfile import new_swarm
+from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm
 from tests.cli.command import assert_clear, invoke
 from tests.cli.test_owner import founded
 from tests.swarm.records.test_manifest import make_manifest
@@ -51,7 +55,8 @@ def test_names_are_shown_in_full_however_narrow_the_terminal_is(
     name = "a-swarm-of-many-friends-and-of-their-friends"
     JoinedSwarms(tmp_path).remember(FRIENDS, name)
     monkeypatch.setenv("COLUMNS", "60")
-    assert name in invoke("models", home=tmp_path).stdout
+    shown = invoke("models", home=tmp_path).stdout
+    assert name in shown and "…" not in shown
     assert invoke("list", "--json", home=tmp_path).stdout == invoke("models", "--json", home=tmp_path).stdout
 
 
@@ -65,9 +70,44 @@ def test_a_founders_swarm_is_listed_and_one_without_its_file_is_told(tmp_path: P
     assert str(file) in listed["model"] and "gone" in listed["model"]
 
 
+@pytest.mark.parametrize("words", ["status", "leave", "serve", "doctor", "why --swarm", "credit", "chat"])
+def test_a_shell_completes_swarms(tmp_path: Path, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("friends", "frisbee", "club"):
+        JoinedSwarms(tmp_path).remember(FRIENDS, name)
+    typed = words.split()[-2:] if "--" in words else words.split()[-1:]
+    assert _completed(monkeypatch, tmp_path, *typed, "fri") == ["friends", "frisbee"]
+
+
+def test_a_shell_completes_adapters_of_this_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    JoinedSwarms(tmp_path).remember(FRIENDS, "friends")
+    swarm = JoinedSwarms(tmp_path).names()[0]
+    own = OwnAdapters(tmp_path, load_swarm(swarm, tmp_path).id)
+    folder = tmp_path / "verse"
+    folder.mkdir()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / file).write_bytes(b"{}")
+    own.add(folder, AdapterTerms("verse", Share.PRIVATE, 1 << 40, 8))
+    assert _completed(monkeypatch, tmp_path, "adapter", "remove", "friends", "v") == ["verse"]
+    assert _completed(monkeypatch, tmp_path, "generate", "friends", "--adapter", "v") == ["verse"]
+    assert _completed(monkeypatch, tmp_path, "generate", "unknown", "--adapter", "v") == []
+
+
+def _completed(monkeypatch: pytest.MonkeyPatch, home: Path, *words: str) -> list[str]:
+    """What bash would offer for the last word."""
+    monkeypatch.setenv("_SWARMNODE_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", " ".join(("swarmnode", *words)))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWARMNODE_HOME", str(home))
+        done = CliRunner().invoke(app, [], prog_name="swarmnode")
+    return done.stdout.split()
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
+        (("status", "zzz"), "known here: friends"),
+        (("leave", "zzz"), "known here: friends"),
         (("modles",), "did you mean `swarmnode models`?"),
         (("models", "--jso"), "did you mean --json?"),
         (("service", "isntall", "x"), "`swarmnode service install`"),

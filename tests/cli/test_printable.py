@@ -6,14 +6,24 @@ import io
 import json
 import logging
 import re
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from swarmnode.cli.use.status import status_table
 from swarmnode.terminal import progress
-from swarmnode.terminal.console import Handler, JsonLines, Teller, TextLines, changing_lines, print_json, say
+from swarmnode.terminal.console import (
+    Handler,
+    JsonLines,
+    LogOptions,
+    TextLines,
+    changing_lines,
+    print_json,
+    say,
+)
 from swarmnode.terminal.formatting import json_line, one_line, printable, show, wrapped
+from swarmnode.terminal.teller import Teller
 
 ESCAPES = ["\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\x08\x08", "\r", "\x00", "\x7f", "\u202e", "\u2066", "\u2028"]
 
@@ -82,7 +92,7 @@ def test_a_peer_is_one_line_of_80_columns() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(status_table({**status, "ungiven": [], "max_model_len": 131072}))
     title, *_, first, second, third = [line.rstrip() for line in console.export_text().splitlines() if line.strip()]
-    assert title.strip() == "swarm friends: 126 layers, 131,072 tokens of context, no machine holds 3-4"
+    assert title.strip() == "friends: texts of up to 131,072 tokens, 126 layers, no machine holds 3-4"
     assert first == second == third and "relayed" in first and "RTX 3090" in first and "█" in first
     console.print(status_table({**status, "ungiven": [3, 4]}))
     said = " ".join(console.export_text().split())
@@ -175,6 +185,72 @@ def test_a_pipe_gets_no_line_that_changes(monkeypatch: pytest.MonkeyPatch) -> No
         joining.now("Loading")
         assert bar is None and not changing_lines
     assert not pipe.getvalue()
+
+
+@pytest.mark.parametrize("settles", ["ready", "spare", "paused"])
+def test_what_is_needed_last_stands_last(settles: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tell = Teller(as_json=False)
+    tell.last("serving", "the page")
+    tell("machine", "a machine")
+    assert "page" not in capsys.readouterr().out
+    tell(settles, "settled")
+    tell("news", "later")
+    assert capsys.readouterr().out == "settled\nthe page\nlater\n"
+    tell.last("serving", "at once")
+    script = Teller(as_json=True)
+    script.last("serving", "text", url="u")
+    assert capsys.readouterr().out == 'at once\n{"event": "serving", "url": "u"}\n'
+
+
+def test_lines_of_a_terminal_break_between_words_and_an_invite_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    invite = "swarm2" + "x" * 200
+    Teller(as_json=False)("welcome", f"{'word ' * 30}\n  {'deeper ' * 20}\n{invite}")
+    lines = terminal.getvalue().splitlines()
+    assert lines[-1] == invite and all(len(line) <= 60 for line in lines[:-1])
+    assert any(line.startswith("  deeper") for line in lines)
+
+
+@pytest.mark.parametrize("place", range(0, 70, 3))
+@pytest.mark.parametrize("written", ["`swarmnode stop my friends`", "swarmnode run my friends --memory 6GB"])
+def test_a_command_in_a_sentence_is_not_broken(place: int, written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    say(f"{'w ' * place}then {written}")
+    assert written in terminal.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "options", "begins"),
+    [
+        (True, {}, "Note: The door is at another port."),
+        (True, {"verbose": True}, "20"),
+        (True, {"log_format": "json"}, "{"),
+        (False, {}, "20"),
+    ],
+)
+def test_a_warning_is_a_sentence_in_a_terminal_and_a_log_line_in_a_file(
+    is_terminal: bool, options: dict[str, Any], begins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", stream)
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers.clear()
+    try:
+        LogOptions(**options).begin()
+        logging.getLogger("swarmnode.node.bootstrap").warning("the door is at %s", "another port")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+        logging.getLogger("swarmnode").setLevel(logging.NOTSET)
+    assert stream.getvalue().startswith(begins) and "port" in stream.getvalue()
 
 
 def test_sentences_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

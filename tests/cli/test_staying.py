@@ -96,7 +96,7 @@ def test_logs_are_of_the_only_service_or_it_is_told_where_they_are(
 ) -> None:
     assert "its own terminal" in invoke("logs").stdout
     for name in ("friends", "club"):
-        assert invoke("join", FRIENDS, "--name", name).returncode == 0
+        assert invoke("join", FRIENDS, "--as", name).returncode == 0
         assert invoke("service", "install", name).returncode == 0
         assert invoke("logs", "--follow", name).returncode == 0 and f"--unit=swarmnode@{name}" in called[-1]
     assert_clear(invoke("logs"), 2, "club, friends")

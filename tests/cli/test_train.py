@@ -171,7 +171,7 @@ def test_ctrl_c_says_where_it_stands(school: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, told = process.communicate(timeout=240)
     assert process.returncode == 1
-    assert "of 100,000 steps" in told.splitlines()[-1]
+    assert "of 100,000." in told.splitlines()[-1]
     assert (school / "stopped" / "model.safetensors").is_file()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,9 @@ from swarmnode.net.addressing.addresses import bound
 from swarmnode.net.identity import Identity
 from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.node.node_config import NodeConfig
+from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig
+from swarmnode.swarm.storage.remembered import keep_own_name
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
@@ -60,6 +63,46 @@ async def test_a_host_whose_port_is_taken_serves_at_another_one(founded: Founded
             stop.set()
             with suppress(asyncio.CancelledError):
                 await running
+
+
+@in_virtual_time
+async def test_a_host_never_says_that_it_waits_for_its_own_bootstrap_peer(
+    founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Though its node reaches that peer late, as on a busy machine."""
+    call, calls = Host._call, 0
+
+    async def late(self: Host, addresses: Sequence[str]) -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > 4 and await call(self, addresses)
+
+    monkeypatch.setattr(Host, "_call", late)
+    async with VirtualSwarm(tmp_path) as swarm:
+        founded.into(swarm)
+        serves, stop, told = asyncio.Event(), asyncio.Event(), list[str]()
+
+        def tell(event: str, text: str, **_details: object) -> None:
+            told.append(text)
+            if event == "ready":
+                serves.set()
+
+        async def opened(_now: Swarm, _reached: list[str]) -> None:
+            pass
+
+        keep_own_name(tmp_path / "node", "Carol")
+        door = HostConfig(tmp_path / "door", name="bootstrap")
+        config = NodeConfig(HostConfig(tmp_path / "node"), StageConfig())
+        host = SwarmHost(swarm.load(), door, config, tell, platform=swarm.platform())
+        running = asyncio.ensure_future(host.run(stop, opened))
+        await asyncio.wait_for(serves.wait(), PATIENCE_S)
+        stop.set()
+        await running
+    assert any(text.startswith("Opening") for text in told)
+    assert any(text.startswith("This machine is Carol (") for text in told), "by the name that its home keeps"
+    assert not any(
+        word in text.lower() for text in (*told, caplog.text) for word in ("waiting for", "cannot be reached")
+    )
 
 
 @in_virtual_time

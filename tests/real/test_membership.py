@@ -86,7 +86,7 @@ def test_a_friend_looks_fails_lends_and_asks_by_one_use(club: Club, tiny: TinyMo
     invite, home = club.invite("--note", "Carol"), club.local.folder / "homes" / "carol"
     used = {"home": str(home), "node": ["run", invite, "--span", "0:3", "--json"]}
     said = club.local.command("doctor", invite, "--home", used["home"])
-    assert "ok   invite: for a volunteer, until" in said and "this look did not use it" in said
+    assert "ok   invite: for a volunteer, until" in said and "this test used none of its uses" in said
     with pytest.raises(LocalError, match="cuda"):
         club.local.command(*used["node"], "--device", "cuda:7", "--home", used["home"])
     assert club.uses("Carol") == 0

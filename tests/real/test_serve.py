@@ -13,7 +13,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from swarmnode.cli.options.gateway import PAGE_LINK
+from swarmnode.gateway.gateway_address import PAGE_LINK
 from swarmnode.lending.control import running_gateways, tell_node
 from swarmnode.localswarm import STOP_TIMEOUT_S, NodeProcess
 from tests.browser.axe import serious_faults

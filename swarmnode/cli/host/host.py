@@ -5,35 +5,38 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
+
 from swarmnode.cli.host.bootstrap import DOOR, open_door
 from swarmnode.cli.host.create import NewModelOptions
 from swarmnode.cli.lend.lending import attended
 from swarmnode.cli.options.founding import DoorOptions, MembershipOptions, listen_option, owner_of
-from swarmnode.cli.options.gateway import PORT as GATEWAY_PORT
-from swarmnode.cli.options.gateway import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.cli.options.metrics import MetricsOptions
+from swarmnode.cli.options.node_file import LendingOptions, with_limits
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.owner import NewOwnerOptions, OwnerOptions
 from swarmnode.cli.options.swarm import name_swarm
 from swarmnode.counting import counted
+from swarmnode.gateway.gateway_address import PORT as GATEWAY_PORT
+from swarmnode.gateway.gateway_address import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.net.tasks import until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, Teller, command, fail, is_piped, run_async, say
+from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, is_piped, run_async, say
 from swarmnode.terminal.formatting import parse_life
 from swarmnode.terminal.option import argument, of_same_names, option
 from swarmnode.terminal.process import beginning_anew
 from swarmnode.terminal.progress import bytes_bar
+from swarmnode.terminal.teller import Teller
 
 if TYPE_CHECKING:
     from swarmnode.founding.swarm_creation import NewOwner
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.identity import SigningKey
-    from swarmnode.node.description import Tell
     from swarmnode.swarm.records.manifest import Manifest
     from swarmnode.swarm.storage.issued_invites import IssuedInvites
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -41,6 +44,18 @@ if TYPE_CHECKING:
 PORT = 4001
 USES = 1
 TRY_S = 3.0
+_FORMATS = (
+    r"(?:ud[-_])?(?:i?q\d(?:_\w+)?|tq\d(?:_\d)?|mxfp4(?:_\w+)?)|[bf]f?p?(?:16|32)|fp?8|nf4|w\d+a\d+|int[48]|[48]bit"
+    r"|gguf|gptq|awq|bnb|imat(?:rix)?|i1|quantized"
+)
+_TUNINGS = "instruct|chat|it|hf"
+
+
+@dataclass(frozen=True)
+class NewSwarmOptions(NewModelOptions):
+    """Options of a swarm that `host` founds: its model, and its name, empty for one of the model's."""
+
+    name: str = option("", "Name of the swarm; default: the model's, without quantisation.")
 
 
 @dataclass(frozen=True)
@@ -87,6 +102,7 @@ class PageOptions:
 
 @command
 def host(
+    context: typer.Context,
     *,
     source: str = argument(
         "",
@@ -94,12 +110,16 @@ def host(
         metavar="MODEL",
         show_default=False,
     ),
-    new: Annotated[NewModelOptions, "mode model config module units seed byte_level adapters"],
-    name: str = option("", "Name of the swarm; default: the model's."),
+    new: Annotated[NewSwarmOptions, "name mode model config module units seed byte_level adapters"],
     membership: MembershipOptions,
     guests: GuestOptions,
     doors: HostDoorOptions,
-    node: Annotated[NodeOptions, "memory_bytes device quantize kv nat_port_map lan"],
+    node: Annotated[
+        NodeOptions,
+        "memory_bytes max_cache_bytes max_upload_bps max_download_bps share hours days only_idle_s exclusive max_others_load "
+        "max_memory_pressure on_mains monthly_bytes month_day unmetered max_others_gpu_bytes max_others_gpu_load rules_file "
+        "max_celsius max_watts device quantize kv nat_port_map direct lan",
+    ],
     page: PageOptions,
     owner: NewOwnerOptions,
     home: Path = HOME,
@@ -127,22 +147,25 @@ def host(
     model = new.what
     logs.begin()
     if doors.door_only:
-        open_door(model, replace(node, home=home), name or DOOR, doors, metrics, as_json=as_json)
+        open_door(model, replace(node, home=home), new.name or DOOR, doors, metrics, as_json=as_json)
         return
     if not model:
         fail("which model? Give a folder, a GGUF file, a hub id, or your .swarm file, as in swarmnode host ./llama", 2)
     tell = Teller(as_json)
-    tell("reading", f"Reading {_name_of(model)} …", model=model)  # before slow imports
+    tell("reading", f"Reading {names_of(model)[1]} …", model=model)  # before slow imports
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.addressing.addresses import check_all
     from swarmnode.net.identity import check_home, hosting_alone
+    from swarmnode.swarm.storage.remembered import keep_own_name, machine_name, own_name
 
-    config = replace(node, home=home, name="host").config()
+    known_here = own_name(home) or (machine_name() if membership.membership == "private" else "")
+    node = replace(node, home=home, name=known_here or "host")
+    config = node.config()
     terms = of_same_names(InviteTerms, guests)
     announced = check_all("--announce", doors.announce, dialled=True)
-    door = replace(config.host, name=DOOR, announce_maddrs=announced)
+    door = replace(config.host, announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
-    founding = Founding(model, name, membership, doors, owner, quiet=as_json, new=new)
+    founding = Founding(model, new.name, membership, doors, owner, quiet=as_json, new=new)
     check_home(home)
     swarm, path = founding.known()
     new_owner = None
@@ -151,14 +174,16 @@ def host(
         swarm, new_owner = founding.found(path)
     welcome = Welcome(path, terms, tell, nat=node.nat_port_map)
     key = new_owner.key if new_owner else welcome.key_for(swarm, owner)
-    name_swarm(path, home)
+    known_as = name_swarm(path, home)
+    if known_here and not own_name(home):  # this machine has the same name in the owner's other swarms
+        keep_own_name(home, known_here)
 
     async def serve(stop: asyncio.Event) -> None:
         tell("opening", f"Opening the door of {swarm.name}, and starting the node …")
         from swarmnode.node.bootstrap import SwarmHost
 
         _probe(node)
-        port = 0 if page.no_page else free_gateway_port(page.port)
+        port = 0 if page.no_page else free_gateway_port(page.port, home)
         hosting = SwarmHost(swarm, door, config, tell)
         opened: asyncio.Future[tuple[Swarm, str]] = asyncio.get_running_loop().create_future()
 
@@ -171,9 +196,12 @@ def host(
 
         async def open_page() -> None:
             now, invite = await opened
-            await answer(now, GatewayAddress(home, port, as_json=as_json, say=partial(welcome.say, now, invite)))
+            address = GatewayAddress(home, port, as_json=as_json, say=partial(welcome.say, now, invite))
+            await answer(now, address, known_as)
 
-        async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings):
+        options = LendingOptions(home, hosting.node, context, partial(with_limits, node))
+        attending = attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings, options=options)
+        async with attending:
             await until_first(hosting.run(stop, begin), *([] if page.no_page else [open_page()]))
 
     with hosting_alone(home, swarm.id, swarm.name), beginning_anew(), tell:
@@ -210,23 +238,30 @@ class Founding:
             swarm_path(self.model)
         )  # its name, or its path
         is_file = self.model.endswith(SUFFIX) or own
-        path = swarm_path(self.name or (self.model if is_file else _name_of(self.model)))
-        if not is_user_file(path):
-            if is_file:
-                fail(f"{self.model}: no such file; to found a swarm, give a checkpoint", 2)
+        names = [self.name] if self.name else [self.model] if is_file else list(names_of(self.model))
+        paths = [swarm_path(name) for name in names]
+        there = [path for path in paths if is_user_file(path)]
+        if not there and is_file:
+            fail(f"{self.model}: no such file; to found a swarm, give a checkpoint", 2)
+        swarms = [(load_swarm(path), path) for path in there]
+        for swarm, path in swarms:
+            if swarm.manifest is None:
+                fail(f"{path} is an invite to a swarm: use it with `swarmnode join` or `swarmnode run`", 2)
+        same = (each for each in swarms if is_file or self.new.founded(each[0]) or _is_of(each[0], self.model))
+        known = next(same, None) or self._moved(swarms)
+        if known is None:
+            free = [name for name, path in zip(names, paths, strict=True) if path not in there]
+            if not free:
+                fail(f"{there[-1]} is a swarm of another model; choose another name with --name", 2)
             from swarmnode.founding.swarm_creation import new_swarm_file  # slow
 
-            return None, new_swarm_file(self.name or _name_of(self.model))
-        swarm = load_swarm(path)
-        if swarm.manifest is None:
-            fail(f"{path} is an invite to a swarm: use it with `swarmnode join` or `swarmnode run`", 2)
-        if not is_file and self.new.mode != swarm.manifest.mode:
+            return None, new_swarm_file(free[0])
+        swarm, path = known
+        if not is_file and swarm.manifest is not None and self.new.mode != swarm.manifest.mode:
             fail(
                 f"{path} is a swarm that {swarm.manifest.mode}s: add --mode {swarm.manifest.mode}, or choose another --name",
                 2,
             )
-        if not (is_file or self.new.founded(swarm) or _is_of(swarm, self.model)):
-            swarm = self._moved(swarm, path)
         assert swarm.manifest is not None
         if chosen not in ("", _kind_of(swarm)):
             fail(
@@ -239,19 +274,20 @@ class Founding:
         self._check_gguf(swarm, path)
         return swarm, path
 
-    def _moved(self, swarm: Swarm, path: Path) -> Swarm:
-        """Return the swarm with its GGUF file at the place that the user gives. Ends the command if the swarm has another model.
-        Raises CheckpointError, LocalError."""
-        from swarmnode.founding.swarm_creation import link_moved  # slow
-
+    def _moved(self, swarms: Sequence[tuple[Swarm, Path]]) -> tuple[Swarm, Path] | None:
+        """Return the first of the swarms, with its file, that is of the model at the place that the user gives, and link it to that
+        place; None if all have other models. Raises CheckpointError, LocalError."""
         model = Path(self.model).expanduser()
-        with bytes_bar("Checking the weights", quiet=self.quiet) as progress:
-            moved = link_moved(swarm, path, model, progress)
-        if moved is None:
-            fail(f"{path} is a swarm of another model; choose another name with --name", 2)
-        if not self.quiet:
-            say(f"{path} has this model, and serves it from {model} now.")
-        return moved
+        for swarm, path in swarms:
+            from swarmnode.founding.swarm_creation import link_moved  # slow
+
+            with bytes_bar("Checking the weights", quiet=self.quiet) as progress:
+                moved = link_moved(swarm, path, model, progress)
+            if moved is not None:
+                if not self.quiet:
+                    say(f"{path} has this model, and serves it from {model} now.")
+                return moved, path
+        return None
 
     def _check_gguf(self, swarm: Swarm, path: Path) -> None:
         """End the command if the GGUF file of the swarm's weights is missing, cut or changed. It is read only if it is newer than
@@ -300,9 +336,11 @@ class Founding:
     def found(self, path: Path) -> tuple[Swarm, NewOwner | None]:
         """Found the swarm; return it and its owner's key, None if it has none. Raises UsageError, CheckpointError, LocalError."""
         from swarmnode.founding.swarm_creation import Bootstraps, found, new_beside
+        from swarmnode.net.addressing.addresses import port_of
 
         membership = self.membership.membership
-        bootstraps = Bootstraps((), self.doors.listen or [_free_everywhere()], self.doors.announce).settled()
+        listen = self.doors.listen or [_free_everywhere()]
+        bootstraps = Bootstraps((), listen, self.doors.announce).settled()
         owner = None if membership == "open" else owner_of(path, self.owner)
         with new_beside(path) as weights:
             source = self.new.source(weights, force=False, quiet=self.quiet)
@@ -318,7 +356,10 @@ class Founding:
                     progress=progress,
                 )
         if not self.quiet:
-            for line in (*(f"Note: {remark}" for remark in source.remarks), *([owner.advice] if owner else [])):
+            lines = [f"Note: {remark}." for remark in source.remarks] + ([owner.advice] if owner else [])
+            if not self.doors.listen and (port := port_of(listen[0])) != PORT:
+                lines.append(f"Port {PORT} is taken here, so new machines connect to this swarm at port {port}.")
+            for line in lines:
                 say(line)
         return swarm, owner
 
@@ -331,11 +372,17 @@ def _article(kind: str) -> str:
     return f"{'an' if kind == 'open' else 'a'} {kind}"
 
 
-def _name_of(model: str) -> str:
-    """Return a swarm's name that follows from its model's: the last part of the path, in characters that need no quotes."""
-    return (
-        re.sub(r"[^\w.-]+", "-", Path(model).expanduser().absolute().name.removesuffix(".gguf")).strip("-.") or "swarm"
-    )
+def names_of(model: str) -> tuple[str, str]:
+    """Return two names for a swarm of a model, in characters that need no quotes. The first is short: lower case, without
+    quantisation, file format and kind of tuning. The second is the whole last part of the path, for a second swarm of the model."""
+    whole = Path(model).expanduser().absolute().name
+    whole = re.sub(r"[^\w.-]+", "-", re.sub(r"(?i)\.gguf$", "", whole)).strip("-.") or "swarm"
+    revision = re.sub(r"[^\w.-]+", "-", "".join(model.partition("@")[1:]))  # of a hub id
+    short = re.sub(r"-\d{5}-of-\d{5}$", "", whole.removesuffix(revision) or whole)
+    short = re.sub(rf"(?i)(?:[-._]+(?:{_FORMATS}))+$", "", short)
+    if any(map(str.isdigit, short)):  # else a folder called my-chat would become "my"
+        short = re.sub(rf"(?i)(?:[-._]+(?:{_FORMATS}|{_TUNINGS}))+$", "", short)
+    return short.strip("-.").lower() or whole, whole
 
 
 def _is_of(swarm: Swarm, model: str) -> bool:
@@ -368,7 +415,7 @@ class Welcome:
 
     path: Path
     terms: InviteTerms
-    tell: Tell
+    tell: Teller
     nat: bool
 
     def key_for(self, swarm: Swarm, owner: OwnerOptions) -> SigningKey | None:
@@ -398,36 +445,43 @@ class Welcome:
 
     async def tell_addresses(self, swarm: Swarm, invite: str, reached: list[str]) -> None:
         """Tell the host where new machines connect, and whether those addresses answer."""
-        from swarmnode.net.addressing.addresses import is_loopback, is_public
+        from swarmnode.net.addressing.addresses import is_loopback, is_public, port_of, without_peer
         from swarmnode.net.addressing.reachability import answers
 
         tried = dict(zip(reached, await asyncio.gather(*(answers(each, TRY_S) for each in reached)), strict=True))
-        lines = [f"Hosting {swarm.name}, {_article(_kind_of(swarm))} swarm. New machines connect to"]
+        lines = [f"Hosting {swarm.name}, {_article(_kind_of(swarm))} swarm. New machines connect here:"]
         lines += [
-            f"  {address}  ({'answers' if yes else 'does not answer from here'})" for address, yes in tried.items()
+            f"  {without_peer(address)}{'' if yes else '  (does not answer from here)'}"
+            for address, yes in tried.items()
         ]
+        port = next(filter(None, map(port_of, reached)), PORT)
         if all(map(is_loopback, reached)):
-            lines.append("Only this machine reaches these. To let others in, found a swarm with --listen ADDRESS.")
-        elif not any(map(is_public, reached)):
-            more = "the router opened none (UPnP)" if self.nat else "or try --nat"
             lines.append(
-                f"Only this network reaches these. For the internet, forward a port and give --announce; {more}."
+                "Only this machine can connect there. To let others in, host the model again: "
+                "--name ANOTHER --listen /ip4/0.0.0.0/tcp/4001"
+            )
+        elif not any(map(is_public, reached)):
+            asked = "your router did not open a port when asked" if self.nat else "or try --nat"
+            lines.append(
+                f"Only your local network can connect there. For the internet, let your router forward port {port} to this "
+                f"machine and give --announce /ip4/YOUR.PUBLIC.IP/tcp/{port}; {asked}."
             )
         self.tell("hosting", "\n".join(lines), invite=invite or None, file=str(self.path), addresses=tried)
 
     def say(self, swarm: Swarm, invite: str, served: Served | None) -> None:
-        """Print how the host uses the swarm, at the addresses of the page and the API if they are open, and what a friend types."""
+        """Print how the host uses the swarm, at the addresses of the page and the API if they are open, and what a friend types. It
+        stands last on the screen, after the node has begun to serve."""
         assert swarm.manifest is not None
-        lines = ("", *_ways(swarm.manifest, self.path, served), "", *self._for_a_friend(swarm, invite), "")
-        self.tell("welcome", "\n".join(lines))
+        lines = ("", *_ways(swarm.manifest, self.path, served), "", *self._for_a_friend(swarm, invite))
+        self.tell.last("welcome", "\n".join(lines))
 
     def _for_a_friend(self, swarm: Swarm, invite: str) -> list[str]:
         if not invite:
-            return [f"Every invite is used up or over. A new one for a friend: swarmnode invite {_called(self.path)}"]
+            return [f"Every invite is used up or has expired. A new one: swarmnode invite {_called(self.path)}"]
         life = "for ever" if self.terms.life_s is None else f"for {self.terms.life_s / 86_400:.3g} days"
         uses = counted(self.terms.uses, "machine") if self.terms.uses else "any number of machines"
         whom = f"volunteer, {uses}, {life}" if swarm.private else "anyone with this line, for ever"
-        return [f"A friend types the first line, and pastes the second when asked ({whom}):", "swarmnode join", invite]
+        return [f"A friend types the first line and pastes the second ({whom}):", "swarmnode join", invite]
 
 
 def _called(path: Path) -> str:

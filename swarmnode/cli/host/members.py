@@ -72,7 +72,7 @@ def revoke(
     if as_json:
         print_json({**ended.told(), "told": told})
     elif told:
-        say(f"Revoked {ended.name}: {counted(told, 'machine')} got the news and will pass it on.")
+        say(f"Revoked {ended.name}: {counted(told, 'machine')} heard of it and will tell the others.")
     else:
         say(
             f"Revoked {ended.name} and saved it in {book.path}; no machine is online. To spread it, run a node with {swarm}."
@@ -198,32 +198,34 @@ def members_table(picture: dict[str, Any]) -> Table:
     """Return a table with one row per member."""
     from rich.text import Text
 
-    from swarmnode.terminal.formatting import new_table
+    from swarmnode.terminal.formatting import keep_whole, new_table
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
     title = f"{picture['membership']} swarm {picture['name']}: {counted(len(picture['members']), 'member')}"
     title += f", {counted(count, 'revocation')}" + ("" if picture["online"] else "; no machine is online")
     grouped = any(member["group"] for member in picture["members"])
-    columns = ("member", "name", "state", "seen", "role", *(["group"] if grouped else []), "ids", "invite", "until")
-    table = new_table(title, columns)
-    for name in ("ids", "until"):  # a narrow terminal cuts other columns: `revoke` takes an id
-        table.columns[columns.index(name)].no_wrap = True
+    columns = ("member", "state", "role", *(["group"] if grouped else []), "ids", "invite", "until")
+    table = new_table(title, columns, plain=True)
+    keep_whole(table, "role", "ids", "invite", "until")  # `revoke` takes an id
     for member in picture["members"]:
-        state = "revoked" if member["revoked"] else member["state"]
-        seen = ago(member["seen_at"]) if member["state"] == "offline" else "now"
+        label, name = member["label"], member["name"]
+        online = member["state"] if member["state"] != "offline" else f"seen {ago(member['seen_at'])}"
+        state = f"revoked, {online}" if member["revoked"] else online
         until = end(member["expires_at"]) if member["invite"] else ""
         ids = Text("\n".join(peer["peer"][-SHOWN_CHARS:] for peer in member["peers"]))
         group = [member["group"]] if grouped else []
         texts = (member["role"], *group, ids, member["invite"][:SHOWN_CHARS], until)
-        table.add_row(member["label"], member["name"], state, seen, *texts)
+        table.add_row(f"{label} ({name})" if name not in ("", label) else label, state, *texts)
     return table
 
 
 def invites_table(invites: list[dict[str, Any]]) -> Table:
     """Return a table with one row per invite that was issued."""
-    from swarmnode.terminal.formatting import new_table
+    from swarmnode.terminal.formatting import keep_whole, new_table
 
-    table = new_table("issued invites", ("id", "role", "used", "for", "group", "until", "note"))
+    columns = ("id", "role", "used", "for", "group", "until", "note")
+    table = new_table("issued invites", columns, plain=True)
+    keep_whole(table, "id", "for", "until")
     for invite in invites:
         until = "revoked" if invite["revoked"] else end(invite["expires_at"])
         used = f"{invite['used']} of {invite['uses']}" if invite["uses"] else str(invite["used"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnode.cli.options.swarm import open_swarm
+from swarmnode.cli.options.swarm import complete_swarms, open_swarm
 from swarmnode.counting import counted
 from swarmnode.terminal.console import HOME, JSON, command, print_json, say
 from swarmnode.terminal.formatting import wrapped
@@ -26,6 +26,7 @@ def credit(
         "",
         "A swarm, for the receipts of this machine's nodes, or a folder of receipts; default: the swarm you used last.",
         metavar="[SWARM|FOLDER]",
+        autocompletion=complete_swarms,
     ),
     home: Path = HOME,
     as_json: bool = JSON,
@@ -73,22 +74,15 @@ def _sentence(one: WorkerCredit) -> str:
     credit, signers = one.credit, counted(one.credit.clients, "client")
     kinds = f" ({credit.served:,} for answers, {credit.trained:,} for training, which counts three times)"
     return (
-        f"Your node {one.worker[-8:]}: {signers} signed for {credit.signed:,} layers x tokens{kinds if credit.trained else ''}; "
-        "a token through one layer is 1. "
-        f"{_discount(credit)}"
+        f"Your node {one.worker[-8:]}: {signers} signed for {credit.signed:,} tokens through a layer"
+        f"{kinds if credit.trained else ''}. {_discount(credit)}"
     )
 
 
 def _discount(credit: Credit) -> str:
     if credit.clients == 1:
-        return (
-            "None of it counts as credit, because a single client could be your own and sign for anything. "
-            "Among people who know one another, go by the amount signed."
-        )
-    return (
-        f"Of that, {credit.counted:,.0f} counts as credit: the fewer the clients, and the more of it a single one signed, the less "
-        "it counts."
-    )
+        return "No credit yet: it needs work for at least two people. Among friends, go by the amount signed."
+    return f"Of that, {credit.counted:,.0f} counts as credit: work for many people counts more than work for a few."
 
 
 def _table(one: WorkerCredit) -> Table:
@@ -96,7 +90,7 @@ def _table(one: WorkerCredit) -> Table:
 
     credit = one.credit
     total = credit.signed
-    table = new_table("", ("signed by", "layers x tokens", "share"), numbers=("layers x tokens", "share"))
+    table = new_table("", ("signed by", "tokens x layers", "share"), numbers=("tokens x layers", "share"))
     ranked = sorted(credit.by_client.items(), key=lambda item: (-item[1], item[0]))
     for client, work in ranked[:SHOWN_CLIENTS]:
         table.add_row(client[-8:], f"{work:,}", f"{work / total:.1%}")

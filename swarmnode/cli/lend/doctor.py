@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from swarmnode.cli.options.swarm import complete_swarms
 from swarmnode.errors import LocalError, NetworkDown
 from swarmnode.terminal.console import HOME, JSON, command, fail, is_piped, make_room, print_json, run_async, say
 from swarmnode.terminal.formatting import wrapped
@@ -27,7 +28,12 @@ JOIN_PATIENCE_S = 15.0
 
 @command
 def doctor(
-    swarm: str = argument("", "Also test whether this swarm answers and speaks your version.", metavar="[SWARM]"),
+    swarm: str = argument(
+        "",
+        "Also test whether this swarm answers and speaks your version.",
+        metavar="[SWARM]",
+        autocompletion=complete_swarms,
+    ),
     online: bool = option(False, "Also check clock, kind of NAT and UPnP, by asking internet servers and the router."),
     bandwidth: bool = option(False, "Also test upload and download with machines of the swarm; asks first."),
     yes: bool = option(False, "Do not ask before the test."),

@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typer import Context
+
 from swarmnode.cli.options.metrics import Watch
 from swarmnode.cli.options.node_file import LendingOptions
+from swarmnode.cli.options.swarm import home_of
 from swarmnode.metrics.metric import Source
 from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option
@@ -18,7 +21,18 @@ if TYPE_CHECKING:
     from swarmnode.node.node import Node
 
 NO_ANSWER = {"swarm": "", "pid": "", "state": "no answer", "reason": "stopped, or busy", "sessions": ""}
-NAME = argument("", "Name of the node in `swarmnode ps`; default: all nodes.", metavar="[NAME]")
+
+
+def complete_nodes(context: Context, incomplete: str) -> list[str]:
+    """Return the names of the nodes that run here and begin with `incomplete`."""
+    from swarmnode.lending.control import running_nodes
+
+    return [name for name in running_nodes(home_of(context)) if name.startswith(incomplete)]
+
+
+NAME = argument(
+    "", "Name of the node in `swarmnode ps`; default: all nodes.", metavar="[NAME]", autocompletion=complete_nodes
+)
 WAIT = option(
     60.0, "How long to wait until it is done; 0: do not wait.", "--wait", metavar="SECONDS", min=0.0, max=600.0
 )
@@ -111,10 +125,13 @@ def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 
 def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any) -> None:
     from swarmnode.lending.control import is_listening, running_nodes, tell_node
+    from swarmnode.swarm.storage.named_swarms import find_name, name_advice
 
     nodes, failed = running_nodes(home), list[str]()
-    if name and name not in nodes:
-        fail(f"no node {name} runs here; `swarmnode ps` lists the running ones", 2)
+    if name:
+        name = find_name(name, nodes) or fail(
+            f"no node {name} runs here; {name_advice(name, nodes, none='start one with `swarmnode run`')}", 2
+        )
     alive = {node: path for node, path in nodes.items() if name in ("", node) and is_listening(path)}
     if not alive:
         fail("no node runs here; start one with `swarmnode run`")
@@ -158,15 +175,15 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
     if not answers:
         say("No node runs here. Start one with `swarmnode run`.")
         return
-    from rich.box import SIMPLE_HEAD
+    from swarmnode.terminal.formatting import keep_whole, new_table, show
 
-    from swarmnode.terminal.formatting import new_table, show
-
-    columns = ("node", "does", "swarm", "pid", "state", "layers", "texts")
-    table = new_table("", columns, numbers=("pid", "texts"))
-    table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
+    others = any(answer["swarm"] not in ("", answer["node"]) for answer in answers)  # else one column has both
+    columns = ("node", "does", *(["swarm"] if others else []), "pid", "state", "layers", "texts")
+    table = new_table("", columns, numbers=("pid", "texts"), plain=True)
+    keep_whole(table, "does", "pid", "layers")
     for answer in answers:
         span = "{}:{}".format(*answer["span"]) if answer.get("span") else ""
-        told = answer["node"], answer["does"], answer["swarm"], str(answer["pid"]), state_text(answer)
+        swarm = [answer["swarm"]] if others else []
+        told = answer["node"], answer["does"], *swarm, str(answer["pid"]), state_text(answer)
         table.add_row(*told, span, str(answer["sessions"]))
     show(table)

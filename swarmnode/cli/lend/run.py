@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnode.cli.lend.lending import attended
-from swarmnode.cli.options.gateway import LOOPBACK, PORT, GatewayAddress, beside
 from swarmnode.cli.options.metrics import MetricsOptions, port_option
 from swarmnode.cli.options.node_file import CONFIG, LendingOptions
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.errors import LocalError
-from swarmnode.terminal.console import EVENTS, LogOptions, Teller, command, has_terminal, heeds_hangup, run_async
+from swarmnode.gateway.gateway_address import LOOPBACK, PORT, GatewayAddress, beside
+from swarmnode.terminal.console import EVENTS, LogOptions, command, has_terminal, heeds_hangup, run_async
 from swarmnode.terminal.option import option
 from swarmnode.terminal.process import CollectorPause, beginning_anew
+from swarmnode.terminal.teller import Teller
 
 if TYPE_CHECKING:
     from swarmnode.node.description import Tell
@@ -58,10 +59,10 @@ def run(
     """
     logs.begin()
     config = node.config()
-    gateway = _gateway(PORT if page and serve_port is None else serve_port, node.home, as_json=as_json)
+    tell = Teller(as_json)
+    gateway = _gateway(PORT if page and serve_port is None else serve_port, node.home, tell, as_json=as_json)
     _give_way(node)
     watch = metrics.watch(node.home, as_json=as_json)
-    tell = Teller(as_json)
 
     async def lend(stop: asyncio.Event) -> None:
         with CollectorPause() as pause:
@@ -78,13 +79,16 @@ def run(
         run_async(lend)
 
 
-def _gateway(port: int | None, home: Path, *, as_json: bool) -> GatewayAddress | None:
-    """Return the address of the gateway; None without a port. Raises LocalError if the port is taken."""
+def _gateway(port: int | None, home: Path, tell: Teller, *, as_json: bool) -> GatewayAddress | None:
+    """Return the address of the gateway, which it tells once the node serves; None without a port. Raises LocalError if the port is
+    taken."""
     from swarmnode.net.addressing.addresses import check_port_free
 
     if port:
         check_port_free(f"/ip4/{LOOPBACK}/tcp/{port}")
-    return None if port is None else GatewayAddress(home, port, as_json=as_json)
+    if port is None:
+        return None
+    return GatewayAddress(home, port, as_json=as_json, say=lambda served: tell.last("serving", served.text))
 
 
 def _give_way(node: NodeOptions) -> None:

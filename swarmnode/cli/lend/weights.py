@@ -52,11 +52,16 @@ def prune(
 
     Example: swarmnode models prune --unused 30d
     """
+    from swarmnode.swarm.storage.named_swarms import find_name, name_advice
     from swarmnode.swarm.storage.weight_cache import evict
 
-    fetched = [each for each in _fetched(home) if swarm in ("", each.swarm)]
-    if swarm and not fetched:
-        fail(f"no weights of {swarm!r} are here; `swarmnode models weights` shows the others", 2)
+    fetched = _fetched(home)
+    if swarm:
+        names = [each.swarm for each in fetched]
+        swarm = find_name(swarm, names) or fail(
+            f"no weights of {swarm!r} are here; {name_advice(swarm, names, none='no weights have been fetched yet')}", 2
+        )
+        fetched = [each for each in fetched if each.swarm == swarm]
     doomed = [each for each in fetched if each.unused_s >= unused]
     freed_bytes = {each.swarm: evict(each.folder) for each in doomed}
     if as_json:

@@ -9,6 +9,7 @@ from typing import Any
 
 from swarmnode.cli.lend.lending import state_text
 from swarmnode.cli.options.asking import ask
+from swarmnode.cli.options.swarm import complete_swarms
 from swarmnode.terminal.console import HOME, JSON, LogOptions, command, fail, print_json, say
 from swarmnode.terminal.formatting import format_duration, one_line, wrapped
 from swarmnode.terminal.option import argument, option
@@ -31,7 +32,12 @@ def why(
         "A machine's name or the end of its id, a session's trace id, or a layer's number; default: this machine's nodes.",
         metavar="[PEER|SESSION|LAYER]",
     ),
-    swarm: str = option("", "Ask this swarm's directory instead of this machine's nodes.", metavar="SWARM"),
+    swarm: str = option(
+        "",
+        "Ask this swarm's directory instead of this machine's nodes.",
+        metavar="SWARM",
+        autocompletion=complete_swarms,
+    ),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:

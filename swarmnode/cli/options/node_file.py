@@ -14,7 +14,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from swarmnode.terminal.option import Definition, build, definitions, file_key, 
 
 if TYPE_CHECKING:
     from swarmnode.node.node import Node
+    from swarmnode.node.node_config import NodeConfig
 
 FILE = "node.toml"
 PREFIX = "SWARMNODE_RUN_"
@@ -43,7 +44,7 @@ CONFIG = path_option(f"Read options from this file; default: {FILE} in the home 
 
 class ConfiguredCommand(CommandWithTopics):
     """Command whose options can also come from the environment and a file. `ctx.meta["origins"]` holds the source of each such
-    option."""
+    option. A command other than `run` takes only those that limit what a node lends, and leaves the others to `run`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse `args`, with values from the environment and the file as defaults. A wrong file ends the command with one line and
@@ -55,6 +56,9 @@ class ConfiguredCommand(CommandWithTopics):
             path = Path(config) if config else home_folder(home) / FILE
             file = read_toml(path if config else None, path, what="a file of options")
             options = {_flag(option): option for option in self.params if _flag(option)}
+            if self.name != "run":
+                options = {key: option for key, option in options.items() if key in _OPTIONS}
+                file = {key: value for key, value in file.items() if key in options}
             _check(file, options, path)
         except UsageError as error:
             fail(str(error), error.exit_code)
@@ -93,7 +97,7 @@ def _check(file: dict[str, Any], options: dict[str, Any], path: Path) -> None:
             )
 
 
-LIMITS = ("memory", "cpu_share", "max_upload", "max_download", "max_gpu_temperature", "max_gpu_power")
+LIMITS = ("memory", "disk", "cpu_share", "max_upload", "max_download", "max_gpu_temperature", "max_gpu_power")
 _OPTIONS = {
     key: (field, definition)
     for field, definition in definitions(NodeOptions).items()
@@ -101,16 +105,33 @@ _OPTIONS = {
 }
 
 
+def with_limits(base: NodeOptions, typed: Mapping[str, Any]) -> NodeConfig:
+    """Return the settings of a node: the limits and rules among a command's `typed` options, and the other options of `base`.
+    Raises UsageError."""
+    fields = [field for field, _ in _OPTIONS.values()]
+    lent = build(NodeOptions, {field: typed[field] for field in (*fields, "rules_file") if field in typed})
+    limits = {_OPTIONS[key][0]: getattr(lent, _OPTIONS[key][0]) for key in LIMITS}
+    return replace(base, rules=lent.rules, **limits).config()
+
+
 class LendingOptions:
     """Limits and rules of a running node that its owner may change meanwhile. Names and values are as in the files, which keep the
     changes.
 
-    `context` is that of the node's `run`. If it is None, the node has only the rules of the home folder.
+    `context` is that of the node's command; `read` makes the node's settings of the command's typed options, by default as `run`
+    does. If `context` is None, the node has only the rules of the home folder.
     """
 
-    def __init__(self, home: Path, node: Node, context: typer.Context | None = None) -> None:
+    def __init__(
+        self,
+        home: Path,
+        node: Node,
+        context: typer.Context | None = None,
+        read: Callable[[Mapping[str, Any]], NodeConfig] = lambda typed: build(NodeOptions, typed).config(),
+    ) -> None:
         self._node = node
         self._context = context
+        self._read = read
         self._home = home
         given = {} if context is None else context.params
         self._config = given.get("config_file") or home / FILE
@@ -158,7 +179,8 @@ class LendingOptions:
         return f"the options were read again{'; restart the node for ' if rest else ''}{', '.join(rest)}"
 
     def _keys(self) -> list[str]:
-        return [key for key in (*LIMITS, *rules.RULES) if self._context is not None or key in rules.RULES]
+        taken = {} if self._context is None else self._context.params
+        return [key for key in (*LIMITS, *rules.RULES) if key in rules.RULES or _OPTIONS[key][0] in taken]
 
     def _row(self, key: str, field: str, definition: Definition) -> dict[str, Any]:
         default = "" if definition.text is None else definition.text
@@ -210,8 +232,8 @@ class LendingOptions:
         try:
             if context is None:
                 return self._node.follow(replace(self._node.config, rules=rules.read_rules(self._home)))
-            again = context.command.make_context("run", list(context.meta["args"]), parent=context.parent)
-            return self._node.follow(build(NodeOptions, {**again.params, **self._held}).config())
+            again = context.command.make_context(context.info_name, list(context.meta["args"]), parent=context.parent)
+            return self._node.follow(self._read({**again.params, **self._held}))
         except (SwarmnodeError, WrongUsage) as error:
             raise LocalError(f"the options stay as they were: {error}") from None
         except typer.Exit:  # the error has been printed

@@ -191,7 +191,7 @@ class NodeOptions:
         parse=_addresses(needs_peer=True),
     )
     home: Path = home_option()
-    name: str = option("", "Name that others see.", parse=parse_name)
+    name: str = option("", "Name that others see; default: the one given to `swarmnode join`.", parse=parse_name)
     threads: int | None = option(
         None, "CPU threads for computing; default: torch's choice.", text=0, min=0, max=4096, show_default=True
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarmnode.cli.options.swarm import complete_adapters
 from swarmnode.codec.messages import LOOKUP
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.codec.tensors import AUTO, COMPRESSIONS
@@ -61,14 +62,15 @@ class SamplingOptions:
     drafts: str = option(
         LOOKUP,
         "Write faster by guessing tokens ahead; the text stays the same. Guesses come from prompt, answer and schema (lookup), "
-        "also from a draft model of the first machine (auto, or the model's name; see `status`). The last machine sees wrong "
-        "guesses.",
+        "also from a draft model of the first machine (auto, or the model's name; see `status`). Wrong guesses may show "
+        "the last machine words of your prompt.",
         metavar="off|lookup|auto|MODEL",
     )
     adapter: str = option(
         "",
         "Use this adapter: a name that `adapter list` shows, or a folder that peft saved, with a slash in its path.",
         metavar="NAME|./DIR",
+        autocompletion=complete_adapters,
     )
 
     @property

@@ -18,7 +18,7 @@ from swarmnode.cli.train.recipe import RecipeOptions, check_keys, read_recipe, r
 from swarmnode.cli.train.schedule import ScheduleOptions
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
-from swarmnode.terminal.console import HOME, LogOptions, command, fail, joined, run_async, say
+from swarmnode.terminal.console import HOME, LogOptions, command, joined, run_async, say, stopped
 from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
@@ -158,10 +158,9 @@ def train(
 def _say_where_it_stands(done: int, settings: Run, alone: LocalOptions, swarm: str, *, as_json: bool) -> None:
     """Print the last line: on standard error if standard output is for scripts. Ends the command with exit code 1 if steps are
     missing."""
-    saved = f"; the model is in {alone.out}" if alone.out is not None else ""
+    saved = f" The model is in {alone.out}." if alone.out is not None else ""
     if done < settings.steps:
-        goes_on = "; the swarm keeps them, and the same command continues" if not alone.local else ""
-        goes_on = "; the same command continues" if alone.state is not None else goes_on
-        fail(f"stopped after {done} of {counted(settings.steps, 'step')}{goes_on}{saved}")
-    next_step = "" if alone.local else f". Next: swarmnode export {shlex.quote(swarm)} OUT"
-    say(f"Done: {counted(done, 'step')}{saved}{next_step}", err=as_json)
+        goes_on = "" if alone.local and alone.state is None else " The same command continues."
+        stopped(f"Stopped after step {done:,} of {settings.steps:,}.{goes_on}{saved}")
+    next_step = "" if alone.local else f" Next: swarmnode export {shlex.quote(swarm)} OUT"
+    say(f"Done: {counted(done, 'step')}.{saved}{next_step}", err=as_json)

@@ -17,7 +17,7 @@ from swarmnode.cli.train.train import RecordOptions
 from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
-from swarmnode.terminal.console import HOME, LogOptions, command, fail, joined, run_async, say
+from swarmnode.terminal.console import HOME, LogOptions, command, joined, run_async, say, stopped
 from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ def _say_the_end(done: TunedAdapter, steps: int, settings: TuneSettings, *, as_j
             err=as_json,
         )
     elif done.steps < steps:
-        fail(f"stopped after {done.steps} of {counted(steps, 'step')}{lost}; the same command continues")
+        stopped(f"Stopped after step {done.steps:,} of {steps:,}{lost}. The same command continues.")
     else:
         say(f"Done: {counted(done.steps, 'step')}{lost}; the adapter is in {settings.out}", err=as_json)
         if done.method != "prompt":

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import ask
-from swarmnode.cli.options.swarm import SWARM, THIS_SWARM, open_swarm
+from swarmnode.cli.options.swarm import SWARM, THIS_SWARM, complete_adapters, open_swarm
 from swarmnode.counting import format_bytes
 from swarmnode.terminal.console import HOME, JSON, Verbosity, command, fail, print_json, say
 from swarmnode.terminal.formatting import parse_duration
@@ -99,7 +99,7 @@ def list_adapters(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON
 def remove(
     *,
     swarm: str = THIS_SWARM,
-    name: str = argument(..., "Name of an adapter that you added.", metavar="NAME"),
+    name: str = argument(..., "Name of an adapter that you added.", metavar="NAME", autocompletion=complete_adapters),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:

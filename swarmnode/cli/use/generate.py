@@ -88,13 +88,18 @@ def generate(
 
 
 def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, str]:
-    """Return the swarm and the prompt that the arguments mean. A single argument that names no swarm is the prompt for the
-    swarm used last. A prompt of -, or none (nor `ids`) if the input is piped, is read from standard input, after the swarm
-    if that comes from there too. Fails if nothing comes."""
+    """Return the swarm and the prompt that the arguments mean.
+
+    A single argument that names no swarm is the prompt for the swarm used last; the beginning of a name counts as one only if a
+    prompt is piped. A prompt of -, or none (nor `ids`) if the input is piped, is read from standard input, after the swarm if that
+    comes from there too. Fails if nothing comes.
+    """
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name
     from swarmnode.swarm.storage.swarmfile import names_a_swarm
 
     alone = swarm and not prompt and not ids
-    if alone and (swarm == STANDARD_INPUT or not names_a_swarm(swarm, home)):
+    begun = find_name(swarm, JoinedSwarms(home).all_names()) if alone and is_piped() else None
+    if alone and (swarm == STANDARD_INPUT or not (begun or names_a_swarm(swarm, home))):
         swarm, prompt = "", swarm
     if swarm == STANDARD_INPUT:
         swarm = read_line()

@@ -9,6 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarmnode.cli.options.quantities import parse_name
+from swarmnode.cli.options.swarm import complete_swarms
 from swarmnode.counting import counted
 from swarmnode.terminal.console import (
     HOME,
@@ -36,7 +38,8 @@ def join(
         "The invite that you received, a file with it, or - for standard input; default: ask for it.",
         metavar="[INVITE]",
     ),
-    name: str = option("", "Remember the swarm under this name; default: its own."),
+    name: str = option("", "Your name, as others see it; default: the name of this machine.", parse=parse_name),
+    swarm_name: str = option("", "Remember the swarm under this name; default: its own.", "--as", metavar="NAME"),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -48,26 +51,34 @@ def join(
     """
     from swarmnode.swarm.records.invite import decode_invite
     from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.remembered import keep_own_name, own_name
 
     text = _invite(invite)
     terms = _terms(decode_invite(text))
     joined = JoinedSwarms(home)
-    known_as = joined.remember(text, name)
+    known_as = joined.remember(text, swarm_name)
     joined.used(known_as)
+    lends = terms["role"] != "client"
+    if lends and (chosen := _own_name(name, own_name(home), is_private=terms["private"], asks=not as_json)):
+        keep_own_name(home, chosen)
     if as_json:
-        print_json({"name": known_as, **terms})
+        print_json({"name": known_as, **terms, "own_name": own_name(home)})
         return
     say(f"Joined {known_as}: {_say(terms)}.")
-    say("The swarm was not asked yet: your first command to it tells whether it answers and admits you.")
+    if lends and (known := own_name(home)):
+        say(f"Others see this machine as {known}.")
+    say("Your first command will show whether the swarm answers and admits you:")
     quoted = shlex.quote(known_as)
-    if terms["role"] != "client":
-        say(f"Lend this machine:  swarmnode run {quoted}")
-    say(f'Use it:             swarmnode generate {quoted} "Once upon a time"')
+    if lends:
+        say(f"  swarmnode run {quoted}   # lends this machine")
+    say(f"  swarmnode chat {quoted}  # uses the swarm")
 
 
 @command
 def leave(
-    name: str = argument(..., "Name of a swarm that you joined or founded.", metavar="NAME"),
+    name: str = argument(
+        ..., "Name of a swarm that you joined or founded.", metavar="NAME", autocompletion=complete_swarms
+    ),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -78,14 +89,14 @@ def leave(
     Example: swarmnode leave friends
     """
     from swarmnode.errors import UsageError
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name, name_advice
     from swarmnode.swarm.storage.swarmfile import load_all_named, load_named
 
     joined = JoinedSwarms(home)
-    if name not in joined.names():
-        similar = " or ".join(joined.similar(name))
-        advice = f"did you mean {similar}?" if similar else "`swarmnode models` lists the swarms that have one"
-        fail(f"no swarm is called {name} here; {advice}", 2)
+    known = joined.names()
+    name = find_name(name, known) or fail(
+        f"no swarm is called {name} here; {name_advice(name, known, none='you have joined none')}", 2
+    )
     try:
         swarm = load_named(name, home)
     except UsageError:  # only the name can be forgotten
@@ -93,7 +104,9 @@ def leave(
     removed, kept = list[Path](), list[str]()
     if swarm is not None:
         if pid := _running(swarm.id, home):
-            fail(f"process {pid} still takes part in {name}: end it first, a node by `swarmnode stop`")
+            fail(
+                f"process {pid} still takes part in {name}: end it first with `swarmnode stop {shlex.quote(name)}`, or Ctrl-C"
+            )
         if all(known == name or other.id != swarm.id for known, other in load_all_named(home).items()):
             removed = list((home / "membership").glob(f"{swarm.id.hex()[:16]}-*.json"))
         kept = list(_kept(swarm, name, home))
@@ -137,6 +150,21 @@ def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
         yield "the receipts of your work"
     if Service(name).swarm.exists():
         yield f"the service {name}; to remove it: swarmnode service uninstall {shlex.quote(name)}"
+
+
+def _own_name(given: str, known: str, *, is_private: bool, asks: bool) -> str:
+    """Return the name to keep as the owner's: the given one, else the answer to a question if there is a terminal.
+
+    Without a terminal it is this machine's name in a private swarm, and empty in others, whose members may be strangers. Returns an
+    empty text if a name is `known` already. Raises UsageError if the answer cannot be a name.
+    """
+    from swarmnode.swarm.storage.remembered import machine_name
+
+    if given or known:
+        return given
+    if not asks or is_piped():
+        return machine_name() if is_private else ""
+    return parse_name(ask_for("Your name, as others see it", default=machine_name()).strip())
 
 
 def _invite(text: str) -> str:

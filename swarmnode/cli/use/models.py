@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from swarmnode.counting import format_bytes
 from swarmnode.terminal.console import HOME, JSON, command, print_json, say
 
 if TYPE_CHECKING:
@@ -47,13 +48,12 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
         return
     from swarmnode.codec.sampling import USUAL
     from swarmnode.swarm.records.manifest import GENERATE
-    from swarmnode.terminal.formatting import new_table, show
+    from swarmnode.terminal.formatting import keep_whole, new_table, show
 
-    table = new_table("", ("swarm", "model", "what it does", "layers", "GB", "who"), numbers=("layers", "GB"))
-    table.columns[0].min_width = max(len(one.name) for one in known)
-    table.columns[1].overflow = "fold"
+    table = new_table("", ("swarm", "model", "does", "layers", "size", "who"), numbers=("layers", "size"), plain=True)
+    keep_whole(table, "swarm")
     for one in known:
-        size = "" if one.size_bytes is None else f"{one.size_bytes / 1e9:.1f}"
+        size = "" if one.size_bytes is None else format_bytes(one.size_bytes)
         used = "used last" if one.last else ""
         table.add_row(
             one.name, one.model, one.does, str(one.units or ""), size, ", ".join(filter(None, (one.members, used)))

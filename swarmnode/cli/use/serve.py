@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.options.asking import TRUST, patience_option
-from swarmnode.cli.options.gateway import PORT, AddSwarm, GatewayAddress
 from swarmnode.cli.options.sampling import SamplingOptions
-from swarmnode.cli.options.swarm import open_swarm
+from swarmnode.cli.options.swarm import complete_swarms, open_swarm
 from swarmnode.errors import SwarmnodeError, UsageError
+from swarmnode.gateway.gateway_address import PORT, AddSwarm, GatewayAddress
 from swarmnode.net.tasks import Tasks, until_first
 from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
 from swarmnode.terminal.option import argument, option, path_option
@@ -52,6 +52,7 @@ def serve(
         "Names, .swarm files or invites; default: all that have a name here.",
         typed=list[str],
         metavar="[SWARM…]",
+        autocompletion=complete_swarms,
     ),
     gateway: EndpointOptions,
     mcp: bool = option(False, "Instead, offer one swarm to an agent as tools (MCP)."),

@@ -240,18 +240,17 @@ def watched(picture: dict[str, Any], links: dict[str, Any], news: SwarmNews) -> 
 
 def status_table(status: dict[str, Any]) -> Table:
     """Return the status as a table that fits 80 columns: one row per peer, its span drawn over the model's units."""
-    from rich.box import SIMPLE_HEAD
     from rich.text import Text
 
     from swarmnode.terminal.formatting import new_table
 
     units = status["units"]
     step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""
-    covered = Text("covered", "green")
+    covered = Text("all held", "green")
     if status["missing"]:
         covered = Text(f"no machine holds {', '.join(ranges(status['missing']))}", "red")
-    positions = f"{status['max_model_len']:,} tokens of context, " if status.get("max_model_len") else ""
-    title = Text.assemble(one_line(f"swarm {status['name']}: {units} layers, {positions}{step}"), covered)
+    positions = f"texts of up to {status['max_model_len']:,} tokens, " if status.get("max_model_len") else ""
+    title = Text.assemble(one_line(f"{status['name']}: {positions}{step}{units} layers, "), covered)
     trains = status["mode"] == "train"
     # On one machine or LAN, nothing is known.
     far = any(peer["reached"] != "unknown" for peer in status["peers"])
@@ -266,8 +265,7 @@ def status_table(status: dict[str, Any]) -> Table:
             "was moved or changed, or its bootstrap peer is away"
         )
     caption = "\n".join([*notes, *map(credit_line, status.get("credit", ()))]) or None
-    table = new_table(title, columns, numbers=("texts",), caption=caption)
-    table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
+    table = new_table(title, columns, numbers=("texts",), caption=caption, plain=True)
     for peer in sorted(status["peers"], key=lambda peer: (peer["span"], peer["name"])):
         start, end = peer["span"]
         sends = ", ".join(f"{codec} to {other[-8:]}" for other, codec in peer["sends"].items())

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from swarmnode.counting import counted, layers
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.cost import sustained_units_per_s
-from swarmnode.plan.spans.flow import Floats, fair_levels, supply_of, worth
+from swarmnode.plan.spans.flow import Floats, Indexes, fair_levels, supply_of, worth
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.records.announcement import State
 
@@ -381,6 +381,20 @@ def _hops(reach: Sequence[int], window: Span) -> int:
     return hops
 
 
+def _held_by_others(span: Span, held_U: Indexes) -> str:
+    """Return a sentence on the numbers of other holders of the layers of `span`, which `held_U` has for each layer."""
+    kinds = (
+        (int((held_U == 0).sum()), "on no other machine"),
+        (int((held_U == 1).sum()), "also on one other machine"),
+        (int((held_U > 1).sum()), "also on several other machines"),
+    )
+    told = [(count, where) for count, where in kinds if count]
+    if len(told) == 1:
+        [(count, where)] = told
+        return f"{layers(*span)} is {where}" if count == 1 else f"all {count} layers are {where}"
+    return f"of {layers(*span)}, " + ", ".join(f"{count} are {where}" for count, where in told)
+
+
 def grounds(view: View, joiner: Joiner, span: Span) -> tuple[str, ...]:
     """Return the reasons for `span` as sentences: the other holders, the gaps in it, the joiner's memory and speed."""
     others = [peer for peer in view.peers if peer.peer != joiner.peer and peer.state in HOLDING and peer.span.units]
@@ -388,8 +402,10 @@ def grounds(view: View, joiner: Joiner, span: Span) -> tuple[str, ...]:
     held = holders_U[span.start : span.end]
     alone = int((holders_U == 0).sum())
     return (
-        f"{counted(len(others), 'other machine')} in the swarm with layers; {alone} of {view.units} layers are on none of them",
-        f"of {layers(*span)}, {int((held == 0).sum())} are on no other machine and {int((held == 1).sum())} on one",
+        f"{counted(len(others), 'other machine') if others else 'no other machine'} of the swarm "
+        f"{'hold' if len(others) > 1 else 'holds'} layers"
+        + (f"; no one holds {alone} of the {view.units} layers" if others else ""),
+        _held_by_others(span, held),
         f"the memory that you lend has room for {counted(min(joiner.capacity_units, view.units), 'layer')} (--memory)",
         f"this machine computes {joiner.decode_units_per_s:,.4g} layers/s"
         if joiner.decode_units_per_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
@@ -30,6 +31,7 @@ FORMAT = 1  # of a list of public swarms
 FILE = "public_swarms.json"
 USER_FILE = "swarms.json"
 MAX_LIST_BYTES = 1 << 20
+MOST_LISTED = 8  # names in an error
 WHAT = "a list of swarms"
 
 
@@ -63,6 +65,35 @@ def _parse(data: bytes, source: str) -> tuple[PublicSwarm, ...]:
     for swarm in content.swarms:
         decode_invite(swarm.invite)
     return content.swarms
+
+
+def find_name(text: str, names: Iterable[str]) -> str | None:
+    """Return the name that `text` is, or else the only one that begins with it, also in other capitals.
+
+    Returns None if `text` is empty, or begins no name or several."""
+    known = set(names)
+    if not text or text in known:
+        return text or None
+    for begun in (
+        [name for name in known if name.startswith(text)],
+        [name for name in known if name.lower().startswith(text.lower())],
+    ):
+        if begun:
+            return begun[0] if len(begun) == 1 else None
+    return None
+
+
+def name_advice(text: str, names: Iterable[str], *, none: str) -> str:
+    """Return the clause of an error that helps to the right name, where `find_name` returned None: the names that `text` begins, or
+    similar ones, or else all; `none` if there are no names."""
+    known = sorted(set(names))
+    begun = [name for name in known if name.lower().startswith(text.lower())] if text else []
+    by_lower = {name.lower(): name for name in known}
+    similar = begun or [by_lower[each] for each in difflib.get_close_matches(text.lower(), by_lower)]
+    if similar:
+        return f"did you mean {' or '.join(similar[:MOST_LISTED])}?"
+    more = ", …" if len(known) > MOST_LISTED else ""
+    return f"known here: {', '.join(known[:MOST_LISTED])}{more}" if known else none
 
 
 class _FoundersFile(msgspec.Struct):
@@ -105,9 +136,9 @@ class JoinedSwarms:
         invited = decode_invite(invite)
         name = name or invited.name
         if not _is_plain(name) or name != name.strip() or name.startswith("-"):
-            raise UsageError(f"{name!r} cannot be a name in commands and of a file; choose another one with --name")
+            raise UsageError(f"{name!r} cannot be a name in commands and of a file; choose another one with --as")
         if self._id_of(name) not in (None, invited.swarm_id.hex()):
-            raise UsageError(f"{name} is another swarm that has this name here; choose another name with --name")
+            raise UsageError(f"{name} is another swarm that has this name here; choose another name with --as")
         write_private(self._folder / f"{name}{SUFFIX}", f"{invite}\n".encode(), make_folder=True)
         return name
 
@@ -138,11 +169,10 @@ class JoinedSwarms:
         for suffix in (SUFFIX, LINK):
             (self._folder / f"{name}{suffix}").unlink(missing_ok=True)
 
-    def similar(self, name: str) -> list[str]:
-        """Return the names of joined, founded and public swarms that `name` may be a misspelling of, the most similar first."""
-        known = [*self.names(), *known_swarms(self._folder.parent)]
-        by_lower = {each.lower(): each for each in known}
-        return [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower)]
+    def all_names(self) -> list[str]:
+        """Return the names of all joined, founded and public swarms, sorted. Raises UsageError if the list of public ones cannot be
+        read."""
+        return sorted({*self.names(), *known_swarms(self._folder.parent)})
 
     def _id_of(self, name: str) -> str | None:
         """Return the id of the swarm that has this name, in hex; None if there is none, or its file is gone."""

@@ -1,4 +1,4 @@
-"""Memory of a peer between runs: manifests, addresses of peers, and its membership of a swarm.
+"""Memory of a peer between runs: manifests, addresses of peers, its membership of a swarm, and its owner's name.
 
 It is only a help: missing or damaged parts are fetched or learned again.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import msgspec
 from swarmnode.errors import LocalError, ProtocolError
 from swarmnode.files import read_bounded, write_private
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.announcement import Announcement
+from swarmnode.swarm.records.announcement import MAX_NAME_CHARS, Announcement
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, swarm_id
 from swarmnode.swarm.records.membership import Membership
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
@@ -27,6 +28,26 @@ SUFFIX = ".manifest"
 MAX_PEERS = 64
 MAX_PEERS_FILE_BYTES = 1 << 18
 MAX_MEMBERSHIP_BYTES = 1 << 22
+OWN_NAME = "name"  # file in the home folder
+MAX_OWN_NAME_BYTES = 4 * MAX_NAME_CHARS + 1
+
+
+def own_name(home: Path) -> str:
+    """Return the name under which others see the peers of this home; empty if none was chosen, or its file is damaged."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        text = (read_bounded(home / OWN_NAME, MAX_OWN_NAME_BYTES) or b"").decode().strip()
+        return text if text.isprintable() and len(text) <= MAX_NAME_CHARS else ""
+    return ""
+
+
+def keep_own_name(home: Path, name: str) -> None:
+    """Keep the name under which others see the peers of this home. Raises LocalError if the file cannot be written."""
+    write_private(home / OWN_NAME, f"{name}\n".encode(), make_folder=True)
+
+
+def machine_name() -> str:
+    """Return this machine's host name without its domain, as a name that others may see; empty if it has none."""
+    return "".join(filter(str.isprintable, socket.gethostname().partition(".")[0])).strip()[:MAX_NAME_CHARS]
 
 
 class ManifestCache:

@@ -29,7 +29,7 @@ from swarmnode.swarm.records.invite import (
 )
 from swarmnode.swarm.records.manifest import PRIVATE, Manifest, decode_manifest, swarm_id
 from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
-from swarmnode.swarm.storage.named_swarms import JoinedSwarms, known_swarms
+from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name, known_swarms, name_advice
 from swarmnode.swarm.storage.small_files import VersionedFile, is_user_file, parse_versioned, read_user_file
 
 FORMAT = 1
@@ -163,13 +163,17 @@ def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
 
     The suffix .swarm may be left out. A file keeps the invite out of the list of processes. Names are those of joined
     and founded swarms (`named_swarms.py`) and of public swarms, in the package's list and in `swarms.json` of the home folder.
-    `home` is None for the usual home folder. Raises UsageError if `source` is none of these or is damaged.
+    The beginning of a name is enough if no other name begins so. `home` is None for the usual home folder. Raises UsageError if
+    `source` is none of these or is damaged.
     """
     if isinstance(source, str) and looks_like_invite(source):
         return _invited(source)
     home, path = home_folder(home), swarm_path(source)
-    if not is_user_file(path) and (named := load_named(str(source), home)) is not None:
-        return named
+    if not is_user_file(path):
+        full = find_name(str(source), JoinedSwarms(home).all_names())
+        named = None if full is None else load_named(full, home)
+        if named is not None:
+            return named
     data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
     if data is None:
         raise UsageError(_unknown(path, home))
@@ -228,14 +232,14 @@ def _named(name: str, home: Path) -> str | Path | None:
 
 
 def _unknown(path: Path, home: Path) -> str:
-    """Return the sentence that `path` is no file and no name, with similar names if there are any."""
-    similar = JoinedSwarms(home).similar(path.name)
-    if similar:
-        return f"{path}: no swarm has this name here, and there is no such file; did you mean {' or '.join(similar)}?"
-    return (
-        f"{path}: no such file; give the path of a {SUFFIX} file, an invite (swarm1… or swarm2…), or the name of a public swarm or "
+    """Return the sentence that `path` is no file and no name, with the names that it may mean."""
+    ways = (
+        f"give the path of a {SUFFIX} file, an invite (swarm1… or swarm2…), or the name of a public swarm or "
         "of one that you joined"
     )
+    known = JoinedSwarms(home).all_names()
+    advice = name_advice(path.name, known, none=ways)
+    return f"{path}: no such file" + (f", and no swarm of this name here; {advice}" if known else f"; {advice}")
 
 
 def _invited(text: str) -> Swarm:

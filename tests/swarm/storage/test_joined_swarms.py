@@ -37,7 +37,7 @@ def test_a_name_is_one_swarms(tmp_path: Path) -> None:
     joined = JoinedSwarms(tmp_path)
     joined.remember(FRIENDS)
     joined.remember(encode_invite(Invite(bytes(32), "friends", ("/ip4/127.0.0.1/tcp/1",))))  # a newer one to the same
-    with pytest.raises(UsageError, match="--name"):
+    with pytest.raises(UsageError, match="--as"):
         joined.remember(OTHERS)
     assert joined.remember(OTHERS, "club") == "club"
     assert joined.names() == ["club", "friends"]
@@ -82,7 +82,7 @@ def test_two_founded_swarms_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert joined.remember_file(one) == "club"
     longer = joined.remember_file(other)
     assert longer == f"club-{load_swarm(other).id.hex()[:8]}" and load_swarm(longer, home).file == other
-    with pytest.raises(UsageError, match="--name"):
+    with pytest.raises(UsageError, match="--as"):
         joined.remember(FRIENDS, "club")
     one.unlink()
     assert set(load_all_named(home)) == {longer}
@@ -101,3 +101,35 @@ def test_a_forgotten_name_is_free_and_its_file_stays(tmp_path: Path) -> None:
     joined.forget("friends")
     joined.forget("../club")
     assert joined.names() == [] and load_all_named(home) == {}
+
+
+NAMES = ("friends", "frisbee", "Club", "club-2", "smollm2-135m")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_beginning_of_a_name_finds_it_or_is_refused_with_the_names_it_may_mean(tmp_path: Path, name: str) -> None:
+    joined = JoinedSwarms(tmp_path)
+    ids = {each: bytes([n] * 32) for n, each in enumerate(NAMES)}
+    for each, swarm in ids.items():
+        joined.remember(encode_invite(Invite(swarm, each, ())))
+    for end in range(1, len(name) + 1):
+        typed = name[:end]
+        meant = [each for each in NAMES if each.startswith(typed)] or [
+            each for each in NAMES if each.lower().startswith(typed)
+        ]
+        if typed in NAMES or len(meant) == 1:
+            assert load_swarm(typed, tmp_path).id == ids[typed if typed in NAMES else meant[0]]
+            continue
+        with pytest.raises(UsageError) as refused:
+            load_swarm(typed, tmp_path)
+        assert all(each in str(refused.value) for each in meant)
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="an invite"):
+        load_swarm("zzz", tmp_path)
+    JoinedSwarms(tmp_path).remember(FRIENDS)
+    with pytest.raises(UsageError, match="known here: friends"):
+        load_swarm("zzz", tmp_path)
+    with pytest.raises(UsageError):
+        load_swarm("", tmp_path)

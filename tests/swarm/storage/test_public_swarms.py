@@ -31,7 +31,7 @@ def test_a_name_leads_to_the_swarm_with_its_owner(tmp_path: Path):
     swarm = load_swarm("tiny", tmp_path)
     assert (swarm.id, swarm.bootstraps, swarm.owner, swarm.private) == (SWARM, DOORS, OWNER.public, False)
     assert "other" not in known_swarms(tmp_path)
-    with pytest.raises(UsageError, match="public swarm"):
+    with pytest.raises(UsageError, match="known here: tiny"):
         load_swarm("other", tmp_path)
 
 

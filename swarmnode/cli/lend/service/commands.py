@@ -14,13 +14,19 @@ import typer
 
 from swarmnode.cli.lend.service.managers import Launchd, ScheduledTask, Systemd
 from swarmnode.cli.lend.service.service import Service, ServiceManager, config_folder
+from swarmnode.cli.options.swarm import complete_swarms
 from swarmnode.terminal.console import HOME, command, fail, say
 from swarmnode.terminal.option import argument, option
 
 WSL = "WSL_DISTRO_NAME"  # set by WSL
 SYSTEMD = Path("/run/systemd/system")  # exists if systemd runs the machine
 
-NAME = argument(..., "Name of a swarm that you joined; each has its own service.", metavar="NAME")
+NAME = argument(
+    ...,
+    "Name of a swarm that you joined; each has its own service.",
+    metavar="NAME",
+    autocompletion=complete_swarms,
+)
 
 
 @command
@@ -39,7 +45,9 @@ def install(
     """
     from swarmnode.cli.options.swarm import open_swarm
     from swarmnode.files import write_private
+    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name
 
+    name = find_name(name, JoinedSwarms(home).all_names()) or name
     _check_name(name)
     if not all(word.isprintable() for word in (*context.args, str(home))):
         fail("an option has a control character, which service managers cannot keep: leave it out", 2)
@@ -68,8 +76,7 @@ def status(name: str = NAME) -> None:
 
     Example: swarmnode service status friends
     """
-    _installed(name)
-    raise typer.Exit(manager_here().status(name))
+    raise typer.Exit(manager_here().status(_installed(name)))
 
 
 @command
@@ -81,7 +88,7 @@ def logs(
 
     Example: swarmnode service logs friends -f
     """
-    services = [path.stem for path in sorted(config_folder("swarmnode").glob("*.swarm"))]
+    services = _services()
     if not name and len(services) > 1:
         fail(f"which one? There are services for {', '.join(services)}", 2)
     if not name and not services:
@@ -90,9 +97,7 @@ def logs(
             "`swarmnode ps` lists the running nodes, `swarmnode why` their decisions."
         )
         return
-    name = name or services[0]
-    _installed(name)
-    raise typer.Exit(manager_here().logs(name, follow=follow))
+    raise typer.Exit(manager_here().logs(_installed(name or services[0]), follow=follow))
 
 
 @command
@@ -101,9 +106,9 @@ def uninstall(name: str = NAME) -> None:
 
     Example: swarmnode service uninstall friends
     """
-    swarm = _installed(name)
+    name = _installed(name)
     manager_here().remove(name)
-    swarm.unlink(missing_ok=True)
+    Service(name).swarm.unlink(missing_ok=True)
     say(f"Removed the service {name}.")
 
 
@@ -122,20 +127,28 @@ def _invite(name: str, home: Path) -> str:
     return JoinedSwarms(home).invite_to(name) or fail(f"you have not joined {name} here: run `swarmnode join` first", 2)
 
 
-def _installed(name: str) -> Path:
-    """Return the swarm file of an installed service. Ends the command if there is no such service."""
+def _services() -> list[str]:
+    """Return the names of the installed services, sorted."""
+    return [path.stem for path in sorted(config_folder("swarmnode").glob("*.swarm"))]
+
+
+def _installed(name: str) -> str:
+    """Return the name of the installed service that `name` is, or begins. Ends the command if there is no such service."""
+    from swarmnode.swarm.storage.named_swarms import find_name, name_advice
+
     _check_name(name)
-    swarm = Service(name).swarm
-    if not (swarm.is_symlink() or swarm.exists()):
-        fail(f"there is no service {name}: `swarmnode service install {name}` creates it", 2)
-    return swarm
+    services = _services()
+    return find_name(name, services) or fail(
+        f"there is no service {name}; {name_advice(name, services, none=f'`swarmnode service install {name}` creates it')}",
+        2,
+    )
 
 
 def _check_name(name: str) -> None:
     """End the command if a service manager would need quotes around `name`."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
         fail(
-            f"{name!r} cannot be a service's name; join the swarm under another name: swarmnode join --name friends",
+            f"{name!r} cannot be a service's name; join the swarm under another name: swarmnode join INVITE --as friends",
             2,
         )
 

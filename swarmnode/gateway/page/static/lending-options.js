@@ -4,13 +4,14 @@ import { askJson } from "./api.js";
 import { fill, h } from "./dom.js";
 
 const GROUPS = [
-  ["How much", ["memory", "cpu_share", "max_upload", "max_download", "monthly", "month_day"]],
+  ["How much", ["memory", "disk", "cpu_share", "max_upload", "max_download", "monthly", "month_day"]],
   ["When", ["only_idle", "hours", "days", "on_mains", "unmetered"]],
   ["Beside other programs", ["exclusive", "max_load", "max_pressure", "max_gpu_memory", "max_gpu_load"]],
   ["Heat", ["max_gpu_temperature", "max_gpu_power"]],
 ];
 const LABELS = {
   memory: "Memory",
+  disk: "Disk",
   cpu_share: "Share of the time",
   max_upload: "Upload",
   max_download: "Download",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.errors import NetworkDown
+from swarmnode.errors import NetworkDown, SwarmnodeError
 from swarmnode.files import write_private
-from swarmnode.lending.control import GATEWAYS
-from swarmnode.net.tasks import until_first
+from swarmnode.lending.control import GATEWAYS, running_gateways, tell_node
+from swarmnode.net.tasks import Tasks, until_first
 from swarmnode.terminal.console import is_kept, print_json, say, standard_output
 from swarmnode.terminal.formatting import origin
 
@@ -29,6 +30,8 @@ LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")  # nosec B104  # only compared with
 PORT = 8000
 PAGE_LINK = "page-link"  # file in the home folder
+LOOK_S = 2.0  # between looks at a gateway of another process
+ADDING_S = 60.0  # for a gateway of another process to reach a swarm
 
 AddSwarm = Callable[[str, "SwarmClient"], Awaitable[None]]
 """Function that adds a swarm, with its name in the API, to a running gateway."""
@@ -46,9 +49,14 @@ class Served:
         """Print the addresses as an event for scripts."""
         print_json({"event": "serving", "url": self.url, "page": self.page, "models": self.models})
 
+    @property
+    def text(self) -> str:
+        """The addresses for people."""
+        return f"Web page:   {self.page}\nFor tools:  {self.url}  (model {', '.join(self.models) or 'none yet'})"
+
     def say(self) -> None:
         """Print the addresses for people."""
-        say(f"Serving {', '.join(self.models) or 'no swarm yet'} at {self.url}\nPage: {self.page}")
+        say(self.text)
 
 
 @dataclass(frozen=True)
@@ -75,24 +83,48 @@ class GatewayAddress:
         from swarmnode.lending.control import CommandSocket
 
         gateway = Gateway(clients, keys, config or GatewayConfig(), home=self.home)
-        page = Page(gateway, self.home)
+        page, tasks = Page(gateway, self.home), Tasks("swarms of other processes", on_crash=None)
+        url = ""
         async with (
             gateway.loading(),
             serving_http(build_app(gateway, page), self.host, self.port) as bound,
             page.watching(),
             contextlib.AsyncExitStack() as sockets,
         ):
+            sockets.push_async_callback(tasks.close)
+
+            async def obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
+                if request.command == "add":
+                    tasks.spawn(add_named(request.about), f"add {request.about}")
+                return {**_obey(name, client, request), "url": url}
 
             async def answer_owner(name: str, client: SwarmClient) -> None:
-                socket = CommandSocket(partial(_obey, name, client))
+                socket = CommandSocket(partial(obey, name, client))
                 await sockets.enter_async_context(socket.listening(self.home / GATEWAYS, name))
 
+            async def add_named(name: str) -> None:
+                """Serve a swarm with a name in this home, as another process of this home asks for."""
+                from swarmnode.client.swarm_client import SwarmClient
+                from swarmnode.swarm.storage.swarmfile import load_named
+
+                try:
+                    swarm = None if name in gateway.swarms else load_named(name, self.home)
+                    if swarm is not None:
+                        await add(
+                            name, await sockets.enter_async_context(await SwarmClient.join(swarm, home=self.home))
+                        )
+                except SwarmnodeError as error:
+                    say(f"{name} is not served here: {error}", err=True)
+
             async def add(name: str, client: SwarmClient) -> None:
+                if name in gateway.swarms:
+                    return
                 gateway.add(name, client)
                 page.add(name, client)
                 await answer_owner(name, client)
                 self._tell_added(name)
 
+            url = f"{origin(self.host, bound)}/v1"
             for name, client in clients.items():
                 await answer_owner(name, client)
             self._tell(bound, page.owner.token, list(clients))
@@ -107,7 +139,10 @@ class GatewayAddress:
             say(f"Your own link to the page, with your rights as the owner: cat {self.home / PAGE_LINK}", err=True)
         else:
             page = link
-        served = Served(url, page, models)
+        self.tell(Served(url, page, models))
+
+    def tell(self, served: Served) -> None:
+        """Tell people or scripts the addresses."""
         served.print_json() if self.as_json else self.say(served)
 
     def _tell_added(self, model: str) -> None:
@@ -117,22 +152,54 @@ class GatewayAddress:
             say(f"Serving {model}, too")
 
 
-def free_gateway_port(port: int) -> int:
-    """Return the port if no program listens there at the loopback address, else a free one; tell the user then."""
+def free_gateway_port(port: int, home: Path) -> int:
+    """Return the port if no program listens there at the loopback address, or a gateway of this home does, which can serve one more
+    swarm; else a free one. Tell the user in both cases."""
     from swarmnode.errors import LocalError
     from swarmnode.net.addressing.addresses import check_port_free, free_port
 
     try:
         check_port_free(f"/ip4/{LOOPBACK}/tcp/{port}")
     except LocalError:
+        if (ours := gateway_at(home, port)) is not None:
+            swarms = ", ".join(ours.models)
+            say(
+                f"Your process {ours.pid} serves {swarms} at port {port}: its page and API will have this swarm, too.",
+                err=True,
+            )
+            return port
         taken, port = port, free_port()
         say(f"Port {taken} is taken by another program: the page and the API are at port {port}.", err=True)
     return port
 
 
-async def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
-    """Answer a request of the owner through the gateway's socket: `state` or `why`. Raises ValueError for any other command."""
-    if request.command not in ("state", "why"):
+@dataclass(frozen=True)
+class OtherGateway:
+    """Gateway of another process of this home: its process id, its socket, the base `url`, and the names of its swarms by their
+    ids in hex."""
+
+    pid: int
+    socket: Path
+    url: str
+    models: dict[str, str]
+
+
+def gateway_at(home: Path, port: int) -> OtherGateway | None:
+    """Return the gateway of another process of this home at a port; None if there is none. Blocks while gateways answer."""
+    found: OtherGateway | None = None
+    for path in running_gateways(home).values():
+        told = tell_node(path, "state") or {}
+        url = str(told.get("url", ""))
+        if url.endswith(f":{port}/v1") and told.get("pid") not in (None, os.getpid()):
+            found = found or OtherGateway(int(told["pid"]), path, url, {})
+            found.models[str(told["swarm"])] = str(told["swarm_id"])
+    return found
+
+
+def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
+    """Answer a request of the owner through the gateway's socket: `state` or `why`, and the state for `add`. Raises ValueError for
+    any other command."""
+    if request.command not in ("state", "why", "add"):
         raise ValueError(f"a gateway cannot {request.command}")
     answer: dict[str, Any] = {
         "swarm": name,
@@ -151,14 +218,41 @@ async def beside(work: Coroutine[Any, Any, None], swarm: Swarm, address: Gateway
     await until_first(work, answer(swarm, address))
 
 
-async def answer(swarm: Swarm, address: GatewayAddress) -> None:
-    """Serve a gateway to the swarm until cancelled; try again as long as the swarm cannot be reached."""
+async def answer(swarm: Swarm, address: GatewayAddress, name: str = "") -> None:
+    """Serve a gateway to the swarm until cancelled; try again as long as the swarm cannot be reached.
+
+    If a gateway of another process of this home has the port already, that one serves the swarm by the swarm's `name` in this home,
+    until its process ends.
+    """
     from swarmnode.client.swarm_client import SwarmClient
 
     while True:
+        if name and (other := await asyncio.to_thread(gateway_at, address.home, address.port)) is not None:
+            await _served_by(other, swarm, address, name)
+            continue
         with contextlib.suppress(NetworkDown):  # keep trying, as the node does
             async with (
                 await SwarmClient.join(swarm, home=address.home) as client,
                 address.serving({swarm.name: client}),
             ):
                 await asyncio.Event().wait()
+
+
+async def _served_by(other: OtherGateway, swarm: Swarm, address: GatewayAddress, name: str) -> None:
+    """Let another process's gateway serve the swarm, tell the addresses, and return when that process ends. If it does not reach
+    the swarm within `ADDING_S` seconds, it is asked again."""
+    asked_s, is_told = -ADDING_S, False
+    now: OtherGateway | None = other
+    while now is not None and now.pid == other.pid:
+        if swarm.id.hex() in now.models.values():
+            if not is_told:
+                link = (address.home / PAGE_LINK).read_text().strip()
+                address.tell(
+                    Served(now.url, link.partition("#")[0] if is_kept(standard_output()) else link, list(now.models))
+                )
+            is_told = True
+        elif time.monotonic() - asked_s > ADDING_S:
+            asked_s = time.monotonic()
+            await asyncio.to_thread(tell_node, other.socket, "add", about=name)
+        await asyncio.sleep(LOOK_S)
+        now = await asyncio.to_thread(gateway_at, address.home, address.port)
