@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from swarmnode.terminal.formatting import one_line
+from swarmnode.terminal.formatting import one_line, printable
 
 
 class PlainTable(Table):
-    """Table whose cells are shown literally, because they may be strangers' names; they are no markup."""
+    """Table whose texts are shown literally, because they may be strangers' names; they are no markup."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         """Add a row; each text becomes one line."""
@@ -25,9 +25,10 @@ def new_table(
 ) -> Table:
     """Return a table without rows. The columns in `numbers` are aligned to the right."""
     title = Text(one_line(title), "table.title") if isinstance(title, str) else title
-    table = PlainTable(title=title, title_justify="left", caption=caption, caption_justify="left")
+    below = None if caption is None else Text(printable(caption), "table.caption")
+    table = PlainTable(title=title, title_justify="left", caption=below, caption_justify="left")
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left")
+        table.add_column(Text(printable(column)), justify="right" if column in numbers else "left")
     return table
 
 
