@@ -214,6 +214,14 @@ def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Toleranc
     return Judgement(compared, other, other / max(1.0, tolerance.other_tokens * compared), false, proves=not false)
 
 
+def judge_draws(other: int, compared: int, honest: Sequence[bool], tolerance: Tolerance) -> Judgement:
+    """Judge a last hop whose tokens differ at `other` of `compared` positions, after a look at the likelihoods at some of these
+    positions. `honest` says for each of them whether rounding explains the token; other positions are taken to be like them."""
+    wrong = round(other * honest.count(False) / max(1, len(honest)))
+    false = _chance_of_at_least(wrong, compared, tolerance.other_tokens) < CHANCE
+    return Judgement(compared, wrong, wrong / max(1.0, tolerance.other_tokens * compared), false, proves=False)
+
+
 def _are_too_many(beyond: Sequence[float], compared: int, rate: float, chance: float) -> bool:
     """Return whether honest work would have positions as far off as `beyond` with less than `chance`. `beyond` holds the
     deviations in tolerances, the largest first; each prefix of it is tested."""
