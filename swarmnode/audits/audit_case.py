@@ -9,7 +9,9 @@ parameters, and inputs that are already known.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -228,17 +230,17 @@ class AuditCase:
                 self._referee.note(
                     "finds it right", peer, f"two peers agree on {judgement.compared} positions of {self._name}"
                 )
-        if near is not None and await self._is_shunned_for(near, found.judgements[near].compared, original, second):
+        if near is not None and await self._is_shunned_for(near, found.judgements[near], original, second):
             return "false"
         if found.false_hop is not None:
             return await self._who(original, second, found.false_hop, found.judgements[-1].compared)
         return "void" if found.unclear else "passed"
 
-    async def _is_shunned_for(self, near: int, compared: int, original: TextRun, second: TextRun) -> bool:
+    async def _is_shunned_for(self, near: int, judged: Judgement, original: TextRun, second: TextRun) -> bool:
         """Find out by a third run which of two runs deviates at hop `near`, by nearly as much as a false result would.
         Returns whether its peer is shunned.
 
-        `compared` is the least number of positions that a comparison with the third run must have.
+        A comparison with the third run must have at least as many positions as `judged`, that of the two runs.
 
         The peer with the near miss loses trust, and the miss adds to its earlier ones. If the third run cannot decide,
         both peers lose trust.
@@ -247,13 +249,14 @@ class AuditCase:
         if suspects[0] == suspects[1]:
             return False
         third = await self._third_run(original.route, near, suspects)
-        votes = [third and self._compare(run, third).is_near_miss(near, compared) for run in (original, second)]
+        votes = [third and self._compare(run, third).is_near_miss(near, judged.compared) for run in (original, second)]
         alone = odd_one_out([None if vote is None else not vote for vote in votes])
         if alone is None:
             for peer in suspects:
                 self._referee.standing.come_near(peer)
             return False
-        if not self._referee.standing.near_miss(suspects[alone], compared):
+        text = hashlib.sha256(struct.pack(f"<{judged.at + 1}q", *self.ids[: judged.at + 1])).digest()
+        if not self._referee.standing.near_miss(suspects[alone], judged.compared, text):
             self._referee.note(
                 "trusts it less", suspects[alone], f"its result for {self._name} deviates more than most"
             )

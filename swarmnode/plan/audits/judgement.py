@@ -184,7 +184,7 @@ def _depth(units: int) -> float:
 class Judgement:
     """Result of a comparison. Of `compared` positions or tokens `beyond` were not the same. `worst` is the largest deviation over
     the tolerated deviation; for tokens, the number that differ over the tolerated number. `near`: not false, but suspicious.
-    `proves`: the work is as near as honest work is, so that it may raise trust."""
+    `proves`: the work is as near as honest work is, so that it may raise trust. `at`: the position that lies farthest off."""
 
     compared: int
     beyond: int
@@ -192,6 +192,7 @@ class Judgement:
     false: bool
     near: bool = False
     proves: bool = True
+    at: int = 0
 
 
 def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement:
@@ -203,7 +204,8 @@ def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement
     near = worst > NEAR * tolerance.far or _are_too_many(beyond, len(ratios), tolerance.beyond, NEAR_CHANCE)
     is_rare = _are_too_many(beyond, len(ratios), tolerance.beyond, UNTRUSTED_CHANCE)
     proves = not (false or near or is_rare or tolerance.capped)
-    return Judgement(len(ratios), len(beyond), worst, false, near=near and not false, proves=proves)
+    at = ratios.index(worst) if ratios else 0
+    return Judgement(len(ratios), len(beyond), worst, false, near=near and not false, proves=proves, at=at)
 
 
 def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Tolerance) -> Judgement:
