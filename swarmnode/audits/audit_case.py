@@ -22,14 +22,17 @@ from swarmnode.audits.hop_account import HopAccount, fetch_account
 from swarmnode.audits.referee import RUN_S, Referee, Replays, odd_one_out
 from swarmnode.codec.audit_messages import MAX_SKETCHED, SEED_BYTES
 from swarmnode.codec.body import HopSpec
+from swarmnode.codec.messages import Mode, Want
 from swarmnode.codec.tensors import Codec
+from swarmnode.compress.codecs import decode
+from swarmnode.compute.serving.sampling import may_draw
 from swarmnode.compute.serving.sketch import deviations
 from swarmnode.errors import PeerRefused, ProtocolError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.audits.judgement import Calibration, Judgement, judge_draws, judge_states, judge_tokens
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.router import Route
-from swarmnode.serving.client.session_spec import SessionSpec
+from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry
 from swarmnode.serving.session.transcript import ids_digest
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ CodecAt = Callable[[int], Codec]
 
 """Function from a unit to the coarsest codec through which states have passed when they enter that unit."""
 MOST_LOOKS = 32  # positions of a text whose logits are fetched: half a megabyte each, with 128,000 tokens
+SPREAD = 3.0  # of logits, relative to their root mean square, in tolerated deviations of states
 SAME = 1e-4  # deviation between sketches of the same bytes, made on different machines
 
 
@@ -311,11 +315,29 @@ class AuditCase:
         codec = spec.coarsest(said.end, self._end)
         tolerance = self._replays.calibration.tolerance(said.number_format, codec, units=said.end)
         looked = {at: run.drawn[at] for at in others[:MOST_LOOKS]}
-        route, settled = tuple(third.route), replace(spec, max_length=self._end)
-        honest = await asyncio.wait_for(
-            self._replays.may_have_drawn(route, settled, self.ids, looked, tolerance.deviation), RUN_S
-        )
+        honest = await asyncio.wait_for(self._may_have_drawn(tuple(third.route), looked, tolerance.deviation), RUN_S)
         return not judge_draws(judged.beyond, judged.compared, honest, tolerance).false
+
+    async def _may_have_drawn(self, route: Route, drawn: Mapping[int, int], deviation: float) -> list[bool]:
+        """Return for each of the tokens `drawn`, by position, whether it follows from logits within the relative `deviation` of
+        those that the peers of `route` compute. Raises the error that ended their session if the logits do not come."""
+        settled, size = replace(self._spec, max_length=self._end), self._replays.prompt_chunk_tokens
+        driven = replace(settled, mode=Mode.DRIVEN, sampling=None, proposer="", width=MAX_WIDTH)
+        honest: list[bool] = []
+        async with self._replays.session(route, driven) as session:
+            await session.start()
+            for at in sorted(drawn):
+                while session.length < at:
+                    start, end = session.length, min(at, session.length + size)
+                    want, expect = (Want.LAST, at) if end == at else (Want.NOTHING, None)
+                    session.send(ids_entry(start, [self.ids[start:end]], want), expect=expect)
+                received = await session.receive()
+                assert received.output.tensor is not None
+                logits_V = decode(received.output.tensor, received.payload)[0, -1].float()
+                spread = SPREAD * deviation * float(logits_V.square().mean().sqrt())
+                known = drawn[at] < len(logits_V)
+                honest.append(known and may_draw(drawn[at], logits_V, self._sampling, at, spread=spread))
+        return honest
 
     def _compare(self, one: TextRun, other: TextRun) -> Comparison:
         spec, calibration = self._spec, self._replays.calibration

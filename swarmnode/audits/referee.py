@@ -10,16 +10,14 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from swarmnode.codec.audit_messages import AUDIT_PROTOCOL
 from swarmnode.codec.body import HopSpec
-from swarmnode.codec.messages import Mode, Want
-from swarmnode.compress.codecs import decode
-from swarmnode.compute.serving.sampling import may_draw
+from swarmnode.codec.messages import Want
 from swarmnode.config import ClientConfig
 from swarmnode.decisions import Topic
 from swarmnode.errors import NoRoute, SwarmnodeError
@@ -34,13 +32,12 @@ from swarmnode.plan.audits.selection import second_route
 from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.serving.client.client_session import ClientSession, WithAdapter, as_it_is
 from swarmnode.serving.client.router import Route, Router
-from swarmnode.serving.client.session_spec import MAX_WIDTH, Received, ServedWork, SessionSpec, ids_entry
+from swarmnode.serving.client.session_spec import Received, ServedWork, SessionSpec, ids_entry
 
 log = logging.getLogger(__name__)
 
 MAX_AUDITS = 4  # at once
 RUN_S = 60.0  # for one run of a text
-SPREAD = 3.0  # of logits, relative to their root mean square, in tolerated deviations of states
 
 
 class FixedRoute(Router):
@@ -78,6 +75,7 @@ class Replays:
         self.calibration = Calibration()
         self._host = host
         self._sessions = sessions
+        self.prompt_chunk_tokens = config.prompt_chunk_tokens
         self._config = replace(config, patience_s=0.0)
         self._on_over = on_over
         self.with_adapter: WithAdapter = as_it_is
@@ -113,7 +111,7 @@ class Replays:
         Returns the drawn tokens by position. Raises the error that ended the session if it ends earlier.
         """
         await session.start()
-        size = self._config.prompt_chunk_tokens
+        size = self.prompt_chunk_tokens
         # All at once: when the last hop draws for a position, the position must be taken already.
         for start in range(0, len(ids), size):
             session.send(ids_entry(start, [ids[start : start + size]], Want.NOTHING), expect=prompt)
@@ -123,34 +121,6 @@ class Replays:
             drawn[received.position] = received.output.ids[0]
             if is_last(received):
                 return drawn
-
-    async def may_have_drawn(
-        self, route: Route, spec: SessionSpec, ids: Sequence[int], drawn: Mapping[int, int], deviation: float
-    ) -> list[bool]:
-        """Return for each of the tokens `drawn`, by position, whether a hop may honestly draw it after the text `ids`.
-
-        It may if the token follows from logits within the relative `deviation` of those that the peers of `route` compute.
-
-        The client fetches the logits of these positions. Raises the error that ended the session if they do not come.
-        """
-        assert spec.sampling is not None
-        driven = replace(spec, mode=Mode.DRIVEN, sampling=None, proposer="", width=MAX_WIDTH)
-        honest: list[bool] = []
-        async with self.session(route, driven) as session:
-            await session.start()
-            for at in sorted(drawn):
-                while session.length < at:
-                    start = session.length
-                    end = min(at, start + self._config.prompt_chunk_tokens)
-                    want = Want.LAST if end == at else Want.NOTHING
-                    session.send(ids_entry(start, [ids[start:end]], want), expect=at if end == at else None)
-                received = await session.receive()
-                assert received.output.tensor is not None
-                logits_V = decode(received.output.tensor, received.payload)[0, -1].float()
-                spread = SPREAD * deviation * float(logits_V.square().mean().sqrt())
-                known = drawn[at] < len(logits_V)
-                honest.append(known and may_draw(drawn[at], logits_V, spec.sampling, at, spread=spread))
-        return honest
 
 
 class Referee:
