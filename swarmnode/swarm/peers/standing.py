@@ -35,6 +35,7 @@ NEAR_MISS_RATE = (
     1e-4  # near misses of honest peers per position: none in 90 texts of two models (docs/decisions/audits.md)
 )
 MAX_NEAR_TEXTS = 64
+REPEATED = 0.25  # near misses that a text counts for if it comes again
 CHANCE = 1e-7  # probability of an honest peer's near misses below which they are too many
 HALF_TRUST = 2_000.0  # audited positions
 NEWCOMER_WEIGHT = 0.25
@@ -165,16 +166,16 @@ class Standing:
         """Record a near miss in a text of `positions` positions, and halve the peer's trust.
 
         `text` is a digest of the text up to the position that lies farthest off. A machine that rounds otherwise than others
-        may do so there each time, so each text counts once. Returns whether the peer now has more near misses than chance
-        explains, so that it should be shunned.
+        may do so there each time, so a text counts a quarter if it comes again. Returns whether the peer now has more near
+        misses than chance explains, so that it should be shunned.
         """
         known = self._aged(peer)
         known.passed /= 2
-        if text in known.near_texts:
-            return False
-        known.near_texts = (*known.near_texts, text)[-MAX_NEAR_TEXTS:]
-        known.near_misses += 1
-        known.audited += positions
+        weight = REPEATED if text in known.near_texts else 1.0
+        if weight == 1.0:
+            known.near_texts = (*known.near_texts, text)[-MAX_NEAR_TEXTS:]
+        known.near_misses += weight
+        known.audited += weight * positions
         return are_too_many(known.near_misses, known.audited)
 
     def forfeit(self, peer: PeerId) -> None:
