@@ -89,7 +89,7 @@ def origin(host: str, port: int) -> str:
 
 
 class PlainTable(Table):
-    """Table whose cells are shown literally, because they may be strangers' names; they are no markup."""
+    """Table whose texts are shown literally, because they may be strangers' names; they are no markup."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         """Add a row; each text becomes one line."""
@@ -101,9 +101,10 @@ def new_table(
 ) -> Table:
     """Return a table without rows. The columns in `numbers` are aligned to the right."""
     title = Text(one_line(title), "table.title") if isinstance(title, str) else title
-    table = PlainTable(title=title, title_justify="left", caption=caption, caption_justify="left")
+    below = None if caption is None else Text(printable(caption), "table.caption")
+    table = PlainTable(title=title, title_justify="left", caption=below, caption_justify="left")
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left")
+        table.add_column(Text(printable(column)), justify="right" if column in numbers else "left")
     return table
 
 

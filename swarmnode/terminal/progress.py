@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from swarmnode.terminal.console import say
+from swarmnode.terminal.formatting import one_line
 
 NOMINAL_S = 10.0  # most time of a search of effort 1 on a slow core
 RESERVE_S, RESERVE_SHARE = 0.1, 0.02  # of a limit, kept for the start and for printing the result
@@ -24,9 +25,9 @@ def spinner(what: str, *, quiet: bool) -> Iterator[Callable[[], None]]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        bars.add_task(what, total=None)
+        bars.add_task(one_line(what), total=None)
         yield bars.stop
 
 
@@ -42,9 +43,9 @@ def bytes_bar(
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bars = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bars.add_task(what, total=None)
+    task = bars.add_task(one_line(what), total=None)
 
     def progress(done: int, total: int) -> None:
         first()
@@ -67,10 +68,11 @@ def share_bar(what: str, *, quiet: bool) -> Iterator[Callable[[float, str], None
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"), TimeRemainingColumn())
+    described, beside = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[told]}"))
+    columns = (described, BarColumn(), beside, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(what, total=1.0, told="")
-        yield lambda share, told: bars.update(task, completed=share, told=told)
+        task = bars.add_task(one_line(what), total=1.0, told="")
+        yield lambda share, told: bars.update(task, completed=share, told=one_line(told))
 
 
 def _watched(quiet: bool) -> bool:

@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.terminal.console import print_json, ranges, say
-from swarmnode.terminal.formatting import format_duration
+from swarmnode.terminal.formatting import format_duration, printable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,7 +44,7 @@ def curve_with_notes(
     from rich.text import Text
 
     lines = draw_curve(points, end, width=min(terminal_width, MAX_WIDTH), height=HEIGHT)
-    return Text.assemble(("\n".join(lines) + "\n", "cyan"), *notes)
+    return Text.assemble(("\n".join(lines) + "\n", "cyan"), *((printable(text), style) for text, style in notes))
 
 
 def draw_curve(points: Sequence[tuple[int, float]], end: int, *, width: int, height: int) -> list[str]:

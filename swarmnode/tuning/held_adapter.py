@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
-from swarmnode.codec.tensors import Codec, TensorInfo, gradients_fit
+from swarmnode.codec.tensors import LARGEST_VALUE, Codec, TensorInfo, gradients_fit
 from swarmnode.codec.training_messages import packed_mask
 from swarmnode.codec.tuning_messages import (
     MAX_ADAPTER_BYTES,
@@ -38,7 +38,7 @@ from swarmnode.codec.tuning_messages import (
     Updated,
 )
 from swarmnode.compress.codecs import Encoded, decode_values, describe_values, encode_values
-from swarmnode.compute.training.saved_activations import LARGEST_VALUE, Gradients, is_within
+from swarmnode.compute.training.saved_activations import Gradients, is_within
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import (
     ErrorCode,

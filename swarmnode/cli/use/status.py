@@ -25,7 +25,7 @@ from swarmnode.terminal.console import (
     run_async,
     unless_stopped,
 )
-from swarmnode.terminal.formatting import one_line
+from swarmnode.terminal.formatting import one_line, printable
 from swarmnode.terminal.option import option
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def watched(picture: dict[str, Any], links: dict[str, Any], news: SwarmNews) -> 
     slow = list(slowest_links(links, picture))
     lines = ["Slowest links", *slow, ""] if slow else []
     lines += ["Lately", *news.lines] if news.lines else []
-    return Group(status_table(picture), Text("\n".join(lines), "dim", overflow="ellipsis", no_wrap=True))
+    return Group(status_table(picture), Text(printable("\n".join(lines)), "dim", overflow="ellipsis", no_wrap=True))
 
 
 def status_table(status: dict[str, Any]) -> Table:

@@ -14,10 +14,8 @@ from swarmnode.errors import NotFinite, ProtocolError
 
 Gradients = tuple[Tensor | None, ...]
 
-LARGEST_VALUE = 2.0**32
-"""Largest magnitude of a value that a neighbour sends. Products of two such values have squares that float32 can hold."""
 LARGEST_SUM = 2.0**56
-"""Largest magnitude in a sum of gradients that a replica sends, for the same reason."""
+"""Largest magnitude in a sum of gradients that a replica sends; see `codec.tensors.LARGEST_VALUE`."""
 
 
 @dataclass

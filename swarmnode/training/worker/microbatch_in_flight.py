@@ -20,13 +20,13 @@ from torch import Tensor
 from swarmnode.codec.body import MAX_ROUTE_HOPS, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault
-from swarmnode.codec.tensors import TensorInfo, gradients_fit
+from swarmnode.codec.tensors import LARGEST_VALUE, TensorInfo, gradients_fit
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.codecs import Buffer, Encoded, decode_values
 from swarmnode.compute.executor import Urgency
 from swarmnode.compute.stopwatch import BACKWARD_WORK, FORWARD_WORK
 from swarmnode.compute.training.label_queue import LabelQueue, ReceivedLabels
-from swarmnode.compute.training.saved_activations import LARGEST_VALUE, Gradients, has_nan, is_finite, is_within
+from swarmnode.compute.training.saved_activations import Gradients, has_nan, is_finite, is_within
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import (
     ErrorCode,
