@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,17 +24,20 @@ from torch import Tensor
 from swarmnode.audits.referee import RUN_S, Referee, Replays, odd_one_out
 from swarmnode.codec.audit_messages import MAX_SKETCHED, SEED_BYTES, SKETCH_BYTES, GetStatement, StatementReply
 from swarmnode.codec.body import HopSpec
+from swarmnode.codec.messages import Mode, Want
 from swarmnode.codec.tensors import Codec
+from swarmnode.compress.codecs import decode
+from swarmnode.compute.serving.sampling import may_draw
 from swarmnode.compute.serving.sketch import deviations, read_sketches
 from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import BUSY_RETRY_S, ask_one
-from swarmnode.plan.audits.judgement import Calibration, Judgement, judge_states, judge_tokens
+from swarmnode.plan.audits.judgement import Calibration, Judgement, judge_draws, judge_states, judge_tokens
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.router import Route
-from swarmnode.serving.client.session_spec import SessionSpec
+from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry
 from swarmnode.serving.session.session_streams import ids_digest
 from swarmnode.swarm.records.statement import Statement, open_statement
 
@@ -126,6 +130,8 @@ CodecAt = Callable[[int], Codec]
 
 
 """Function from a unit to the coarsest codec through which states have passed when they enter that unit."""
+MOST_LOOKS = 32  # positions of a text whose logits are fetched: half a megabyte each, with 128,000 tokens
+SPREAD = 3.0  # of logits, relative to their root mean square, in tolerated deviations of states
 SAME = 1e-4  # deviation between sketches of the same bytes, made on different machines
 
 
@@ -317,17 +323,17 @@ class AuditCase:
                 self._referee.note(
                     "finds it right", peer, f"two peers agree on {judgement.compared} positions of {self._name}"
                 )
-        if near is not None and await self._is_shunned_for(near, found.judgements[near].compared, original, second):
+        if near is not None and await self._is_shunned_for(near, found.judgements[near], original, second):
             return "false"
         if found.false_hop is not None:
             return await self._who(original, second, found.false_hop, found.judgements[-1].compared)
         return "void" if found.unclear else "passed"
 
-    async def _is_shunned_for(self, near: int, compared: int, original: TextRun, second: TextRun) -> bool:
+    async def _is_shunned_for(self, near: int, judged: Judgement, original: TextRun, second: TextRun) -> bool:
         """Find out by a third run which of two runs deviates at hop `near`, by nearly as much as a false result would.
         Returns whether its peer is shunned.
 
-        `compared` is the least number of positions that a comparison with the third run must have.
+        A comparison with the third run must have at least as many positions as `judged`, that of the two runs.
 
         The peer with the near miss loses trust, and the miss adds to its earlier ones. If the third run cannot decide,
         both peers lose trust.
@@ -336,13 +342,14 @@ class AuditCase:
         if suspects[0] == suspects[1]:
             return False
         third = await self._third_run(original.route, near, suspects)
-        votes = [third and self._compare(run, third).is_near_miss(near, compared) for run in (original, second)]
+        votes = [third and self._compare(run, third).is_near_miss(near, judged.compared) for run in (original, second)]
         alone = odd_one_out([None if vote is None else not vote for vote in votes])
         if alone is None:
             for peer in suspects:
                 self._referee.standing.come_near(peer)
             return False
-        if not self._referee.standing.near_miss(suspects[alone], compared):
+        text = hashlib.sha256(struct.pack(f"<{judged.at + 1}q", *self.ids[: judged.at + 1])).digest()
+        if not self._referee.standing.near_miss(suspects[alone], judged.compared, text):
             self._referee.note(
                 "trusts it less", suspects[alone], f"its result for {self._name} deviates more than most"
             )
@@ -371,6 +378,9 @@ class AuditCase:
         third = await self._third_run(original.route, index, suspects)
         if third is not None:
             alone = odd_one_out([self._compare(run, third).agree_at(index, compared) for run in (original, second)])
+            if alone is not None and await self._drew_honestly((original, second)[alone], third, index):
+                self._referee.note("finds it right", suspects[alone], f"rounding explains its tokens of {self._name}")
+                return "void"
             if alone is not None:
                 self.accused = (original, second)[alone].accounts[index]
                 by = third.route[index].peer
@@ -378,6 +388,45 @@ class AuditCase:
                 return "false"
         self._referee.doubt_both(*suspects)
         return "doubt"
+
+    async def _drew_honestly(self, run: TextRun, third: TextRun, index: int) -> bool:
+        """Return whether the tokens that a last hop drew in `run`, and `third` did not, follow from the same likelihoods but for
+        rounding. A draw goes by cumulated likelihood, so where many tokens are about as likely, rounding moves each.
+
+        False for other hops, at temperature 0, and for draws that depend on the tokens before (penalties, grammars).
+        """
+        sampling, spec = self._sampling, self._spec
+        if index + 1 < len(run.route) or sampling.temperature <= 0 or sampling.counts_tokens or spec.follows_grammar:
+            return False
+        judged = self._compare(run, third).judgements[index]
+        others = [at for at in sorted(run.drawn) if run.drawn[at] != third.drawn.get(at, run.drawn[at])]
+        said = run.accounts[index].statement
+        codec = spec.coarsest(said.end, self._end)
+        tolerance = self._replays.calibration.tolerance(said.number_format, codec, units=said.end)
+        looked = {at: run.drawn[at] for at in others[:MOST_LOOKS]}
+        honest = await asyncio.wait_for(self._may_have_drawn(tuple(third.route), looked, tolerance.deviation), RUN_S)
+        return not judge_draws(judged.beyond, judged.compared, honest, tolerance).false
+
+    async def _may_have_drawn(self, route: Route, drawn: Mapping[int, int], deviation: float) -> list[bool]:
+        """Return for each of the tokens `drawn`, by position, whether it follows from logits within the relative `deviation` of
+        those that the peers of `route` compute. Raises the error that ended their session if the logits do not come."""
+        settled, size = replace(self._spec, max_length=self._end), self._replays.prompt_chunk_tokens
+        driven = replace(settled, mode=Mode.DRIVEN, sampling=None, proposer="", width=MAX_WIDTH)
+        honest: list[bool] = []
+        async with self._replays.session(route, driven) as session:
+            await session.start()
+            for at in sorted(drawn):
+                while session.length < at:
+                    start, end = session.length, min(at, session.length + size)
+                    want, expect = (Want.LAST, at) if end == at else (Want.NOTHING, None)
+                    session.send(ids_entry(start, [self.ids[start:end]], want), expect=expect)
+                received = await session.receive()
+                assert received.output.tensor is not None
+                logits_V = decode(received.output.tensor, received.payload)[0, -1].float()
+                spread = SPREAD * deviation * float(logits_V.square().mean().sqrt())
+                known = drawn[at] < len(logits_V)
+                honest.append(known and may_draw(drawn[at], logits_V, self._sampling, at, spread=spread))
+        return honest
 
     def _compare(self, one: TextRun, other: TextRun) -> Comparison:
         spec, calibration = self._spec, self._replays.calibration

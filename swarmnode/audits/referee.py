@@ -75,6 +75,7 @@ class Replays:
         self.calibration = Calibration()
         self._host = host
         self._sessions = sessions
+        self.prompt_chunk_tokens = config.prompt_chunk_tokens
         self._config = replace(config, patience_s=0.0)
         self._on_over = on_over
         self.with_adapter: WithAdapter = as_it_is
@@ -110,7 +111,7 @@ class Replays:
         Returns the drawn tokens by position. Raises the error that ended the session if it ends earlier.
         """
         await session.start()
-        size = self._config.prompt_chunk_tokens
+        size = self.prompt_chunk_tokens
         # All at once: when the last hop draws for a position, the position must be taken already.
         for start in range(0, len(ids), size):
             session.send(ids_entry(start, [ids[start : start + size]], Want.NOTHING), expect=prompt)

@@ -192,7 +192,9 @@ CREDIT_BODIES: dict[FrameKind, type[Body]] = {
 
 PROOF_BYTES = 32
 BRANCH_DOMAIN = b"swarmnode-branch-1\0"
+FAULT_DOMAIN = b"swarmnode-fault-1\0"
 _PLACE = struct.Struct("<II")
+_FAULT = struct.Struct("<IBHd")
 
 
 class Branch(Body, frozen=True):
@@ -486,12 +488,20 @@ class Output(Body, frozen=True):
 
 
 class Fault(Body, frozen=True):
-    """Report to the client, passed upstream: hop `index` of the route of `epoch` cannot go on, for the reason `code`."""
+    """Report to the client, passed upstream: hop `index` of the route of `epoch` cannot go on, for the reason `code`.
+
+    In a session `signature` is that of the hop that reports it, over `statement`; empty if the hop does not sign.
+    """
 
     epoch: Epoch
     index: HopIndex
     code: Code
     retry_s: RetrySeconds = 0.0
+    signature: Annotated[bytes, Meta(max_length=MAX_SIGNATURE_BYTES)] = b""
+
+    def statement(self, session: bytes) -> bytes:
+        """Return the bytes that the reporting hop signs, for this one session and epoch."""
+        return FAULT_DOMAIN + session + _FAULT.pack(self.epoch, self.index, self.code, self.retry_s)
 
 
 class GetManifest(Body, frozen=True):

@@ -17,6 +17,8 @@ AUTO = "auto"
 COMPRESSIONS = (AUTO, "none", "bf16", "fp16", "int8", "int4")
 MAX_RANK = 8
 MAX_ELEMENTS = 1 << 31
+LARGEST_VALUE = 2.0**32
+"""Largest magnitude of a value that a neighbour sends. Products of two such values have squares that float32 can hold."""
 INT8_GROUP = 64  # elements that share one scale
 INT4_TILE = 32
 INT2_GROUP = 64  # elements that share a scale

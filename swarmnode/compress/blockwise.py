@@ -203,7 +203,7 @@ _SPLIT = np.float32((1 << 16) + 1)  # Veltkamp's: it leaves the 8 bits of signif
 _LARGEST = np.float32(2.0**110)  # of an element: the split must not overflow
 # Made once, since making a dtype costs as much as an operation.
 _HALVES, _FLOATS, _BITS, _CODES = np.dtype("<u2"), np.dtype("<f4"), np.dtype("<i4"), np.dtype(np.int8)
-_INFINITE = 0x7F80  # bits of a bfloat16; those of NaN and of negative numbers are larger
+_OVERFLOWING = (127 + 120) << 7  # bits of 2^120 as a bfloat16: from there on products with a code may overflow
 _STARTS = np.arange(0, MOST_ELEMENTS, INT8_GROUP)  # of the groups
 
 
@@ -234,10 +234,10 @@ def encode_small_int8(x: Tensor) -> bytes | None:
 
 
 def decode_small_int8(payload: bytes | bytearray | memoryview, shape: tuple[int, ...], count: int) -> Tensor | None:
-    """Return the float32 tensor of this shape and `count` elements; None if a scale is not finite or negative."""
+    """Return the float32 tensor of this shape and `count` elements; None if a scale is negative or 2^120 and more."""
     groups = count // INT8_GROUP
     halves_G = np.frombuffer(payload, _HALVES, groups)
-    if np.maximum.reduce(halves_G) >= _INFINITE:
+    if np.maximum.reduce(halves_G) >= _OVERFLOWING:
         return None
     wide_G: NDArray[Any] = np.zeros(2 * groups, _HALVES)
     wide_G[1::2] = halves_G

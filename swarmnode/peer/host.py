@@ -526,6 +526,10 @@ class Host:
         named = map(peer_of, self._named_bootstraps())
         return list(dict.fromkeys(peer for peer in named if peer is not None))
 
+    def sign(self, message: bytes) -> bytes:
+        """Sign `message` with the key of this peer's id."""
+        return self.identity.sign(message)
+
     def lost_neighbour(self, error: PeerError) -> None:
         """Leave a peer out of routing and placement after its link ended by its own fault.
 

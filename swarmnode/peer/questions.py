@@ -49,6 +49,16 @@ class LocalPeer(Protocol):
     decisions: DecisionLog
     weight_of: Callable[[PeerId], float]
 
+    def sign(self, message: bytes) -> bytes:
+        """Sign with the key of this machine's peer id.
+
+        Args:
+            message: Bytes that begin with a domain of their own, so that a signature is good for one purpose only.
+
+        Returns:
+            The signature, 64 bytes.
+        """
+
     def lost_neighbour(self, error: PeerError) -> None:
         """Note that a link ended by the peer's fault. Returns at once.
 

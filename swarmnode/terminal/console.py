@@ -54,15 +54,15 @@ LEVELS = {
 
 
 class TextLines(logging.Formatter):
-    """Formatter of log lines for people: `2026-11-21 08:15:00,123 W swarmnode.node.node: message`. A stack trace follows on lines
-    of its own."""
+    """Formatter of log lines for people: `2026-11-21 08:15:00,123 W swarmnode.node.node: message`. Further lines of the message and
+    its stack trace are indented, so that no text of a stranger looks like another log line."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname).1s %(name)s: %(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line without control characters, because a message may contain a stranger's text."""
-        return printable(super().format(record))
+        return printable(super().format(record)).replace("\n", "\n    ")
 
 
 class PlainLines(logging.Formatter):

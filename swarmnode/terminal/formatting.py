@@ -91,7 +91,7 @@ def origin(host: str, port: int) -> str:
 
 
 class PlainTable(Table):
-    """Table whose cells are shown literally, because they may be strangers' names; they are no markup."""
+    """Table whose texts are shown literally, because they may be strangers' names; they are no markup."""
 
     def add_row(self, *cells: Any, **options: Any) -> None:
         """Add a row; each text becomes one line."""
@@ -109,9 +109,10 @@ def new_table(
     """Return a table without rows. The columns in `numbers` are aligned to the right. A `plain` one has no frame and more room for
     cells. No cell is cut: what is too long goes on in the next line, since a command may take it."""
     title = Text(one_line(title), "table.title") if isinstance(title, str) else title
-    table = PlainTable(title=title, title_justify="left", caption=caption, caption_justify="left")
+    below = None if caption is None else Text(printable(caption), "table.caption")
+    table = PlainTable(title=title, title_justify="left", caption=below, caption_justify="left")
     for column in columns:
-        table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+        table.add_column(Text(printable(column)), justify="right" if column in numbers else "left", overflow="fold")
     if plain:
         table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
         table.min_width = title.cell_len  # the title is as wide as the table

@@ -166,9 +166,9 @@ def bytes_bar(what: str, *, quiet: bool) -> Iterator[Callable[[int, int], None] 
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bars = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bars.add_task(what, total=None)
+    task = bars.add_task(one_line(what), total=None)
 
     with contextlib.ExitStack() as covering:
 
@@ -194,10 +194,11 @@ def share_bar(what: str, *, quiet: bool) -> Iterator[Callable[[float, str], None
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[told]}"), TimeRemainingColumn())
+    described, beside = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[told]}"))
+    columns = (described, BarColumn(), beside, TimeRemainingColumn())
     with covering_lines(), Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(what, total=1.0, told="")
-        yield lambda share, told: bars.update(task, completed=share, told=told)
+        task = bars.add_task(one_line(what), total=1.0, told="")
+        yield lambda share, told: bars.update(task, completed=share, told=one_line(told))
 
 
 def _watched(quiet: bool) -> bool:

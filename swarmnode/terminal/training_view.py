@@ -46,7 +46,7 @@ def curve_with_notes(
     from rich.text import Text
 
     lines = draw_curve(points, end, width=min(terminal_width, MAX_WIDTH), height=HEIGHT)
-    return Text.assemble(("\n".join(lines) + "\n", "cyan"), *notes)
+    return Text.assemble(("\n".join(lines) + "\n", "cyan"), *((printable(text), style) for text, style in notes))
 
 
 def draw_curve(points: Sequence[tuple[int, float]], end: int, *, width: int, height: int) -> list[str]:

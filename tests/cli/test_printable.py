@@ -6,12 +6,19 @@ import io
 import json
 import logging
 import re
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import typer
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from swarmnode.cli.use.status import status_table
+from swarmnode.metrics import table
+from swarmnode.metrics.exposition import Sources, exposed
+from swarmnode.metrics.metric import Reading
 from swarmnode.terminal import progress
 from swarmnode.terminal.console import (
     Handler,
@@ -19,11 +26,14 @@ from swarmnode.terminal.console import (
     LogOptions,
     TextLines,
     changing_lines,
+    fail,
     print_json,
     say,
 )
-from swarmnode.terminal.formatting import json_line, one_line, printable, show, wrapped
+from swarmnode.terminal.formatting import json_line, new_table, one_line, printable, show, wrapped
+from swarmnode.terminal.progress import bytes_bar, share_bar, spinner
 from swarmnode.terminal.teller import Teller
+from swarmnode.terminal.training_view import curve_with_notes
 
 ESCAPES = ["\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\x08\x08", "\r", "\x00", "\x7f", "\u202e", "\u2066", "\u2028"]
 
@@ -261,3 +271,139 @@ def test_sentences_are_wrapped_to_the_terminal(monkeypatch: pytest.MonkeyPatch) 
     assert lines[0].startswith("ok   word") and all(line.startswith("     ") for line in lines[1:])
     assert all(len(line) <= 60 for line in lines if path not in line) and any(line.strip() == path for line in lines)
     assert "\x1b" not in "".join(lines)
+
+
+MARKUP = [
+    "[/]",
+    "[/x]",
+    "[bold]",
+    "[link=file:///]",
+    "[@click=app.bell]",
+    "[[",
+    "]",
+    "\\[",
+    "{task.total}",
+    "{0}",
+    "%s",
+    "%(name)s",
+]
+BREAKS = ["\n", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"]
+FORGED = "2026-11-21 08:15:00,123 E swarmnode.node: all is lost"
+NAMES = [
+    f"{before}{hostile}{after}"
+    for hostile in (*ESCAPES, *MARKUP, *(f"{one}{FORGED}" for one in BREAKS))
+    for before, after in (("", ""), ("a ", " b"), ("x", hostile))
+]
+
+
+class Screen(io.StringIO):
+    """Terminal as programs see it."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def table_of(name: str) -> None:
+    show(new_table(name, [name, "x"], caption=name))
+
+
+def status_of(name: str) -> None:
+    peer = {
+        "peer": name,
+        "name": name,
+        "state": name,
+        "device": name,
+        "span": [0, 2],
+        "sessions": 0,
+        "reached": "unknown",
+    }
+    peer |= {"sends": {name: name}, "draft_model": name}
+    status = {"name": name, "units": 2, "mode": "serve", "adapters": [name], "missing": [], "peers": [peer]}
+    show(status_table(status))
+
+
+def waits_for(name: str) -> None:
+    with spinner(name, quiet=False), bytes_bar(name, quiet=False) as bar:
+        assert bar is not None
+    with share_bar(name, quiet=False) as tell:
+        tell(0.5, name)
+
+
+def tells_of(name: str) -> None:
+    with Teller(as_json=False) as tell:
+        tell("waiting", name)
+        tell("ready", name)
+
+
+def draws(name: str) -> None:
+    Console().print(curve_with_notes([(0, 1.0)], 2, 80, (name, "bold")))
+
+
+def answers(name: str) -> None:
+    say(name)
+    say(name, err=True)
+    print_json({name: [name]})
+    with pytest.raises(typer.Exit):
+        fail(name)
+
+
+OUTPUTS = [table_of, status_of, tells_of, draws, answers]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_whatever_a_name_is_it_is_shown_and_does_nothing(
+    output: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output("a plain name")
+    plain = without_style("".join(capsys.readouterr()))
+    for name in NAMES:
+        output(name)
+        printed = without_style("".join(capsys.readouterr()))
+        assert set(commands(printed)) <= set(commands(plain)), name
+    for name in MARKUP:
+        output(name)
+        printed = without_style("".join(capsys.readouterr()))
+        assert name in printed or json.dumps(name)[1:-1] in printed, name
+
+
+def without_style(text: str) -> str:
+    """The text without the colours and moves of the cursor that rich makes of its own accord."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+@pytest.mark.parametrize("output", [waits_for, draws])
+def test_on_a_terminal_too(output: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", screen)
+    for name in NAMES:
+        output(name)
+        assert not set(without_style(screen.getvalue())) & set("\x07\x1b\x9b\x08\x00\x7f\u202e\u2066"), name
+        screen.seek(0)
+        screen.truncate()
+
+
+@pytest.mark.parametrize("lines", [TextLines(), JsonLines()], ids=["text", "json"])
+def test_no_message_and_no_trace_looks_like_another_log_line(lines: logging.Formatter) -> None:
+    for name in NAMES:
+        try:
+            raise ValueError(name)
+        except ValueError:
+            record = logging.LogRecord("swarmnode", logging.WARNING, "", 0, "peer %s", (name,), sys.exc_info())
+        printed = lines.format(record)
+        assert not commands(printed)
+        assert not any(line.startswith(FORGED[:10]) for line in printed.splitlines()[1:]), name
+        assert isinstance(lines, TextLines) or len(printed.splitlines()) == 1
+
+
+async def test_labels_of_metrics_are_what_they_were() -> None:
+    for name in NAMES:
+        readings = [Reading(table.DHT_FAILURES, 1.0, (name,))]
+        text = (await exposed([Sources(name, lambda readings=readings: readings)])).decode()
+        (found,) = [
+            sample
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == table.DHT_FAILURES.name
+        ]
+        assert found.labels == dict(zip(("swarm", *table.DHT_FAILURES.labels), (name, name), strict=True))

@@ -31,7 +31,7 @@ from tests.node.audited_swarm import (
     zeroed,
 )
 from tests.node.conftest import Founded
-from tests.tiny import PROMPT
+from tests.tiny import PROMPT, TinyModel
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +106,31 @@ async def test_a_last_hop_that_draws_from_other_logits_is_left_out(founded: Foun
         tamper(liar, lambda logits_BTV: logits_BTV.flip(-1))
         await generate_until_shunned(client, 12)
         assert client.auditor.standing.shunned == {liar.peer}
+
+
+def another_temperature(logits_BTV: torch.Tensor) -> torch.Tensor:
+    return 8 * logits_BTV
+
+
+@pytest.mark.parametrize("change", [None, lambda logits_BTV: logits_BTV.flip(-1), another_temperature])
+@in_virtual_time
+async def test_draws_from_a_flat_distribution_are_right_if_rounding_explains_them(
+    tmp_path: Path, change: Change | None
+) -> None:
+    """In bfloat16 at temperature 1, steps and chunks draw other tokens in a third of the places, and more."""
+    model = TinyModel.save(tmp_path / "model").folder
+    async with three_by_two(lambda swarm: swarm.create(model), tmp_path, dtype="bfloat16") as (swarm, client):
+        liar = await hop_in_use(swarm, client, 1)
+        if change is not None:
+            tamper(liar, change)
+        standing, session = client.auditor.standing, 0
+        while session < 8 and not standing.shunned:
+            session += 1
+            prompt = [(7 * session + 13 * at) % 512 for at in range(8)]
+            await client.generate(prompt, max_new_tokens=TOKENS, drafts="off", temperature=1.0, seed=session)
+            await client.auditor.idle()
+        assert standing.shunned == ({liar.peer} if change else set())
+        assert not change or not standing.doubted
 
 
 @in_virtual_time

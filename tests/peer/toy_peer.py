@@ -29,5 +29,8 @@ class ToyPeer:
     decisions: DecisionLog = field(default_factory=DecisionLog)
     weight_of: Callable[[PeerId], float] = lambda _client: 1.0
 
+    def sign(self, message: bytes) -> bytes:
+        return self.network.identity.sign(message)  # type: ignore[attr-defined,no-any-return]
+
     def lost_neighbour(self, error: PeerError) -> None:
         """Routes are the client's business."""

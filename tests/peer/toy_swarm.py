@@ -235,7 +235,9 @@ class ToySwarm:
         self.world = FakeWorld(seed=11)
         self.world.default_path = Path(latency_s=0.01)
         self.client = self.world.join()
-        self.switchboard = Switchboard(self.client, SESSION_PROTOCOL, HELLO, link_config())
+        self.switchboard = Switchboard(
+            self.client, SESSION_PROTOCOL, HELLO, link_config(), on_peer_lost=lambda error: self._note_lost(error.peer)
+        )
         self.volunteers = [Volunteer(self.world, start, end, cache_bytes, config) for start, end in spans]
         self.router = ToyRouter(self.volunteers)
         self.meter = ClientMeter()
@@ -259,6 +261,10 @@ class ToySwarm:
         spec, config = wanted.spec(prompt), self.config
         session = ClientSession(self.switchboard, self.router, spec, config, meter=self.meter, clock=clock)
         return RingStream(session, wanted)
+
+    def _note_lost(self, peer: PeerId | None) -> None:
+        if peer is not None and peer not in self.router.suspected:
+            self.router.suspect(peer, "PEER_LOST")
 
     @property
     def loads(self) -> list[int]:

@@ -90,9 +90,9 @@ async def test_a_hop_that_fails_is_replaced_and_the_tokens_stay_the_same(harm: s
     assert tokens == expected(PROMPT, 15)
     assert stream.result.reroutes >= 1
     assert stream.result.longest_stall_s < 4.0
-    assert victim in swarm.router.suspected
     assert [hop.peer for hop in stream.result.route][index] == swarm.volunteers[index + 3].peer
-    await settle()
+    await asyncio.sleep(10.0)  # while the client dials a hop that others say is lost
+    assert set(swarm.router.suspected) == {victim}
     assert [load for one, load in zip(swarm.volunteers, swarm.loads, strict=True) if one.peer != victim] == [0] * 5
 
 
@@ -313,7 +313,7 @@ async def test_a_hop_that_fails_in_the_moment_in_which_it_is_open_is_replaced_at
     async def open_and_fail() -> None:
         await opens()
         if session.epoch == 1:
-            session._fault(1, 0, PeerRefused("leaving", code=ErrorCode.DRAINING, peer=session.route[0].peer))
+            session._fault(1, PeerRefused("leaving", code=ErrorCode.DRAINING, peer=session.route[0].peer))
 
     session._open = open_and_fail  # type: ignore[method-assign]
     await session.start()

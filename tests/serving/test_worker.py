@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from swarmnode.codec.sampling import Grammar, GrammarKind, Sampling
-from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.tensors import LARGEST_VALUE, Codec, DType, TensorInfo
+from swarmnode.compress.codecs import decode, encode_in_place
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.serving.runner import StepInput
 from swarmnode.compute.serving.runner import StepOutput as Output
@@ -22,6 +23,7 @@ from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.plan.serving.codec_schedule import CodecSchedule
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Sample
 from swarmnode.serving.worker import DRAWING_THREADS, Worker
+from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 PATIENCE_S = 120.0
 
@@ -77,6 +79,10 @@ class Desk:
         then = Sample(sampler, len(ids)) if sampler else ForwardHidden(CodecSchedule(Codec.NONE))
         now_s = self.worker.clock()
         self.worker.submit(Job(session, 0, len(ids), ((info, payload),), then, self._done, now_s))
+
+    def submit_states(self, session: int, info: TensorInfo, payload: bytes) -> None:
+        then, now_s = ForwardHidden(CodecSchedule(Codec.NONE)), self.worker.clock()
+        self.worker.submit(Job(session, 0, info.shape[1], ((info, payload),), then, self._done, now_s))
 
     def _done(self, job: Job, result: JobResult, _run: object) -> None:
         self.results.put_nowait((job.session, result))
@@ -274,3 +280,46 @@ async def test_what_can_not_be_opened_costs_nobody_else(desk: Desk) -> None:
     desk.worker.open(1, rows=1)
     desk.submit(0, 5)
     assert (await desk.next(1))[0].error is None
+
+
+POSITIONS, WIDTH = 2, 128
+HOSTILE = {
+    "nothing": lambda payload: b"",
+    "half": lambda payload: payload[: len(payload) // 2],
+    "a byte less": lambda payload: payload[:-1],
+    "a byte more": lambda payload: payload + b"\0",
+    "twice": lambda payload: payload * 2,
+    "ones": lambda payload: b"\xff" * len(payload),  # NaN in floats and scales
+    "infinite": lambda payload: b"\x80\x7f" * (len(payload) // 2),  # infinity as bfloat16
+    "out of reason": lambda payload: b"\x00\x7f" * (len(payload) // 2),  # 1.7e38 as bfloat16
+}
+
+
+@pytest.mark.parametrize("codec", [*SERVING_CODECS, Codec.TOPK])
+@pytest.mark.parametrize("way", HOSTILE)
+async def test_states_that_are_damaged_or_out_of_reason_are_their_senders_fault(
+    desk: Desk, codec: Codec, way: str
+) -> None:
+    """Whatever a neighbour sends: its own session ends with the sender's fault, and those that are computed with it go on."""
+    go = threading.Event()
+    states_BTH = torch.linspace(-3, 3, POSITIONS * WIDTH).reshape(1, POSITIONS, WIDTH)
+    info, payload_M = encode_in_place(states_BTH, Codec(codec))
+    payload = payload_M.numpy().tobytes()
+    hostile = HOSTILE[way](payload)
+    held = desk.worker.call("wait", go.wait)
+    desk.submit_states(0, info, payload)
+    desk.submit_states(1, info, hostile)
+    desk.submit(2, 4)
+    go.set()
+    await held
+    results = await desk.next(3)
+    assert results[0].error is None and results[2].error is None
+    if results[1].error is None:  # some bytes are numbers within reason in some codecs
+        sound = decode(info, hostile).float().abs().max()
+        assert len(hostile) == len(payload) and sound <= LARGEST_VALUE
+    else:
+        assert results[1].bad_input and results[1].error in (
+            ErrorCode.MALFORMED,
+            ErrorCode.NOT_FINITE,
+            ErrorCode.TOO_LARGE,
+        )

@@ -56,6 +56,7 @@ def _stage() -> Any:
     """Return the display that draws the demonstration on the terminal."""
     from rich.console import Console
     from rich.live import Live
+    from rich.text import Text
 
     from swarmnode.demo import Spectators
     from swarmnode.terminal.training_view import curve_with_notes
@@ -78,7 +79,7 @@ def _stage() -> Any:
             if self._live is not None:
                 self._live.stop()
                 self._live = None
-            console.print(f"\n[bold cyan]▶ {text}[/]")
+            console.print(Text(f"\n▶ {printable(text)}", "bold cyan"))
 
         def swarm(self, status: dict[str, Any]) -> None:
             self._show(status_table(status))
@@ -90,7 +91,7 @@ def _stage() -> Any:
             self._show(curve_with_notes(self._points, steps, console.width, *notes))
 
         def text(self, piece: str) -> None:
-            console.print(piece, end="", markup=False, soft_wrap=True)
+            console.print(printable(piece), end="", markup=False, soft_wrap=True)
 
         def killed(self, name: str, span: list[int]) -> None:
             self._note = f"✖ kill -9 {name} (layers {span[0]}:{span[1]})"
@@ -105,10 +106,10 @@ def _summarise(report: DemoReport) -> None:
 
     console = Console(highlight=False)
     texts = Table("what the swarm says", "the text that it learnt from", title="\nBy heart", title_justify="left")
-    texts.add_row(Text(printable(report.text)), Text(report.original))
+    texts.add_row(Text(printable(report.text)), Text(printable(report.original)))
     console.print(texts)
     table = Table(show_header=False, title="\nSummary", title_justify="left")
-    verdict = "[green]identical[/]" if report.identical else "[red]different[/]"
+    verdict = ("identical", "green") if report.identical else ("different", "red")
     loss = f"loss {report.first_loss} to {report.last_loss}"
     for name, value in (
         ("nodes", f"{report.nodes}, spans " + ", ".join(f"{name} {a}:{b}" for name, (a, b) in report.spans.items())),
@@ -122,11 +123,14 @@ def _summarise(report: DemoReport) -> None:
         ),
         (
             "recited",
-            f"{report.recited} of {len(report.original)} characters right, {report.tokens_per_s} tokens/s; "
-            f"{verdict} to what a single process writes with the exported model",
+            Text.assemble(
+                f"{report.recited} of {len(report.original)} characters right, {report.tokens_per_s} tokens/s; ",
+                verdict,
+                " to what a single process writes with the exported model",
+            ),
         ),
         ("left running", str(report.left_running)),
         ("took", f"{report.seconds} s"),
     ):
-        table.add_row(name, value)
+        table.add_row(name, value if isinstance(value, Text) else Text(printable(value)))
     console.print(table)

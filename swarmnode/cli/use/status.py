@@ -30,7 +30,7 @@ from swarmnode.terminal.console import (
     say,
     unless_stopped,
 )
-from swarmnode.terminal.formatting import one_line
+from swarmnode.terminal.formatting import one_line, printable
 from swarmnode.terminal.option import option, path_option
 from swarmnode.terminal.progress import spinner
 
@@ -235,7 +235,7 @@ def watched(picture: dict[str, Any], links: dict[str, Any], news: SwarmNews) -> 
     slow = list(slowest_links(links, picture))
     lines = ["Slowest links", *slow, ""] if slow else []
     lines += ["Lately", *news.lines] if news.lines else []
-    return Group(status_table(picture), Text("\n".join(lines), "dim", overflow="ellipsis", no_wrap=True))
+    return Group(status_table(picture), Text(printable("\n".join(lines)), "dim", overflow="ellipsis", no_wrap=True))
 
 
 def status_table(status: dict[str, Any]) -> Table:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import FLOAT_DTYPES, MAX_ELEMENTS, Codec, TensorInfo, check_tensor
+from swarmnode.codec.tensors import FLOAT_DTYPES, LARGEST_VALUE, MAX_ELEMENTS, Codec, TensorInfo, check_tensor
 from swarmnode.compress.codecs import (
     Buffer,
     decode,
@@ -192,7 +192,7 @@ class DeviceOutputs:
         return info, lambda fetched: payload_of(fetched)[0]
 
     def add_finiteness(self, tensor: Tensor) -> Check:
-        """Ask whether a tensor has no NaN and no infinity. Returns the function that finds the answer."""
+        """Ask whether a tensor has no NaN and no magnitude above LARGEST_VALUE. Returns the function that finds the answer."""
         if tensor.device.type != "cuda" or not tensor.numel():
             place = self.add(finiteness(tensor))
             return lambda fetched: bool(fetched[place])
@@ -239,20 +239,21 @@ class Encoding:
 
 
 def finiteness(tensor: Tensor) -> Tensor:
-    """Return whether no element is NaN or infinite: a bool tensor on the tensor's device, without waiting for it.
+    """Return whether no element is NaN or above LARGEST_VALUE: a bool tensor on the tensor's device, without waiting for it.
 
     A NaN among the elements is both their minimum and their maximum.
     """
     if not tensor.numel():
         return torch.ones((), dtype=torch.bool)
     low, high = torch.aminmax(tensor)
-    return low.isfinite() & high.isfinite()
+    return torch.maximum(-low, high).float() <= LARGEST_VALUE
 
 
 def finiteness_of_each(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return for tensors of one shape whether each has no NaN and no infinity: (sound_S,), on their device, without waiting."""
+    """Return for tensors of one shape whether each has no NaN and no magnitude above LARGEST_VALUE: (sound_S,), on their device,
+    without waiting."""
     low_S, high_S = torch.stack([tensor.detach().reshape(-1) for tensor in tensors]).aminmax(dim=1)
-    return (low_S.mul_(0).add_(high_S, alpha=0) == 0,)  # 0 times NaN or infinity is NaN
+    return (torch.maximum(low_S.neg_(), high_S).float() <= LARGEST_VALUE,)
 
 
 def _to_host(far_M: Tensor) -> Tensor:

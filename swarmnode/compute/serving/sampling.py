@@ -9,6 +9,7 @@ lose. Everything after the logits happens on the CPU in float32, so that every d
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -215,6 +216,33 @@ def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
         ids = (logits_V >= torch.topk(logits_V, count).values[-1]).nonzero()[:, 0]
     ordered, order = torch.sort(logits_V[ids], descending=True, stable=True)
     return ordered[:count], ids[order][:count]
+
+
+def may_draw(token: int, logits_V: Tensor, parameters: Sampling, position: int, *, spread: float) -> bool:
+    """Return whether `token` may be drawn for `position` from logits within `spread` of logits_V, at a temperature above 0.
+
+    Tokens stand in the order of their logits. So those that lie more than twice the spread above the token's come before it in any
+    case, and those that lie more than that below it come after it. In between the order is open, and each likelihood may be off by
+    the spread. Logits are changed by biases alone: penalties and grammars are not looked at.
+    """
+    logits_V = logits_V.float().clone()
+    adjust(logits_V, parameters, None, position)
+    count = _counts(len(logits_V), parameters.top_k)[0]
+    edge = float(torch.topk(logits_V, count).values[-1]) if count < len(logits_V) else -math.inf
+    likelihood_V = (logits_V.double() / parameters.temperature).softmax(0) * (logits_V >= edge)
+    likelihood_V /= likelihood_V.sum()
+    if parameters.top_p < 1 or parameters.min_p > 0:
+        ordered_V, order_V = likelihood_V.sort(descending=True)
+        kept = min(len(ordered_V), _truncation(ordered_V, ordered_V.cumsum(0), parameters))
+        edge = max(edge, float(logits_V[order_V[kept - 1]]))
+    own, wide = float(logits_V[token]), math.exp(2 * spread / parameters.temperature)
+    if own < edge - 2 * spread:
+        return False
+    number = uniform(parameters.seed, 0, position)
+    least, most = (float(likelihood_V[logits_V >= edge + side].sum()) for side in (2 * spread, -2 * spread))
+    before = float(likelihood_V[logits_V > own + 2 * spread].sum())
+    until = float(likelihood_V[logits_V >= own - 2 * spread].sum())
+    return before / wide <= number * most * wide and number * least / wide <= until * wide
 
 
 class Guess(NamedTuple):

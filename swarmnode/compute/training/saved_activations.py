@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import TensorInfo
+from swarmnode.codec.tensors import LARGEST_VALUE, TensorInfo
 from swarmnode.compress.codecs import Buffer, decode_values
 from swarmnode.compute.training.block import Changes
 from swarmnode.compute.training.segment import Shares, Values
@@ -16,12 +16,10 @@ from swarmnode.errors import ErrorCode, NotFinite, ProtocolError, blaming
 
 Gradients = tuple[Tensor | None, ...]
 
-LARGEST_VALUE = 2.0**32
-"""Largest magnitude of a value that a neighbour sends. Products of two such values have squares that float32 can hold."""
 LARGEST_SENT = LARGEST_VALUE / 2
 """Largest magnitude of a value before it is encoded for a neighbour: no codec doubles a value."""
 LARGEST_SUM = 2.0**56
-"""Largest magnitude in a sum of gradients that a replica sends, for the same reason as LARGEST_VALUE."""
+"""Largest magnitude in a sum of gradients that a replica sends; see `codec.tensors.LARGEST_VALUE`."""
 
 
 @dataclass

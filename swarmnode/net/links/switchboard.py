@@ -177,6 +177,20 @@ class Switchboard:
             line = await self._dial(peer)
         return line.new_channel(on_frame, on_lost)
 
+    def check(self, peer: PeerId) -> None:
+        """Dial a peer that others say is lost, unless there is a link to it. `on_peer_lost` is called later if it is lost."""
+        line = self._outgoing.get(peer)
+        if not self._closed and peer not in self._dialing and (line is None or line.link.closed):
+            self._tasks.spawn(self._check(peer), f"check {peer}")
+
+    async def _check(self, peer: PeerId) -> None:
+        try:
+            await self._dial(peer)
+        except PeerError as error:
+            self._on_peer_lost(error)
+        except NetworkDown:
+            return  # this machine is cut off: it cannot tell
+
     def rtt_s(self, peer: PeerId) -> float | None:
         """Return the measured round trip to a peer in seconds; None if there is no outgoing link or no measurement."""
         line = self._outgoing.get(peer)

@@ -184,7 +184,7 @@ def _depth(units: int) -> float:
 class Judgement:
     """Result of a comparison. Of `compared` positions or tokens `beyond` were not the same. `worst` is the largest deviation over
     the tolerated deviation; for tokens, the number that differ over the tolerated number. `near`: not false, but suspicious.
-    `proves`: the work is as near as honest work is, so that it may raise trust."""
+    `proves`: the work is as near as honest work is, so that it may raise trust. `at`: the position that lies farthest off."""
 
     compared: int
     beyond: int
@@ -192,6 +192,7 @@ class Judgement:
     false: bool
     near: bool = False
     proves: bool = True
+    at: int = 0
 
 
 def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement:
@@ -203,7 +204,8 @@ def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement
     near = worst > NEAR * tolerance.far or _are_too_many(beyond, len(ratios), tolerance.beyond, NEAR_CHANCE)
     is_rare = _are_too_many(beyond, len(ratios), tolerance.beyond, UNTRUSTED_CHANCE)
     proves = not (false or near or is_rare or tolerance.capped)
-    return Judgement(len(ratios), len(beyond), worst, false, near=near and not false, proves=proves)
+    at = ratios.index(worst) if ratios else 0
+    return Judgement(len(ratios), len(beyond), worst, false, near=near and not false, proves=proves, at=at)
 
 
 def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Tolerance) -> Judgement:
@@ -212,6 +214,14 @@ def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Toleranc
     other = sum(one != two for one, two in zip(drawn, again, strict=False))
     false = _chance_of_at_least(other, compared, tolerance.other_tokens) < CHANCE
     return Judgement(compared, other, other / max(1.0, tolerance.other_tokens * compared), false, proves=not false)
+
+
+def judge_draws(other: int, compared: int, honest: Sequence[bool], tolerance: Tolerance) -> Judgement:
+    """Judge a last hop whose tokens differ at `other` of `compared` positions, after a look at the likelihoods at some of these
+    positions. `honest` says for each of them whether rounding explains the token; other positions are taken to be like them."""
+    wrong = round(other * honest.count(False) / max(1, len(honest)))
+    false = _chance_of_at_least(wrong, compared, tolerance.other_tokens) < CHANCE
+    return Judgement(compared, wrong, wrong / max(1.0, tolerance.other_tokens * compared), false, proves=False)
 
 
 def _are_too_many(beyond: Sequence[float], compared: int, rate: float, chance: float) -> bool:

@@ -53,12 +53,13 @@ from swarmnode.errors import (
 from swarmnode.ledger import Account
 from swarmnode.measuring.meters import ClientMeter
 from swarmnode.measuring.timing import Cadence, Timing
+from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import Entry, Hop
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.plan.serving.codec_schedule import CodecSchedule
-from swarmnode.serving.client.blame import Blame, Verdict
+from swarmnode.serving.client.blame import LEAVING_S, Blame, HopFault, Verdict, suspects_of
 from swarmnode.serving.client.router import Route, Router
 from swarmnode.serving.client.session_spec import Received, ServedWork, SessionSpec, ids_entry
 from swarmnode.swarm.records.manifest import SERVING_CODECS
@@ -162,7 +163,7 @@ class ClientSession:
         self.epoch = 0
         self._journal = self.switchboard.ledger.count(Account.JOURNALS)
         self._first = Hop(
-            self.switchboard, self._from_first, lambda error: self._fault(self.epoch, 0, error), self._journal
+            self.switchboard, self._from_first, lambda error: self._fault(self.epoch, error), self._journal
         )
         self._timing: Timing | None = None
         self._cadence: Cadence | None = None
@@ -183,7 +184,7 @@ class ClientSession:
         self._complete = False  # whether the last output has come: then no fault is mended any more
         self._tainted = False  # whether a hop may hold positions that no honest peer made
         self._received: asyncio.Queue[Received | SwarmnodeError] = asyncio.Queue()
-        self._faults: asyncio.Queue[tuple[int, int, PeerError]] = asyncio.Queue()
+        self._faults: asyncio.Queue[tuple[int, PeerError]] = asyncio.Queue()
         self._codecs = ToldCodecs(self.spec.codec, self.spec.codecs)
         self._blame = Blame(self.clock, avoid_s=self.config.avoid_s)
         self._last_progress_s = self.clock()
@@ -302,16 +303,18 @@ class ClientSession:
         elif isinstance(body, LinkCodec) and self.spec.adapts and body.codec in self.spec.allowed:
             self._codecs.hear(body, self.route, self.spec.max_length)
         elif isinstance(body, Fault) and body.index < len(self.route):
-            error = refusal(body.code, retry_s=body.retry_s, peer=self.route[body.index].peer)
-            self._fault(body.epoch, body.index, error)
+            self._fault(body.epoch, self._reported(body, self._signer(body), by=0))
 
     def _from_last(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Output):
             self._hear(frame.seq, body, frame.payload)
+        elif isinstance(body, Fault) and body.index in range(len(self.route))[-2:]:
+            self._fault(body.epoch, self._reported(body, len(self.route) - 1, by=len(self.route) - 1))
         elif isinstance(body, Error | End):
             code = body.code if isinstance(body, Error) else ErrorCode.PEER_LOST
-            error = refusal(code, retry_s=getattr(body, "retry_s", 0.0), peer=self.route[-1].peer)
-            self._fault(self.epoch, len(self.route) - 1, error)
+            last = len(self.route) - 1
+            told = Fault(self.epoch, last, code, getattr(body, "retry_s", 0.0))
+            self._fault(self.epoch, self._reported(told, last, by=last))
 
     def _hear(self, position: int, output: Output, payload: Buffer) -> None:
         if position != self._expected:
@@ -320,7 +323,7 @@ class ClientSession:
             last = self.route[-1].peer
             error = PeerLost(f"peer {last} sent an output that does not fit the request", peer=last)
             self._tainted = True  # in a ring the token went to the first hop, too
-            self._fault(self.epoch, len(self.route) - 1, error)
+            self._fault(self.epoch, error)
             return
         now_s = self.clock()
         self.stats.longest_stall_s = max(self.stats.longest_stall_s, now_s - self._last_progress_s)
@@ -345,27 +348,38 @@ class ClientSession:
         """End `receive` with an error: without the mending task no fault would be handled."""
         self._received.put_nowait(SwarmnodeError(f"a bug in this client ended the session: {error!r}; see its log"))
 
-    def _fault(self, epoch: int, index: int, error: PeerError) -> None:
+    def _fault(self, epoch: int, error: PeerError) -> None:
         if epoch == self.epoch:
-            self._faults.put_nowait((epoch, index, error))
+            self._faults.put_nowait((epoch, error))
+
+    def _signer(self, body: Fault) -> int | None:
+        """Return the hop that signed a report: the failed one, a neighbour of it, or the first hop; None if none of them did."""
+        statement, near = body.statement(self.id), {0, body.index - 1, body.index, body.index + 1}
+        places = sorted(near.intersection(range(len(self.route)))) if body.signature else ()
+        return next((at for at in places if verify(self.route[at].peer, statement, body.signature)), None)
+
+    def _reported(self, body: Fault, claimant: int | None, *, by: int) -> PeerError:
+        """Return the error for a report that hop `by` sent and hop `claimant` made; None if it is not known which hop made it."""
+        route = self.route
+        retry_s = body.retry_s if claimant is not None else min(body.retry_s, LEAVING_S)
+        refused = refusal(body.code, retry_s=retry_s, peer=route[body.index].peer)
+        suspects = suspects_of(route, body.index, refused.code, claimant)
+        return HopFault(refused, claimant=route[by if claimant is None else claimant].peer, suspects=suspects)
 
     async def _mend(self) -> None:
         while True:
             try:
-                epoch, index, error = await asyncio.wait_for(self._faults.get(), self.config.progress_s)
+                epoch, error = await asyncio.wait_for(self._faults.get(), self.config.progress_s)
             except asyncio.TimeoutError:
                 if self.clock() - self._last_progress_s < self.config.progress_s or self._received.qsize():
                     continue
-                epoch, index, error = self.epoch, -1, PeerLost("no output although all links are alive")
+                epoch, error = self.epoch, PeerLost("no output although all links are alive")
             if epoch != self.epoch or self._complete:
                 continue
             self.stats.reroutes += 1
             self.meter.reroutes[error.code] += 1
             try:
-                if index >= 0:
-                    self._judge(self.route[index], error)
-                else:
-                    self._blame.leave_out(self.route)
+                self._judge(error)
                 await self._bind(error)
             except SwarmnodeError as failure:
                 if error.code == ErrorCode.DRAINING and isinstance(failure, NoRoute):
@@ -373,20 +387,33 @@ class ClientSession:
                 self._received.put_nowait(failure)
                 return
 
-    def _judge(self, hop: HopSpec, error: PeerError) -> None:
-        """Exclude the peer of `hop` for a while, and take a new session id if needed. Raises PeerRefused if the request
-        itself fails."""
+    def _judge(self, error: PeerError) -> None:
+        """Leave out the hop that `error` names for a while, or those that may be at fault, and take a new session id if needed.
+
+        Raises PeerRefused if the request itself fails, or if too few peers are there to tell; NoRoute if hops are lost again and
+        again.
+        """
+        hop = next((hop for hop in self.route if hop.peer == error.peer), None)
+        if hop is None:
+            self._blame.leave_out(self.route)
+            return
         code = ErrorCode(error.code)
         if code == ErrorCode.STALE or self._tainted:
             self._start_over()
         self.stats.faults.append((hop.peer, code.name))
         self._log.info("session %s: peer %s: %s", self.trace_id.hex()[:8], hop.peer, error)
-        verdict = self._blame.judge(hop, code, retry_s=getattr(error, "retry_s", None) or 0.0)
+        suspects = error.suspects if isinstance(error, HopFault) else ()
+        verdict = self._blame.judge(hop, code, retry_s=getattr(error, "retry_s", None) or 0.0, suspects=suspects)
         if verdict is Verdict.PEER:
             self.router.suspect(hop.peer, code.name)
-        elif verdict is Verdict.REQUEST:
+        elif code == ErrorCode.PEER_LOST:
+            self.switchboard.check(hop.peer)  # the word of another hop is not enough to suspect it in other sessions
+        if verdict is Verdict.REQUEST:
             text = f"the request fails wherever it is computed; lately {error}"
             raise PeerRefused(text, code=code, peer=hop.peer)
+        if verdict is Verdict.UNDECIDED:
+            text = f"the request fails again and again, and too few machines are there to tell why; lately {error}"
+            raise PeerRefused(text, code=code, peer=hop.peer) if code in FINAL else NoRoute(text)
 
     def _start_over(self) -> None:
         """Take a new session id.
@@ -408,7 +435,7 @@ class ClientSession:
         while True:
             now_s = self.clock()
             try:
-                self.route = self.router.route(self._blame.avoided, self.route, self.spec.size)
+                self.route = self._blame.best_route(lambda avoid: self.router.route(avoid, self.route, self.spec.size))
             except NoRoute as failure:
                 reason = self._why(error, failure)
                 if now_s >= deadline_s or reason.code in FINAL:
@@ -421,8 +448,9 @@ class ClientSession:
                 return
             except PeerError as failure:
                 error = failure
-                hop = next((hop for hop in self.route if hop.peer == failure.peer), self.route[0])
-                self._judge(hop, failure)
+                if error.peer is None:
+                    error.peer = self.route[0].peer
+                self._judge(error)
             if self.clock() >= deadline_s:
                 raise NoRoute(f"no route through the swarm for {self.config.patience_s:.0f} s; the last error: {error}")
 
@@ -442,7 +470,7 @@ class ClientSession:
     async def _next_fault(self) -> PeerError:
         """Wait for a fault of the current epoch and return its error."""
         while True:
-            epoch, _, error = await self._faults.get()
+            epoch, error = await self._faults.get()
             if epoch == self.epoch:
                 return error
 
@@ -506,7 +534,7 @@ class ClientSession:
             index = len(self.route) - 1
             epoch = self.epoch
             self._last = await self.switchboard.call(
-                self.route[index].peer, self._from_last, lambda error: self._fault(epoch, index, error)
+                self.route[index].peer, self._from_last, lambda error: self._fault(epoch, error)
             )
             self._last.send(Attach(self.id, self.epoch, start=self._expected))
             self._log.info("opened %r", self)

@@ -9,10 +9,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Input, LinkCodec, Mode, Output, Want
 from swarmnode.codec.sampling import Sampling, pack_text, unpack_logprobs
-from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
 from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import Entry
@@ -22,6 +24,8 @@ from swarmnode.serving.client.router import Route
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 
 MAX_WIDTH = 1 << 20  # wider than any vocabulary
+EXPONENTS = {DType.FLOAT32: ("<u4", 0x7F800000), DType.BFLOAT16: ("<u2", 0x7F80), DType.FLOAT16: ("<u2", 0x7C00)}
+"""Bits of an element, and those of its exponent, which all are set in infinities and NaN"""
 
 
 class ServedWork:
@@ -74,6 +78,14 @@ def ids_entry(start: int, ids_BT: Sequence[Sequence[int]], want: Want, reorder: 
         flat.byteswap()
     info = TensorInfo(Codec.NONE, DType.INT64, (len(ids_BT), len(ids_BT[0])))
     return Entry(start, len(ids_BT[0]), Input(info, want=want, reorder=reorder), (flat.tobytes(),))
+
+
+def _is_finite(info: TensorInfo, payload: Buffer) -> bool:
+    """Return whether a payload is as long as its descriptor says, is not encoded, and holds neither NaN nor infinity."""
+    bits, exponent = EXPONENTS[DType(info.dtype)]
+    if info.codec != Codec.NONE or len(payload) != payload_bytes(info):
+        return False
+    return not bool(((np.frombuffer(payload, bits) & exponent) == exponent).any())
 
 
 @dataclass(frozen=True)
@@ -155,7 +167,8 @@ class SessionSpec:
         if output.tensor is None:
             return False
         rows, count, width = output.tensor.shape
-        return rows == self.rows and count == positions and 0 < width <= self.width
+        fits = rows == self.rows and count == positions and 0 < width <= self.width
+        return fits and _is_finite(output.tensor, payload)
 
     def _has_logprobs(self, output: Output, payload: Buffer) -> bool:
         """Return whether the payload has the log probabilities that were requested, and nothing else."""

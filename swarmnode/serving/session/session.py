@@ -274,10 +274,15 @@ class StageSession:
             self._refuse(ErrorCode.MALFORMED)
 
     def _refuse(self, code: ErrorCode) -> None:
-        """End the session with the error `code`, after an invalid message from the hop before."""
+        """End the session with the error `code`, after an invalid input or message from the hop before, which is named.
+
+        The last hop names it on its outputs, too, since the hop before would have to pass the report on.
+        """
+        before = self.opened.index - 1  # -1: the client, which hears the code itself
+        self._output_stream.close(*([self._send_fault(before, code)] if before >= 0 else []), Error(code))
         if self._upstream is not None:
             self._upstream.close(Error(code))
-            self.free()
+        self.free()
 
     def _cut(self, truncate: Truncate) -> None:
         if truncate.to <= self.cursor.accepted and self.cursor.truncate(truncate):
@@ -339,11 +344,17 @@ class StageSession:
         return Return()
 
     def _from_ring(self, frame: Frame, body: Body) -> None:
+        last = len(self.opened.route) - 1
         if isinstance(body, Output):
-            self._feed(frame.seq, body)
+            if len(body.ids) == 1 and body.ids[0] < self.pipeline.vocab_size:
+                self._feed(frame.seq, body)
+            else:
+                self._send_fault(last, ErrorCode.MALFORMED)
+        elif isinstance(body, Fault) and body.epoch == self.epoch and body.index in (last - 1, last):
+            self._tell_client(body)
         elif isinstance(body, Error | End):
             code = ErrorCode(body.code) if isinstance(body, Error) else ErrorCode.PEER_LOST
-            self._send_fault(len(self.opened.route) - 1, code)
+            self._send_fault(last, code)
 
     def _feed(self, position: int, output: Output) -> None:
         """Take a token that the last hop drew as the next input, unless the text ends with it."""
@@ -440,9 +451,10 @@ class StageSession:
         self.computed, alone = end, run.jobs == 1
         if result.error is not None:
             self._note_computed(job, run)  # while the session still exists
-            # A bad input is the fault of the hop that sent it.
-            index = self.opened.index
-            self._send_fault(max(0, index - 1) if result.bad_input else index, result.error)
+            if result.bad_input:
+                self._refuse(result.error)
+                return
+            self._send_fault(self.opened.index, result.error)
             self._output_stream.close(Error(result.error))
             self.free()
         elif isinstance(job.then, ForwardHidden):
@@ -515,6 +527,8 @@ class StageSession:
     def _from_downstream(self, frame: Frame, body: Body) -> None:
         if isinstance(body, Ran):
             self._timing.heard(frame.seq, body, self._downstream.rtt_s)
+        elif isinstance(body, Fault) and body.index < self.opened.index:  # of hops that its sender cannot judge
+            self._send_fault(self.opened.index + 1, ErrorCode.MALFORMED)
         elif isinstance(body, LinkCodec) or (isinstance(body, Fault) and body.epoch == self.epoch):
             self._tell_client(body)
 
@@ -526,10 +540,14 @@ class StageSession:
         code = ErrorCode.PEER_LOST if isinstance(error, NetworkDown) else error.code
         self._send_fault(index, code, getattr(error, "retry_s", None) or 0.0)
 
-    def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> None:
+    def _send_fault(self, index: int, code: ErrorCode, retry_s: float = 0.0) -> Fault:
+        """Report to the client that hop `index` failed, with this hop's signature, and return the report."""
         self._log.info("session %s: hop %d of its route fails: %s", self.trace_id.hex()[:8], index, code.name)
         self.host.meter.faults[code] += 1
-        self._tell_client(Fault(self.epoch, index, code, retry_s))
+        fault = Fault(self.epoch, index, code, retry_s)
+        fault = replace(fault, signature=self.host.peer.sign(fault.statement(self.id)))
+        self._tell_client(fault)
+        return fault
 
     def _tell_client(self, body: Fault | LinkCodec) -> None:
         """Send `body` to the client, along the hops before this one; does nothing while the upstream is closed."""

@@ -242,11 +242,14 @@ class OutputStream:
         if channel in self._subscribers:
             self._subscribers.remove(channel)
 
-    def close(self, last: Body | None = None) -> None:
-        """End all subscriptions with `last` (END by default)."""
+    def close(self, *last: Body) -> None:
+        """End all subscriptions with the messages `last` (END by default)."""
         subscribers, self._subscribers = self._subscribers, []
         for channel in subscribers:
-            channel.close(last)
+            for body in last[:-1]:
+                if channel.open:
+                    channel.send(body)
+            channel.close(*last[-1:])
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,11 @@ SHUN_S = 7 * 86_400.0
 DOUBT_S = 3 * 86_400.0
 DOUBTS = 3  # with this many different others
 NEAR_MISSES = 3  # texts at least
-NEAR_MISS_RATE = 5e-4  # near misses of honest peers per position, measured with Gemma 3 in bfloat16
+NEAR_MISS_RATE = (
+    1e-4  # near misses of honest peers per position: none in 90 texts of two models (docs/decisions/audits.md)
+)
+MAX_NEAR_TEXTS = 64
+REPEATED = 0.25  # near misses that a text counts for if it comes again
 CHANCE = 1e-7  # probability of an honest peer's near misses below which they are too many
 HALF_TRUST = 2_000.0  # audited positions
 NEWCOMER_WEIGHT = 0.25
@@ -101,7 +105,8 @@ def _lies_in(announcement: Announcement, network: IpNetwork) -> bool:
 class PeerStanding(msgspec.Struct):
     """A peer's audit record: `passed` audited positions as of unix time `at`, and `doubts` (the other side, and when).
 
-    `near_misses` counts texts that deviated a little too much, in `audited` positions; both as of `at`.
+    `near_misses` counts texts that deviated a little too much, in `audited` positions; both as of `at`. `near_texts` are digests of
+    the latest of these texts.
     """
 
     passed: float = 0.0
@@ -110,6 +115,7 @@ class PeerStanding(msgspec.Struct):
     doubts: dict[str, float] = {}
     near_misses: float = 0.0
     audited: float = 0.0
+    near_texts: tuple[bytes, ...] = ()
 
 
 class Standing:
@@ -156,15 +162,20 @@ class Standing:
         """Halve the trust of a peer after a near miss that may be its own or another peer's."""
         self._aged(peer).passed /= 2
 
-    def near_miss(self, peer: PeerId, positions: int) -> bool:
+    def near_miss(self, peer: PeerId, positions: int, text: bytes) -> bool:
         """Record a near miss in a text of `positions` positions, and halve the peer's trust.
 
-        Returns whether the peer now has more near misses than chance explains, so that it should be shunned.
+        `text` is a digest of the text up to the position that lies farthest off. A machine that rounds otherwise than others
+        may do so there each time, so a text counts a quarter if it comes again. Returns whether the peer now has more near
+        misses than chance explains, so that it should be shunned.
         """
         known = self._aged(peer)
         known.passed /= 2
-        known.near_misses += 1
-        known.audited += positions
+        weight = REPEATED if text in known.near_texts else 1.0
+        if weight == 1.0:
+            known.near_texts = (*known.near_texts, text)[-MAX_NEAR_TEXTS:]
+        known.near_misses += weight
+        known.audited += weight * positions
         return are_too_many(known.near_misses, known.audited)
 
     def forfeit(self, peer: PeerId) -> None:
@@ -192,7 +203,7 @@ class Standing:
         """Exclude a peer for a week, because it computed falsely. Afterwards it starts as a newcomer."""
         known = self._known(peer)
         known.passed, known.shunned_until, known.doubts = 0.0, self._now() + SHUN_S, {}
-        known.near_misses = known.audited = 0.0
+        known.near_misses, known.audited, known.near_texts = 0.0, 0.0, ()
 
     def save(self) -> None:
         """Write the file if anything changed. A failure is logged."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,15 +23,13 @@ from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, NotFinite, P
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.plan.routes.lattice import SessionSize
-from swarmnode.serving.client.blame import ARGUABLE, MILD, Blame, Verdict
+from swarmnode.serving.client.blame import MILD, Blame, HopFault, Verdict
 from swarmnode.serving.client.router import Router
 from swarmnode.tuning.adapter_parts import encode_recipe
 from swarmnode.tuning.client.state_shapes import StateShapes
-from swarmnode.tuning.client.tuned_route import AdapterState, HopFault, TunedRoute
+from swarmnode.tuning.client.tuned_route import AdapterState, TunedRoute
 
 AVOID_S = 1.0
-MOST_CLAIMS = 4
-"""Claims since the last step after which a tuning ends: arguable ones, or twice as many of all kinds"""
 
 
 @dataclass(frozen=True)
@@ -80,15 +77,6 @@ class AdapterRequest:
         )
 
 
-@dataclass(frozen=True)
-class _Claim:
-    """Fault of a route that one of its hops reported, with the peers that may be at fault. `peers` are all hops of the route."""
-
-    error: PeerError
-    suspects: frozenset[PeerId]
-    peers: frozenset[PeerId]
-
-
 class SwarmRoutes:
     """Opener of routes through a swarm for one adapter.
 
@@ -122,7 +110,7 @@ class SwarmRoutes:
         self._too_small: dict[
             PeerId, str
         ] = {}  # peers that can never have room, with the need of a microbatch if known
-        self._claims: list[_Claim] = []  # since the last step that a route has finished
+        self._said: list[str] = []  # faults since the last step that a route has finished
         self._opened: TunedRoute | None = None
         self._last: PeerError | NetworkDown | None = None
         self._without_since_s: float | None = None  # when the search for the next route began
@@ -148,7 +136,7 @@ class SwarmRoutes:
         deadline_s = self._without_since_s + self._patience_s  # also of hops that refuse the adapter again and again
         while True:
             try:
-                return self._best_route()
+                return self._blame.best_route(self._without)
             except NoRoute as error:
                 left_s = deadline_s - self._clock()
                 if self._too_small and not self._has_route():
@@ -159,18 +147,8 @@ class SwarmRoutes:
                 pardon_s = self._blame.pardon_s
                 await self._news(left_s if pardon_s is None else min(left_s, pardon_s + 0.01))
 
-    def _best_route(self) -> Sequence[HopSpec]:
-        """Return a route without any hop of the routes that claims are about, else without suspects, else with one suspect.
-
-        So a second route judges the first, and suspects rest in turn. Raises NoRoute if there is none.
-        """
-        cannot, resting = frozenset(self._cannot_tune()) | self._too_small.keys(), self._blame.avoided
-        tried = frozenset(peer for claim in self._claims for peer in claim.peers)
-        suspected = Counter(peer for claim in self._claims for peer in claim.suspects & resting)
-        for avoid in (resting | tried, resting, *(resting - {peer} for peer, _ in reversed(suspected.most_common()))):
-            with suppress(NoRoute):
-                return self._router.route(avoid | cannot, (), SessionSize())
-        return self._router.route(resting | cannot, (), SessionSize())
+    def _without(self, avoid: frozenset[PeerId]) -> Sequence[HopSpec]:
+        return self._router.route(avoid.union(self._cannot_tune(), self._too_small), (), SessionSize())
 
     def _has_route(self) -> bool:
         """Return whether there is a route of peers that may have room, also through peers that are avoided for the moment."""
@@ -218,7 +196,7 @@ class SwarmRoutes:
     def failed(self, error: PeerError | NetworkDown) -> None:
         """Judge the hop that `error` names, and the neighbour that accuses it.
 
-        Raises NotFinite or UsageError if two routes without a common hop report the same, NoRoute after `MOST_CLAIMS` faults.
+        Raises NotFinite or UsageError if two routes without a common hop report the same, NoRoute after too many faults.
         """
         self._last = error
         peer = getattr(error, "peer", None)
@@ -226,46 +204,33 @@ class SwarmRoutes:
         if hop is None or not isinstance(error, PeerError):
             self._blame.leave_out(self._route)
             return
-        claimant = error.claimant if isinstance(error, HopFault) else hop.peer
-        is_plain = error.code in MILD or not (isinstance(error, HopFault) or error.code in ARGUABLE)
-        if claimant == hop.peer and is_plain:
-            if error.code == ErrorCode.TOO_LARGE:
-                self._too_small[hop.peer] = self._need_of(hop.peer)
-            retry_s = (error.retry_s or 0.0) if isinstance(error, PeerRefused) else 0.0
-            if self._blame.judge(hop, ErrorCode(error.code), retry_s=retry_s) is Verdict.PEER:
-                self._router.suspect(hop.peer, str(error))
-            return
-        self._blame.leave_out([one for one in self._route if one.peer in (hop.peer, claimant)])
+        if error.code == ErrorCode.TOO_LARGE and not (isinstance(error, HopFault) and error.suspects != {hop.peer}):
+            self._too_small[hop.peer] = self._need_of(hop.peer)
+        verdict = self._blame.judge(
+            hop,
+            ErrorCode(error.code),
+            retry_s=(error.retry_s or 0.0) if isinstance(error, PeerRefused) else 0.0,
+            suspects=error.suspects if isinstance(error, HopFault) else (),
+            route=[one.peer for one in self._route],
+        )
         if error.code not in MILD:
-            self._claim(error, hop, claimant)
-
-    def _claim(self, error: PeerError, hop: HopSpec, claimant: PeerId) -> None:
-        """Note a fault of `hop` that may be `claimant`'s, or the request's. Raises as `failed`."""
-        peers = frozenset(one.peer for one in self._route)
-        is_own = isinstance(error, HopFault) and claimant == hop.peer and error.code == ErrorCode.NOT_FINITE
-        suspects = peers if is_own else frozenset({hop.peer, claimant})  # any hop may have made its values large
-        alike = [claim for claim in self._claims if claim.error.code == error.code]
-        if error.code in ARGUABLE and any(not claim.peers & peers for claim in alike):
+            self._said.append(str(error))
+        if verdict is Verdict.PEER:
+            self._router.suspect(hop.peer, str(error))
+        if verdict is Verdict.REQUEST:
             raise _request_error(error, hop)
-        self._claims.append(_Claim(error, suspects, peers))
-        arguable = [claim for claim in self._claims if claim.error.code in ARGUABLE]
-        if len(arguable) >= MOST_CLAIMS or len(self._claims) >= 2 * MOST_CLAIMS:
-            said = "; ".join(dict.fromkeys(str(claim.error) for claim in self._claims))
-            times, self._claims = len(self._claims), []
+        if verdict is Verdict.UNDECIDED:
             raise NoRoute(
-                f"the tuning failed {times} times, and there are too few machines to tell whether one of them is at fault or "
-                f"the settings (--lr, --method, --targets) or the data are: {said}. Try again when more machines tune"
+                f"the tuning failed {len(self._said)} times, and there are too few machines to tell whether one of them is at "
+                "fault or the settings (--lr, --method, --targets) or the data are: "
+                f"{'; '.join(dict.fromkeys(self._said))}. Try again when more machines tune"
             )
 
     def succeeded(self) -> None:
         """Forgive the peers of the route, which has finished a step, and suspect those that alone can have failed at that work."""
-        self._last, here = None, {hop.peer for hop in self._route}
-        self._blame.progress(self._route)
-        claims, self._claims = self._claims, []
-        for claim in claims:
-            left = list(claim.suspects - here)
-            if len(left) == 1:
-                self._router.suspect(left[0], f"it failed at what others could compute: {claim.error}")
+        self._last, self._said = None, []
+        for peer, code in self._blame.progress(self._route):
+            self._router.suspect(peer, f"it answered {code.name} to what others could compute")
 
 
 def _request_error(error: PeerError | NetworkDown, hop: HopSpec) -> NotFinite | UsageError:

@@ -37,10 +37,11 @@ from swarmnode.codec.tuning_messages import (
 from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.training.saved_activations import read_from
 from swarmnode.compute.training.segment import Values
-from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
+from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, ProtocolError, refusal
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
+from swarmnode.serving.client.blame import HopFault
 from swarmnode.tuning.adapter_parts import pieces_of
 from swarmnode.tuning.client.state_shapes import ComingState, StateShapes
 
@@ -100,15 +101,6 @@ class _Wait:
     step: int
     missing: set[type[Body]]
     over: asyncio.Future[None]
-
-
-class HopFault(PeerRefused):
-    """Fault of the hop `peer`, as the hop `claimant` reports it: of itself, or of a neighbour. One of the two is at fault."""
-
-    def __init__(self, refused: PeerRefused, *, claimant: PeerId) -> None:
-        says = "" if claimant == refused.peer else f", says its neighbour {claimant}"
-        super().__init__(f"{refused}{says}", code=refused.code, retry_s=refused.retry_s, peer=refused.peer)
-        self.claimant = claimant
 
 
 class TunedRoute:
@@ -390,12 +382,17 @@ class TunedRoute:
             hop.answer.set_result(body)
 
     def _reported(self, index: int, body: Fault) -> PeerError:
-        """Return the error for a FAULT of hop `index`: of the hop itself, or of the hop and the neighbour that it accuses."""
+        """Return the error for a FAULT of hop `index`: of the hop itself, or of the hop and the neighbour that it accuses.
+
+        Any hop may have made the values of another one large: outputs go one way, and gradients back.
+        """
         route = self.request.route
         if body.index not in range(max(0, index - 1), min(len(route), index + 2)):
             return ProtocolError("an accusation of a peer that is no neighbour", peer=route[index].peer)
         refused = refusal(body.code, peer=route[body.index].peer)
-        return HopFault(refused, claimant=route[index].peer)
+        is_own = body.index == index and body.code == ErrorCode.NOT_FINITE
+        suspects = [hop.peer for hop in (route if is_own else (route[index], route[body.index]))]
+        return HopFault(refused, claimant=route[index].peer, suspects=suspects)
 
     def _note_progress(self) -> None:
         """Note the time of a frame that was waited for. Others do not count, else a hop could hide that another one hangs."""

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from swarmnode.codec.tensors import LARGEST_VALUE
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.cache import OutOfCache
 from swarmnode.compute.serving.device_transfers import finiteness
@@ -266,8 +267,11 @@ def test_sessions_that_cannot_be_are_refused(runner):
 
 
 def test_finite():
-    x = torch.full((1000,), 1e38)
-    assert finiteness(x)  # though its sum is not
+    x = torch.full((1000,), LARGEST_VALUE)
+    assert finiteness(x)
+    for wrong in (1e10, -1e10, float("-inf")):
+        x[7] = wrong
+        assert not finiteness(x)
     x[7] = float("nan")
     assert not finiteness(x)
     x[7] = float("inf")

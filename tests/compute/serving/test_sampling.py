@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
 from swarmnode.codec.sampling import Sampling
-from swarmnode.compute.serving.sampling import candidates, sample, sample_candidates, uniform
+from swarmnode.compute.serving.sampling import candidates, may_draw, sample, sample_candidates, uniform
 
 
 @dataclass(frozen=True)
@@ -111,3 +112,30 @@ def test_the_largest_logits_alone_draw_the_same_or_say_that_they_are_too_few(
             drawn += 1
             assert torch.equal(ids_B, sample(logits_BV, parameters, position))
     assert drawn >= 5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_p": 0.9},
+        {"top_k": 40},
+        {"min_p": 0.05},
+        {"top_p": 0.8, "top_k": 20, "temperature": 1.3},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("scale", [0.05, 1.0, 4.0], ids=["flat", "usual", "peaked"])
+def test_what_rounding_draws_may_be_drawn_and_most_else_may_not(changes: dict[str, Any], scale: float) -> None:
+    generator, spread = torch.Generator().manual_seed(5), 0.02 * scale
+    sampling = Sampling(0, 100, **{"temperature": 1.0, "seed": 7, **changes})
+    allowed = moved = 0
+    for position in range(100):
+        logits_V = scale * torch.randn(512, generator=generator)
+        noisy_V = logits_V + spread * (2 * torch.rand(512, generator=generator) - 1)
+        (drawn,), (exact,) = (sample(one_V[None], sampling, position).tolist() for one_V in (noisy_V, logits_V))
+        moved += drawn != exact
+        assert may_draw(drawn, logits_V, sampling, position, spread=spread)
+        allowed += may_draw((exact + 137) % 512, logits_V, sampling, position, spread=spread)
+    assert moved > 0 and allowed < 40

@@ -69,6 +69,39 @@ async def test_outputs_of_another_shape_are_never_decoded(shape: tuple[int, int,
     await session.close()
 
 
+@pytest.mark.parametrize(
+    ("codec", "dtype", "payload"),
+    [
+        (Codec.NONE, DType.FLOAT32, b"\0\0\xc0\x7f"),  # NaN
+        (Codec.NONE, DType.FLOAT32, b"\0\0\x80\xff"),  # minus infinity
+        (Codec.NONE, DType.BFLOAT16, b"\x80\x7f"),
+        (Codec.NONE, DType.FLOAT16, b"\0\xfc"),
+        (Codec.NONE, DType.FLOAT32, b"\0" * 3),
+        (Codec.NONE, DType.FLOAT32, b"\0" * 8),
+        (Codec.NONE, DType.FLOAT32, b""),
+        (Codec.FP16, DType.FLOAT32, b"\0\0"),  # last hops send outputs as they are
+        (Codec.INT8, DType.FLOAT32, b"\xff" * 3),
+        (Codec.INT4, DType.FLOAT32, b"\xff" * 5),
+    ],
+)
+@in_virtual_time
+async def test_outputs_that_are_not_finite_or_of_another_length_are_the_last_hops_fault(
+    codec: Codec, dtype: DType, payload: bytes
+) -> None:
+    swarm = await ToySwarm.start((0, 4), (0, 4))
+    liar = swarm.volunteers[0]
+    lies(liar, JobResult(tensors=((TensorInfo(codec, dtype, (1, 1, 1)), payload),)))
+    spec = SessionSpec(Mode.DRIVEN, max_length=20, width=1)
+    session = ClientSession(swarm.switchboard, swarm.router, spec, swarm.config, clock=asyncio.get_running_loop().time)
+    await session.start()
+    session.send(ids_entry(0, [PROMPT], Want.LAST), expect=len(PROMPT))
+    received = await session.receive()
+    assert received.output.tensor is not None
+    assert unpack(received.output.tensor, received.payload) == expected(PROMPT, 1)
+    assert swarm.router.suspected == [liar.peer]
+    await session.close()
+
+
 @in_virtual_time
 async def test_a_text_without_end_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     swarm = await ToySwarm.start((0, 2), (2, 4))
