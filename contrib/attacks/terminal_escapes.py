@@ -9,7 +9,7 @@ from attack import Outcome, main
 
 from swarmnode.cli.use.status import status_table
 from swarmnode.terminal.console import print_json, say
-from swarmnode.terminal.formatting import show
+from swarmnode.terminal.tables import show
 
 VIRTUAL, FAST = True, True
 ESCAPES = (

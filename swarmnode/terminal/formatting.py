@@ -1,7 +1,4 @@
-"""Text for terminals: strangers' names made safe, durations, URLs and JSON lines.
-
-Tables on standard output.
-"""
+"""Text for terminals: strangers' names made safe, durations, URLs and JSON lines."""
 
 from __future__ import annotations
 
@@ -9,16 +6,9 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Collection
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from swarmnode.errors import UsageError
-from swarmnode.terminal.console import make_room
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 MAX_DURATION_S = 100 * 365 * 86_400
@@ -88,47 +78,3 @@ def format_duration(seconds: float) -> str:
 def origin(host: str, port: int) -> str:
     """Return the URL of a host's name or IP address and a port, without a path."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-class PlainTable(Table):
-    """Table whose texts are shown literally, because they may be strangers' names; they are no markup."""
-
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        """Add a row; each text becomes one line."""
-        super().add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
-
-
-def new_table(
-    title: str | Text,
-    columns: Collection[str],
-    *,
-    numbers: Collection[str] = (),
-    caption: str | None = None,
-    plain: bool = False,
-) -> Table:
-    """Return a table without rows. The columns in `numbers` are aligned to the right. A `plain` one has no frame and more room for
-    cells. No cell is cut: what is too long goes on in the next line, since a command may take it."""
-    title = Text(one_line(title), "table.title") if isinstance(title, str) else title
-    below = None if caption is None else Text(printable(caption), "table.caption")
-    table = PlainTable(title=title, title_justify="left", caption=below, caption_justify="left")
-    for column in columns:
-        table.add_column(Text(printable(column)), justify="right" if column in numbers else "left", overflow="fold")
-    if plain:
-        table.box, table.padding, table.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
-        table.min_width = title.cell_len  # the title is as wide as the table
-    return table
-
-
-def keep_whole(table: Table, *columns: str) -> None:
-    """Keep the cells of these columns on one line each, however narrow the terminal is."""
-    for column in table.columns:
-        if column.header in columns:
-            column.no_wrap = True
-
-
-def show(*tables: Table) -> None:
-    """Print tables, as wide as the terminal."""
-    make_room(again=False)
-    console = Console()
-    for table in tables:
-        console.print(table)

@@ -10,7 +10,7 @@ from swarmnode.counting import counted, format_bytes
 from swarmnode.simulate.results.network_map import network_map, network_matrix, planned_machines
 from swarmnode.simulate.results.page import legend, page, table
 from swarmnode.terminal.console import ranges
-from swarmnode.terminal.formatting import new_table
+from swarmnode.terminal.tables import new_table
 
 if TYPE_CHECKING:
     from rich.table import Table

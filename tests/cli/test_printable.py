@@ -30,8 +30,9 @@ from swarmnode.terminal.console import (
     print_json,
     say,
 )
-from swarmnode.terminal.formatting import json_line, new_table, one_line, printable, show, wrapped
+from swarmnode.terminal.formatting import json_line, one_line, printable, wrapped
 from swarmnode.terminal.progress import bytes_bar, share_bar, spinner
+from swarmnode.terminal.tables import new_table, show
 from swarmnode.terminal.teller import Teller
 from swarmnode.terminal.training_view import curve_with_notes
 

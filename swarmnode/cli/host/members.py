@@ -189,7 +189,7 @@ def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs
     if as_json:
         print_json(picture)
         return
-    from swarmnode.terminal.formatting import show
+    from swarmnode.terminal.tables import show
 
     show(members_table(picture), *([invites_table(picture["invites"])] if picture["invites"] else []))
 
@@ -198,7 +198,7 @@ def members_table(picture: dict[str, Any]) -> Table:
     """Return a table with one row per member."""
     from rich.text import Text
 
-    from swarmnode.terminal.formatting import keep_whole, new_table
+    from swarmnode.terminal.tables import keep_whole, new_table
 
     count = picture["revocations"]["peers"] + len(picture["revocations"]["invites"])
     title = f"{picture['membership']} swarm {picture['name']}: {counted(len(picture['members']), 'member')}"
@@ -221,7 +221,7 @@ def members_table(picture: dict[str, Any]) -> Table:
 
 def invites_table(invites: list[dict[str, Any]]) -> Table:
     """Return a table with one row per invite that was issued."""
-    from swarmnode.terminal.formatting import keep_whole, new_table
+    from swarmnode.terminal.tables import keep_whole, new_table
 
     columns = ("id", "role", "used", "for", "group", "until", "note")
     table = new_table("issued invites", columns, plain=True)

@@ -55,7 +55,7 @@ def credit(
     if not found:
         say("No receipts here yet. The clients that you work for sign them when an answer ends.")
         return
-    from swarmnode.terminal.formatting import show
+    from swarmnode.terminal.tables import show
 
     for one in found:
         say(wrapped(_sentence(one)))
@@ -86,7 +86,7 @@ def _discount(credit: Credit) -> str:
 
 
 def _table(one: WorkerCredit) -> Table:
-    from swarmnode.terminal.formatting import new_table
+    from swarmnode.terminal.tables import new_table
 
     credit = one.credit
     total = credit.signed

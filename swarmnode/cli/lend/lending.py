@@ -175,7 +175,7 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
     if not answers:
         say("No node runs here. Start one with `swarmnode run`.")
         return
-    from swarmnode.terminal.formatting import keep_whole, new_table, show
+    from swarmnode.terminal.tables import keep_whole, new_table, show
 
     others = any(answer["swarm"] not in ("", answer["node"]) for answer in answers)  # else one column has both
     columns = ("node", "does", *(["swarm"] if others else []), "pid", "state", "layers", "texts")

@@ -33,7 +33,7 @@ def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
     if not found:
         say("No weights have been fetched yet.")
         return
-    from swarmnode.terminal.formatting import new_table, show
+    from swarmnode.terminal.tables import new_table, show
 
     table = new_table("", ("swarm", "GB", "days unused", "folder"), numbers=("GB", "days unused"))
     for each in found:

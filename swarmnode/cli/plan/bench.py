@@ -156,7 +156,7 @@ def _cards(layer_parameters: int) -> list[dict[str, Any]]:
 def _show(title: str, shape: ModelShape, measured: dict[str, Any], cards: list[dict[str, Any]]) -> None:
     from rich.box import SIMPLE_HEAD
 
-    from swarmnode.terminal.formatting import new_table, show
+    from swarmnode.terminal.tables import new_table, show
 
     written, read = measured["disk_write_bytes_per_s"] / 1e9, measured["disk_read_bytes_per_s"] / 1e9
     say(f"{title}; the disk writes {written:.2f} GB/s and reads {read:.2f} GB/s.")

@@ -75,7 +75,7 @@ def fit(
     if as_json:
         print_json(rows)
         return
-    from swarmnode.terminal.formatting import show
+    from swarmnode.terminal.tables import show
 
     say(str(probed))
     show(*(_table([row for row in rows if row["model"] == model]) for model in models))
@@ -87,7 +87,7 @@ def fit(
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table of one model: a row for each precision."""
-    from swarmnode.terminal.formatting import new_table
+    from swarmnode.terminal.tables import new_table
 
     model, context = rows[0]["model"], rows[0]["max_model_len"]
     title = f"{Path(model).name if Path(model).exists() else model}: {counted(rows[0]['units'], 'layer')}"

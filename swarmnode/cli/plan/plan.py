@@ -191,7 +191,7 @@ def plan(
     Example: swarmnode plan network.json --model ./llama --report plan.html
     """
     from swarmnode.plan.offline.scenario import Scenario
-    from swarmnode.terminal.formatting import show
+    from swarmnode.terminal.tables import show
 
     effort = Effort(seconds, seed, quiet=as_json)
     network = Scenario.load(scenario)

@@ -109,7 +109,7 @@ def simulate(
     if as_json:
         print_json(figures)
         return
-    from swarmnode.terminal.formatting import show
+    from swarmnode.terminal.tables import show
 
     show(_table(figures))
     if left_out:
@@ -197,7 +197,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[float, float], None]]:
 
 def _table(figures: dict[str, Any]) -> Table:
     """Return the summary as a table, with a row for each figure."""
-    from swarmnode.terminal.formatting import new_table
+    from swarmnode.terminal.tables import new_table
 
     numbers = ("total or count", "mean", "p50", "p90", "p99")
     table = new_table(

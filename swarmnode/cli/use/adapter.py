@@ -86,7 +86,7 @@ def list_adapters(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON
         say("The swarm has no adapters. Bring one: swarmnode adapter add SWARM DIR")
         return
     from swarmnode.cli.host.members import end
-    from swarmnode.terminal.formatting import new_table, show
+    from swarmnode.terminal.tables import new_table, show
 
     table = new_table("", ("name", "of", "share", "rank", "size", "until", "id"))
     for one in found:

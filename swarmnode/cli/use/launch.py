@@ -6,7 +6,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from swarmnode.files import default_home, parse_json, write_private
+from swarmnode.files import home_folder, parse_json, write_private
 from swarmnode.gateway.gateway_address import LOOPBACK, PORT
 from swarmnode.gateway.integrations.configurations import TOOLS, Endpoint
 from swarmnode.lending.control import running_gateways, tell_node
@@ -70,7 +70,7 @@ def _endpoint(url: str, key: str) -> Endpoint:
         wants_key = "it needs a key: give --key" if error.code == 401 else f"it answers with status {error.code}"
         fail(f"the gateway at {url} does not list its models: {wants_key}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        elsewhere = [found for found in map(_url, running_gateways(default_home()).values()) if found]
+        elsewhere = [found for found in map(_url, running_gateways(home_folder()).values()) if found]
         advice = f"yours is at {elsewhere[0]}: give --url" if elsewhere else "start `swarmnode serve`, or give --model"
         fail(f"no API answers at {url}; {advice}")
     named = {task: [name for name, each in told if each == task] for task in (GENERATE, EMBED)}

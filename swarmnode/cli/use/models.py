@@ -48,7 +48,7 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
         return
     from swarmnode.codec.sampling import USUAL
     from swarmnode.swarm.records.manifest import GENERATE
-    from swarmnode.terminal.formatting import keep_whole, new_table, show
+    from swarmnode.terminal.tables import keep_whole, new_table, show
 
     table = new_table("", ("swarm", "model", "does", "layers", "size", "who"), numbers=("layers", "size"), plain=True)
     keep_whole(table, "swarm")

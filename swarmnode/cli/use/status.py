@@ -161,7 +161,7 @@ def status(
             elif as_json:
                 print_json(status_of())
             else:
-                from swarmnode.terminal.formatting import show
+                from swarmnode.terminal.tables import show
 
                 show(status_table(status_of()))
 
@@ -242,7 +242,7 @@ def status_table(status: dict[str, Any]) -> Table:
     """Return the status as a table that fits 80 columns: one row per peer, its span drawn over the model's units."""
     from rich.text import Text
 
-    from swarmnode.terminal.formatting import new_table
+    from swarmnode.terminal.tables import new_table
 
     units = status["units"]
     step = f"training step {status['training_step']}, " if status["mode"] == "train" else ""

@@ -49,7 +49,7 @@ def trace(
     if as_json:
         print_json(timeline_json(session, timeline, slowest))
         return
-    from swarmnode.terminal.formatting import show
+    from swarmnode.terminal.tables import show
 
     show(hops_table(timeline), tokens_table(timeline.slowest(slowest)))
     for proposer, count in by_proposer(timeline.drafts).items():
@@ -70,7 +70,7 @@ def parse_trace_id(text: str) -> bytes:
 def hops_table(timeline: Timeline) -> Table:
     """Return a table with one row per hop: its number of tokens, its guesses if there are any, and the median and the worst of the
     tokens' waits and computing (in milliseconds) and batch sizes."""
-    from swarmnode.terminal.formatting import new_table
+    from swarmnode.terminal.tables import new_table
 
     guesses = ("guessed", "in vain") if any(stop.guessed for stop in timeline.stops) else ()
     numbers = ("tokens", *guesses, "wait ms", "compute ms", "batch")
@@ -92,7 +92,7 @@ def hops_table(timeline: Timeline) -> Table:
 
 def tokens_table(tokens: list[Token]) -> Table:
     """Return a table with one row per token: its milliseconds, and where most of them went."""
-    from swarmnode.terminal.formatting import new_table
+    from swarmnode.terminal.tables import new_table
 
     numbers = ("position", "ms", "waiting", "computing", "kept back", "on the way")
     table = new_table("slowest tokens", (*numbers, "most of it"), numbers=numbers)

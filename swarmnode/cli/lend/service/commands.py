@@ -148,7 +148,7 @@ def _check_name(name: str) -> None:
     """End the command if a service manager would need quotes around `name`."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
         fail(
-            f"{name!r} cannot be a service's name; join the swarm under another name: swarmnode join INVITE --as friends",
+            f"{name!r} cannot be a service's name; join the swarm under another name: swarmnode join --as friends",
             2,
         )
 
