@@ -41,9 +41,20 @@ def placeholders(source: str) -> Iterator[tuple[int, str]]:
         text = str(ast.literal_eval(token.string))
         if ROUTE.fullmatch(text):
             continue
+        if _is_program(text):
+            yield from ((token.start[0] + line - 1, inner) for line, inner in placeholders(text))
+            continue
         for inner in BRACES.findall(text.replace("{{", "").replace("}}", "")):
             if _is_expression(inner):
                 yield token.start[0], inner
+
+
+def _is_program(text: str) -> bool:
+    """Return whether a text is a Python program, as for a process of its own; its f-strings are looked through as such."""
+    try:
+        return any(isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom) for node in ast.parse(text).body)
+    except SyntaxError:
+        return False
 
 
 def _is_expression(inner: str) -> bool:

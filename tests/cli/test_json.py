@@ -14,7 +14,6 @@ import typer
 import typer.testing
 from rich.console import Console
 
-from swarmnode.cli.main import app
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import JSON, command, print_json, say, standard_output
 from tests.cli.command import invoke
@@ -24,20 +23,18 @@ from tests.llama import save_llama
 from tests.swarm.storage.test_joined_swarms import FRIENDS
 
 HAS = {
-    " ".join(words): command
-    for words, command in commands(typer.main.get_command(app))
-    if any("--json" in option.opts for option in command.params)
+    words: command for words, command in commands().items() if any("--json" in option.opts for option in command.params)
 }
 # Arguments with which commands work that need no other machine.
 GOOD: dict[str, tuple[str, ...]] = {
-    "join": (FRIENDS, "--name", "again"),
+    "join": (FRIENDS, "--as", "again"),
     "models": (),
     "adapter block": ("00" * 32,),
     "adapter unblock": ("00" * 32,),
     "ps": (),
     "config": (),
-    "weights list": (),
-    "weights prune": (),
+    "models weights": (),
+    "models prune": (),
     "fit": ("tiny.gguf", "--memory", "1GB", "--device", "cpu"),
     "create": ("new", "--model", "model", "--open"),
     "quantize": ("tiny.gguf", "out.gguf", "--format", "q8_0", "--allow-requantize"),

@@ -12,14 +12,12 @@ from swarmnode.cli.main import app
 
 
 def parse(arguments: Sequence[str]) -> str:
-    """The name of the command that it calls. Raises click's UsageError for an option that is not there or not understood."""
+    """The name of the command that it calls, of one or two words. Raises click's UsageError for an option that it does not have."""
     group = commands()
-    name, *rest = arguments
-    context = group.make_context("swarmnode", [name])
-    command = group.get_command(context, name)
-    assert command is not None, f"no command {name}"
-    command.make_context(name, list(rest), parent=context)
-    return name
+    context = group.make_context("swarmnode", list(arguments[:1]))
+    name, command, rest = group.resolve_command(context, list(arguments))
+    command.make_context(name, rest, parent=context)
+    return str(name)
 
 
 @functools.cache

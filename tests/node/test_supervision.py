@@ -23,6 +23,7 @@ from tests.tiny import PROMPT, TinyModel
 BOOTSTRAP = [
     "host: keep the owner's book",
     "host: keep joined",
+    "host: watch the clock",
     "host: dial bootstraps",
     "host: tell paths",
     "directory: reads",

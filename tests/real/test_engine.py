@@ -304,10 +304,8 @@ async def test_a_client_uses_the_table_without_a_place_in_it(start: Start) -> No
 async def test_a_wrong_clock_is_told_and_not_fatal(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Fast:
-        time = staticmethod(lambda: time.time() + 60)
-
-    monkeypatch.setattr(dht, "time", Fast)
+    answer = dht.dht_pb2.PingResponse
+    monkeypatch.setattr(dht.dht_pb2, "PingResponse", lambda peer, dht_time: answer(peer=peer, dht_time=dht_time - 60))
     first, second = await start(), await start()
     with caplog.at_level(logging.WARNING):
         assert await first.connect(await second.addresses(), **OPTIONS)

@@ -140,17 +140,17 @@ def host(
 
     Example: swarmnode host --door-only friends
     """
+    logs.begin()
+    if doors.door_only:
+        open_door(source, replace(node, home=home), new.name or DOOR, doors, metrics, as_json=as_json)
+        return
+    if not (source or new.what):
+        fail("which model? Give a folder, a GGUF file, a hub id, or your .swarm file, as in swarmnode host ./llama", 2)
     if source and new.model:
         fail(f"give the model once: {source}, or --model {new.model}", 2)
     new = replace(new, model=source or new.model)
     new.check()
     model = new.what
-    logs.begin()
-    if doors.door_only:
-        open_door(model, replace(node, home=home), new.name or DOOR, doors, metrics, as_json=as_json)
-        return
-    if not model:
-        fail("which model? Give a folder, a GGUF file, a hub id, or your .swarm file, as in swarmnode host ./llama", 2)
     tell = Teller(as_json)
     tell("reading", f"Reading {names_of(model)[1]} …", model=model)  # before slow imports
     from swarmnode.membership.owner import InviteTerms
