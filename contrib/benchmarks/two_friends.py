@@ -182,10 +182,12 @@ def walk(model: Path, folder: Path) -> dict[str, object]:
         joining_s = bob.type("swarmnode join")
         bob.read_until(r"Invite: $")
         bob.type(invite)
+        bob.read_until(r"Your name, as others see it \[.*\]: $")
+        bob.type("Bob")
         name = bob.read_until(r"Joined ([^:\s]+):")[1]
         bob.read_until(r"bob\$ $")
         bob.type(f"swarmnode serve {name}")
-        page = bob.read_until(r"Page: (\S+)\n")[1]
+        page = bob.read_until(r"Web page: +(\S+)\n")[1]
         if find_chromium() is None:
             measured["chat"] = "left out: there is no Chromium here (apt-get install chromium)"
         else:
