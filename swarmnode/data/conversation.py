@@ -77,6 +77,8 @@ def _part_text(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "refusal":
         return str(part.get("refusal") or "")
+    if kind is None:
+        raise UsageError('a part of a message has no type: write {"type": "text", "text": …}')
     if kind not in TEXT_PARTS:
         raise UsageError(f"this model reads only text: leave out the part of type {kind!r}")
     if not isinstance(part.get("text"), str):
@@ -109,6 +111,9 @@ def chat_call(call: Any) -> Message:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UsageError("a tool call has no function with a name: add it")
     name = function["name"]
+    for other in ("parameters", "input", "args"):
+        if function.get(other) and "arguments" not in function:
+            raise UsageError(f'the arguments of a call of {name} are in "{other}": write them in "arguments"')
     return template_call(str(call.get("id") or ""), name, call_arguments(name, function.get("arguments")))
 
 

@@ -5,7 +5,7 @@ docs/training.md lists their fields. A field that changes what is learnt is hono
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Union
 
 from swarmnode.data.conversation import (
@@ -15,6 +15,7 @@ from swarmnode.data.conversation import (
     SYSTEM,
     TOOL,
     USER,
+    USUAL,
     Message,
     chat_messages,
     chat_tool,
@@ -32,14 +33,22 @@ KINDS = (*(frozenset({name}) for name in CONVERSATIONS), PAIR, ALPACA, TEXT)
 SYNONYMS = {  # roles of ShareGPT, LLaMA-Factory and Gemma
     **ROLES,
     **dict.fromkeys(("human",), USER),
-    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "function_call"), ASSISTANT),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot", "function_call", "tool_call"), ASSISTANT),
     **dict.fromkeys(("observation", "tool_response"), TOOL),
 }
-CALLING = "function_call"  # a role of LLaMA-Factory, whose value is JSON of a call or of several
+CALLING = (
+    "function_call",
+    "tool_call",
+)  # roles of LLaMA-Factory and ms-swift, whose text is JSON of a call or of several
+ROLE, CONTENT, CALLS = ("role", "from"), ("content", "value"), ("tool_calls", "function_call")  # names of the same
+TOOLS, SYSTEMS = ("tools", "functions"), ("system", "system_prompt")
 COUNTING = ("weight", "train", "training", "trainable", "loss", "loss_mask")  # of a message: 0 or 1, false or true
 READ = {"role", "from", "content", "value", "name", "tool_calls", "tool_call_id", "function_call", "refusal"}
 READ |= {*REASONING_FIELDS, *COUNTING}
-_MEDIA = dict.fromkeys(("image", "images", "video", "videos", "audio", "audios"), "this model reads only text")
+_MEDIA = dict.fromkeys(
+    ("image", "images", "image_url", "image_urls", "video", "videos", "audio", "audios", "attachments"),
+    "this model reads only text",
+)
 _PREFERENCE = "answers are compared, which is another kind of training; give the better one alone"
 _MASKED = "labels for parts of a text are given as token ids in an .npz file"
 REFUSED = {  # fields of a record, with the reason
@@ -58,7 +67,8 @@ REFUSED_OF_MESSAGE = {
     "prefix": "a begun answer cannot be told from the rest; write the begin into the user's message",
 }
 FREE: tuple[Any, ...] = (None, "", [], {}, "auto", False)  # values that say nothing
-USED = {"system", "system_prompt", "tools", "functions", "chat_template_kwargs", "parallel_tool_calls"}
+USED = {*SYSTEMS, *TOOLS, "chat_template_kwargs", "parallel_tool_calls"}
+ONES = (None, 1, "1", "1.0", "true", "True")  # weights of a record that change nothing, also as text of a table's cell
 
 
 class ToldConversation(NamedTuple):
@@ -84,15 +94,22 @@ Told = Union[ToldConversation, ToldPair, str]
 
 
 def kind_of(fields: Mapping[str, Any]) -> Kind:
-    """Return the names of the fields that make a record a sample. Raises UsageError if it is of no known kind."""
-    for kind in KINDS:
-        if kind <= fields.keys():
-            return kind
+    """Return the names of the fields that make a record a sample. Of several kinds the first one in KINDS counts whose fields are
+    neither null nor empty lists. Raises UsageError if it is of no known kind."""
+    full = {name for name, value in fields.items() if value is not None and value != []}
+    for named in (full, fields.keys()):
+        for kind in KINDS:
+            if kind <= named:
+                return kind
     for name in fields.keys() & REFUSED.keys():
         _refuse(fields, {name: REFUSED[name]})
-    lists = [name for name, value in fields.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if len(fields) == len(lists) == 1:
-        raise UsageError(f"its list {lists[0]!r} holds the records; save that list alone, as JSON lines")
+    for name, value in fields.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if _is_message(first):
+            raise UsageError(f'its list {name!r} holds messages; name it "messages"')
+        if isinstance(first, dict) and (len(fields) == 1 or any(kind <= first.keys() for kind in KINDS)):
+            raise UsageError(f"its list {name!r} holds the records; save that list alone, as JSON lines")
+    _refuse_spellings(fields, set().union(*KINDS))
     found = ", ".join(sorted(fields)) or "nothing"
     raise UsageError(
         f'has {found}; give "messages", "prompt" and "completion", or "text" (or "conversations", or "instruction" and "output")'
@@ -106,9 +123,14 @@ def read_fields(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) ->
     """
     _refuse(fields, REFUSED)
     if kind != TEXT:
-        _refuse(fields, dict.fromkeys(("label",), "a judgement of the answer: leave bad answers out"), (None, True))
+        _refuse(
+            fields,
+            dict.fromkeys(("label",), "a judgement of the answer: leave bad answers out"),
+            (None, True, "True", "true"),
+        )
+    _refuse_spellings(fields, {*USED, *COUNTING, *REFUSED})
     for name in ("weight", *COUNTING[1:]):
-        if fields.get(name) not in (None, 1):
+        if fields.get(name) not in ONES:
             raise UsageError(
                 f'its "{name}" of {fields[name]!r} would weigh a whole record; leave the record or field out'
             )
@@ -119,7 +141,7 @@ def read_fields(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) ->
     if kind == TEXT:
         passed_over |= fields.keys() - kind
         return _text(fields, "text")
-    if kind == PAIR and not isinstance(fields["prompt"], list) and not isinstance(fields["completion"], list):
+    if kind == PAIR and not any(_told_messages(fields[name]) for name in kind):
         _refuse(fields, dict.fromkeys(("tools", "functions", "system"), "it needs a list of messages as prompt"))
         passed_over |= fields.keys() - kind - USED - {*COUNTING}
         return ToldPair(_text(fields, "prompt"), _text(fields, "completion"))
@@ -133,19 +155,30 @@ def read_fields(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) ->
         )
         said, told = [*prompt, *completion], len(prompt)
     else:
-        said = _listed(fields[next(iter(kind))])
+        (name,) = kind
+        said = _listed(fields[name])
+        if any(
+            isinstance(one, list) or (isinstance(one, dict) and any(k <= one.keys() for k in KINDS)) for one in said
+        ):
+            raise UsageError(f"its list {name!r} holds records, not messages; save that list alone, as JSON lines")
         _refuse(fields, {"history": "it belongs to instruction and output; write it as messages"})
-    system = fields.get("system") or fields.get("system_prompt")
+    system = _one(fields, SYSTEMS)
     if system:
-        if any(isinstance(message, dict) and SYSTEM in (message.get("role"), message.get("from")) for message in said):
-            raise UsageError("has a system text in the record and in its messages; keep one of them")
         said = [{"role": SYSTEM, "content": system}, *said]
         told = None if told is None else told + 1
     if not 0 < len(said) <= MAX_MESSAGES:
         raise UsageError(NO_MESSAGES)
     passed_over |= fields.keys() - used - USED - {*COUNTING}
-    messages, counts = _messages(said, passed_over)
-    counts = counts if told is None else [place >= told for place in range(len(counts))]
+    messages, counts = _messages(said, passed_over, first=0 if system else 1)
+    if system and any(message["role"] == SYSTEM for message in messages[1:]):
+        raise UsageError("has a system text in the record and in its messages; keep one of them")
+    if told is not None:
+        answers = [place for place in range(told, len(messages)) if messages[place]["role"] == ASSISTANT]
+        if answers[:1] != [told]:
+            raise UsageError('its "completion" does not begin with an answer; put other messages into the prompt')
+        if not all(counts[place] for place in answers):
+            raise UsageError('an answer of its "completion" does not count; write the record as "messages"')
+        counts = [place >= told for place in range(len(counts))]
     tools = [chat_tool(_unfolded(tool, "tools")) for tool in _tools(fields)]
     variables = _unfolded(fields.get("chat_template_kwargs") or {}, "chat_template_kwargs")
     if not isinstance(variables, dict):
@@ -158,6 +191,47 @@ def _refuse(fields: Mapping[str, Any], reasons: Mapping[str, str], free: Sequenc
         value = fields.get(name)
         if not any(value is one or (type(value) is type(one) and value == one) for one in free):
             raise UsageError(f'has "{name}": {reason}')
+
+
+def _refuse_spellings(fields: Mapping[str, Any], known: set[str]) -> None:
+    """Raise UsageError for a field whose name is one of `known` but for spaces and capital letters."""
+    for name in fields.keys() - known:
+        if (meant := name.strip().lower()) in known:
+            raise UsageError(f"has {name!r}; write {meant!r}, or leave it out")
+
+
+def _one(fields: Mapping[str, Any], names: Sequence[str], read: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Return what `read` makes of a field that has several `names`; None if it is missing. An empty value counts only if there is
+    no other. Raises UsageError if two values differ."""
+    given = [read(fields[name]) for name in names if fields.get(name) is not None]
+    full = [value for value in given if value not in ("", [], {})] or given
+    if any(value != full[0] for value in full):
+        told = " and ".join(f'"{name}"' for name in names if fields.get(name) is not None)
+        raise UsageError(f"has {told}, which differ; keep one of them")
+    return full[0] if full else None
+
+
+def _role(role: Any) -> str:
+    """Return the role in the words of chat templates, another one as it is. Raises UsageError if it is no text."""
+    if not isinstance(role, str):
+        raise UsageError(NO_MESSAGES)
+    word = role.strip().lower()
+    return SYNONYMS.get(word, word if word in USUAL else role)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and any(isinstance(value.get(name), str) for name in ROLE)
+
+
+def _told_messages(value: Any) -> bool:
+    """Return whether a value is a list, or JSON text of a list of messages."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return isinstance(value, list)
+    try:
+        listed = parse_json(value)
+    except ValueError:
+        return False
+    return isinstance(listed, list) and bool(listed) and all(map(_is_message, listed))
 
 
 def _text(fields: Mapping[str, Any], name: str) -> str:
@@ -178,21 +252,17 @@ def _unfolded(value: Any, name: str) -> Any:
 
 
 def _tools(fields: Mapping[str, Any]) -> list[Any]:
-    given = fields.get("tools") or fields.get("functions") or []
-    tools = _unfolded(given, "tools") or []
+    tools = _one(fields, TOOLS, lambda value: _unfolded(value or [], "tools")) or []
     if not isinstance(tools, list):
         raise UsageError('its "tools" are not a list of JSON schemas; correct it')
     return tools
 
 
 def _listed(value: Any, role: str = "") -> list[Any]:
-    """Return a list of messages; with a `role`, a text alone is one message of that role if it is no JSON of a list."""
-    if role and isinstance(value, str) and not value.lstrip().startswith("["):
+    """Return a list of messages; with a `role`, a text alone is one message of that role if it is no JSON of messages."""
+    if role and isinstance(value, str) and not _told_messages(value):
         value = [{"role": role, "content": value}]
-    try:
-        listed = parse_json(value) if isinstance(value, str) else value
-    except ValueError:
-        raise UsageError(NO_MESSAGES) from None
+    listed = _unfolded(value, "messages")
     if isinstance(listed, dict):
         listed = listed.get("messages")
     if not isinstance(listed, list):
@@ -202,44 +272,52 @@ def _listed(value: Any, role: str = "") -> list[Any]:
 
 def _alpaca(fields: Mapping[str, Any]) -> list[Any]:
     history = _unfolded(fields.get("history") or [], "history")
-    if not isinstance(history, list) or not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in history):
+    if not isinstance(history, list) or not all(
+        isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
+        for turn in history
+    ):
         raise UsageError('its "history" is not a list of pairs of a prompt and an answer; correct it')
-    asked = "\n".join(filter(None, (_text(fields, "instruction"), _text({"input": "", **fields}, "input"))))
+    asked = "\n".join(
+        filter(None, (_text(fields, "instruction"), _text({"input": fields.get("input") or ""}, "input")))
+    )
     said: list[Any] = []
     for question, answer in [*history, (asked, _text(fields, "output"))]:
         said += [{"role": USER, "content": question}, {"role": ASSISTANT, "content": answer}]
     return said
 
 
-def _messages(said: Sequence[Any], passed_over: set[str]) -> tuple[list[Message], list[bool]]:
+def _messages(said: Sequence[Any], passed_over: set[str], first: int) -> tuple[list[Message], list[bool]]:
     """Return messages in the format of chat templates, and which of them are learnt. Raises UsageError, with the number of the
-    message from 1, if one is damaged or has a field that cannot be honoured."""
+    message, where the first one is number `first`, if one is damaged or has a field that cannot be honoured."""
     given, counts = [], []
-    for number, message in enumerate(said, 1):
-        role = message.get("role", message.get("from")) if isinstance(message, dict) else None
-        if not isinstance(role, str):
-            raise UsageError(NO_MESSAGES)
+    for number, message in enumerate(said, first):
         try:
+            role = _one(message, ROLE, _role) if isinstance(message, dict) else None
+            if role is None:
+                raise UsageError(NO_MESSAGES)
             _refuse(message, REFUSED_OF_MESSAGE)
+            _refuse_spellings(message, {*READ, *REFUSED_OF_MESSAGE})
             passed_over |= {f"{name} of messages" for name in message.keys() - READ}
-            plain = {
-                **message,
-                "role": SYNONYMS.get(role, role),
-                "content": message.get("content", message.get("value")),
-            }
-            if role == CALLING:
-                calls = _unfolded(plain["content"], "function_call")
-                plain |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
-            elif isinstance(plain.get("tool_calls"), str):
-                plain["tool_calls"] = _unfolded(plain["tool_calls"] or "[]", "tool_calls")
-            counts.append(_counts(message, plain["role"] == ASSISTANT))
-            (read,) = chat_messages([{**plain, "tool_call_id": None}])
-            if plain.get("tool_call_id") is not None:
-                read["tool_call_id"] = plain["tool_call_id"]
-            given.append(read)
+            content, calls = _one(message, CONTENT), _one(message, CALLS, _calls)
+            if any(str(message.get(name)).strip().lower() in CALLING for name in ROLE):
+                content, calls = None, _calls(content)
+            if calls and role != ASSISTANT:
+                raise UsageError(f"has a call, but its role is {role}; only the assistant calls functions")
+            _one(message, REASONING_FIELDS)
+            answered = message.get("tool_call_id")
+            plain = {**message, "role": role, "content": content, "tool_calls": calls, "tool_call_id": None}
+            counts.append(_counts(message, role == ASSISTANT))
+            (read,) = chat_messages([plain])
+            given.append(read if answered is None else {**read, "tool_call_id": str(answered)})
         except UsageError as error:
-            raise UsageError(f"message {number}: {error}") from None
+            raise UsageError(f"{f'message {number}' if number else 'its system text'}: {error}") from None
     return chat_messages(given), counts
+
+
+def _calls(value: Any) -> list[Any]:
+    """Return a list of calls from one or several, as objects or JSON text; empty for an empty text."""
+    calls = _unfolded(value or [], "tool_calls")
+    return [_unfolded(call, "tool_calls") for call in (calls if isinstance(calls, list) else [calls])]
 
 
 def _counts(message: Mapping[str, Any], is_answer: bool) -> bool:

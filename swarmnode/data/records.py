@@ -12,6 +12,7 @@ import codecs
 import csv
 import gzip
 import importlib
+import io
 import json
 import lzma
 import re
@@ -136,7 +137,7 @@ def _object(line: bytes, place: str) -> dict[str, Any]:
     except ValueError:
         raise UsageError(f"{place}: not a JSON object in UTF-8; correct the line") from None
     if not isinstance(fields, dict):
-        raise UsageError(f"{place}: not a JSON object; correct the line")
+        raise UsageError(f"{place}: not a JSON object; write each record as an object on a line of its own")
     return fields
 
 
@@ -164,7 +165,8 @@ def _json_records(path: Path) -> Iterator[DataRecord]:
                     break
                 elif len(rest) > MAX_RECORD_BYTES:
                     raise UsageError(
-                        f"{place}: longer than {MAX_RECORD_BYTES >> 20} MiB; split it into several records"
+                        f"{place}: longer than {MAX_RECORD_BYTES >> 20} MiB; split it into several records, or save the list "
+                        "in it alone"
                     )
                 else:
                     piece = file.read(max(PIECE_BYTES, len(rest)))
@@ -189,18 +191,22 @@ def _table_records(path: Path) -> Iterator[DataRecord]:
     csv.field_size_limit(MAX_RECORD_BYTES)
     number = 0
     try:
-        with _open(path) as file:
-            lines = codecs.getreader("utf-8-sig")(file)
-            names, mark = _columns(next(iter(lines), ""))
+        with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+            lines = _bounded(text, path)
+            number, first = next(((place, line) for place, line in enumerate(lines, 1) if line.strip()), (0, ""))
+            if not first:
+                return
+            names, mark = _columns(first)
             kept = next((kind for kind in KINDS if kind <= set(names)), None)
-            if kept is None or len(set(names)) < len(names):
-                told = ", ".join(sorted(map(repr, names)))
+            named = [name for name in names if name]
+            if kept is None or len(set(named)) < len(named):
+                told = ", ".join(sorted(map(repr, named)))
                 raise UsageError(
                     f'{path}: its columns are {told}; name them once, as in "prompt" and "completion", or "text"'
                 )
-            number = 1
+            names, header = [name or f"column {place}" for place, name in enumerate(names, 1)], number
             for cells in (table := csv.reader(lines, delimiter=mark, strict=True)):
-                place, number = f"{path}, line {number + 1}", 1 + table.line_num
+                place, number = f"{path}, line {number + 1}", header + table.line_num
                 if len(cells) != len(names) and cells:
                     raise UsageError(
                         f"{place}: {len(cells)} cells for {len(names)} columns; quote cells with {mark!r} in them"
@@ -208,10 +214,25 @@ def _table_records(path: Path) -> Iterator[DataRecord]:
                 if cells:
                     row = zip(names, cells, strict=True)
                     yield DataRecord(place, {name: cell for name, cell in row if cell or name in kept})
-    except (*_DAMAGE, csv.Error) as error:
+    except csv.Error as error:
+        raise UsageError(
+            f"{path} is damaged after line {number}: {error}; quote a cell that has a quotation mark, and double the mark"
+        ) from None
+    except _DAMAGE as error:
         raise UsageError(f"{path} is damaged after line {number}: {error}; write the file again as UTF-8") from None
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}; check the file") from None
+
+
+def _bounded(text: IO[str], path: Path) -> Iterator[str]:
+    """Yield the lines of a text with their ends. Only line breaks end them: a cell may hold other separators of Unicode. Raises
+    UsageError for a line longer than MAX_RECORD_BYTES."""
+    while line := text.readline(MAX_RECORD_BYTES + 1):
+        if len(line) > MAX_RECORD_BYTES:
+            raise UsageError(
+                f"{path}: a line is longer than {MAX_RECORD_BYTES >> 20} MiB; split it into several records"
+            )
+        yield line
 
 
 def _open(path: Path) -> Any:

@@ -172,6 +172,27 @@ def test_a_file_is_what_it_contains(tmp_path: Path, form: str, name: str, monkey
         assert sample_kind(path) == rows[0].keys()
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"])
+def test_only_line_breaks_end_a_row(tmp_path: Path, separator: str) -> None:
+    path = tmp_path / "a.csv"
+    for head, row, field in (
+        ("text", f"a{separator}b", "text"),
+        (",prompt,completion,", f"0,x,a{separator}b,", "completion"),
+    ):
+        path.write_bytes(f"\r\n\n{head}\r\n{row}\r\n{row}\r\n".encode())
+        told = list(read_records(path))
+        assert [record.fields[field] for record in told] == [f"a{separator}b"] * 2
+        assert [record.place for record in told] == [f"{path}, line 4", f"{path}, line 5"]
+
+
+def test_a_table_of_one_endless_line_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1 << 16)
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(b"text\n" + bytes(1 << 24)))
+    with pytest.raises(UsageError, match="a line is longer"):
+        list(read_records(path))
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -200,6 +221,10 @@ def test_text_stays_text(tmp_path: Path, text: str) -> None:
         ("a.json", '[{"text": "a"}, 3]', "line 1: not a JSON object"),
         ("a.json", '[{"text": "a"},\n{"text": "b"', "line 2: not a whole JSON object"),
         ("a.json", '{"data": [{"text": "a"}]}', "save that list alone"),
+        ("a.json", '{"version": 1, "data": [{"text": "a"}]}', "'data' holds the records; save that list alone"),
+        ("a.json", json.dumps({"dialog": TALKS[0]["messages"]}), "'dialog' holds messages; name it .messages."),
+        ("a.tsv", 'prompt\tcompletion\na\t"b" c\n', "quote a cell that has a quotation mark"),
+        ("a.csv", "\n \n", "is empty"),
         ("a.jsonl", "\ufffe", "line 1: not a JSON object"),
     ],
 )

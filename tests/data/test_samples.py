@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -96,8 +97,8 @@ def test_of_a_pair_the_completion_is_learnt(tokenizer: Any, tmp_path: Path) -> N
     ("rows", "told"),
     [
         ([{"messages": TALK}, {"prompt": "a", "completion": "b"}], "line 2: has completion and prompt, but the first"),
-        ([{"messages": TALK}, {"messages": "hi"}], "line 2: messages are a list"),
-        ([{"messages": [{"content": "hi"}]}], "line 1: messages are a list"),
+        ([{"messages": TALK}, {"messages": "hi"}], "line 2: its .messages. is a text, but not JSON"),
+        ([{"messages": [{"content": "hi"}]}], "line 1: message 1: messages are a list"),
         ([{"messages": TALK[:1]}], "line 1: no token in it counts"),
         ([{"messages": TALK, "tools": 3}], "line 1: its .tools. are not a list"),
         ([{"prompt": "a", "completion": 3}], "line 1: its .completion. is not text"),
@@ -175,6 +176,16 @@ def test_every_format_gives_the_same_sample(tokenizer: Any, tmp_path: Path) -> N
         ),
         ({"messages": [{**m, "weight": 0} for m in TALK]}, "no token in it counts"),
         ({"messages": TALK, "chosen": "x"}, "answers are compared"),
+        ({"conversations": [{"messages": TALK}]}, "holds records, not messages; save that list alone"),
+        ({"conversations": [TALK, TALK]}, "holds records, not messages; save that list alone"),
+        ({"messages": repr(TALK)}, "not JSON"),
+        ({"messages": [{**TALK[0], "image_url": "x"}, TALK[1]]}, "message 1: has .image_url.: this model reads only"),
+        (
+            {"messages": [{**TALK[0], "content": [{"text": "x"}]}, TALK[1]]},
+            "message 1: a part of a message has no type",
+        ),
+        ({"messages": [{"role": "developer", "content": "x"}, *TALK], "system": "y"}, "keep one of them"),
+        ({"instruction": "a", "output": "b", "history": [["x", None]]}, "not a list of pairs"),
         ({"prompt": "a", "completion": "b", "label": False}, "judgement"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "answers are compared"),
         ({"messages": TALK, "weight": 0.3}, "would weigh a whole record"),
@@ -188,6 +199,113 @@ def test_every_format_gives_the_same_sample(tokenizer: Any, tmp_path: Path) -> N
 def test_a_field_that_cannot_be_honoured_is_refused(tokenizer: Any, tmp_path: Path, record: Any, told: str) -> None:
     with pytest.raises(UsageError, match=f"line 1: .*{told}"):
         list(read_samples(written(tmp_path, record), tokenizer(PLAIN)))
+
+
+NAMES = [  # of one thing, in a message, and two values
+    (("role", "from"), "user", "system"),
+    (("content", "value"), "hi", "hello"),
+    (("reasoning", "thinking", "reasoning_content"), "a", "b"),
+    (("tool_calls", "function_call"), {"name": "f"}, {"name": "g"}),
+]
+RECORD_NAMES = [(("tools", "functions"), [{"name": "f"}], [{"name": "g"}]), (("system", "system_prompt"), "a", "b")]
+
+
+def test_two_names_of_one_thing_agree_or_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+    own = tokenizer(PLAIN)
+    for of_message, (names, one, other) in [(True, each) for each in NAMES] + [(False, each) for each in RECORD_NAMES]:
+        for first, second in itertools.permutations(names, 2):
+            place = 1 if "call" in first or "reasoning" in names else 0
+
+            def record(own: dict[str, Any], kept: int = place, of_message: bool = of_message) -> dict[str, Any]:
+                if not of_message:
+                    return {"messages": TALK, **own}
+                plain = {key: value for key, value in TALK[kept].items() if key not in own}
+                return {"messages": [*TALK[:kept], {**plain, **own}, *TALK[kept + 1 :]]}
+
+            with pytest.raises(UsageError, match=r"line 1: .*which differ; keep one"):
+                list(read_samples(written(tmp_path, record({first: one, second: other})), own))
+            if "reasoning" not in names:
+                alone, *same = (
+                    list(read_samples(written(tmp_path, record(told)), own))
+                    for told in ({first: one}, {first: one, second: one}, {first: None, second: one}, {second: one})
+                )
+                assert all(found == alone for found in same)
+
+
+@pytest.mark.parametrize("spell", [str.upper, str.title, "{} ".format])
+def test_spellings_of_roles_are_read_and_those_of_fields_named(tokenizer: Any, tmp_path: Path, spell: Any) -> None:
+    own = tokenizer(PLAIN)
+    expected = list(read_samples(written(tmp_path, {"messages": TALK}), own))
+    for names in (("user", "assistant"), ("human", "gpt")):
+        told = [{"role": spell(names[place % 2]), "content": turn["content"]} for place, turn in enumerate(TALK)]
+        assert list(read_samples(written(tmp_path, {"messages": told}), own)) == expected
+    for record, name in (
+        (answered(**{spell("weight"): 0}), "weight"),
+        (answered(**{spell("tool_calls"): []}), "tool_calls"),
+        ({"messages": TALK, spell("tools"): []}, "tools"),
+        ({"messages": TALK, spell("chosen"): "x"}, "chosen"),
+        ({spell("text"): "x"}, "text"),
+    ):
+        with pytest.raises(UsageError, match=f"line 1: .*write '{name}'"):
+            list(read_samples(written(tmp_path, record), own))
+
+
+CALL = {"name": "rain", "arguments": {"say": 'the "\\" of {x}\n'}}
+
+
+def test_calls_in_every_form_are_the_same(tokenizer: Any, tmp_path: Path) -> None:
+    own = tokenizer(PLAIN)
+    nested = {**CALL, "arguments": json.dumps(CALL["arguments"])}
+    found = []
+    for call in (CALL, nested, {"type": "function", "function": nested}, json.dumps(nested)):
+        for value in (call, [call], json.dumps([call]), json.dumps(call) if isinstance(call, dict) else call):
+            answers = [{"role": "assistant", "tool_calls": value}, {"role": "assistant", "function_call": value}]
+            answers += [{"from": role, "value": value} for role in ("function_call", "tool_call")]
+            for answer in answers:
+                (sample,) = read_samples(written(tmp_path, {"messages": [TALK[0], answer]}), own)
+                found.append(sample)
+    assert all(sample == found[0] for sample in found) and json.dumps(CALL) in learnt(own, found[0])
+    for record, told in (
+        ({"messages": [{**TALK[0], "tool_calls": [CALL]}, TALK[1]]}, "its role is user"),
+        (
+            {"messages": [TALK[0], {"role": "assistant", "tool_calls": [{"name": "f", "input": {"a": 1}}]}]},
+            '"arguments"',
+        ),
+    ):
+        with pytest.raises(UsageError, match=f"line 1: .*{told}"):
+            list(read_samples(written(tmp_path, record), own))
+
+
+def test_pairs_of_messages_as_json_text_are_no_braces(tokenizer: Any, tmp_path: Path) -> None:
+    own = tokenizer(PLAIN)
+    lists = {"prompt": TALK[:3], "completion": TALK[3:]}
+    expected = list(read_samples(written(tmp_path, lists), own))
+    for texts in (("prompt",), ("completion",), ("prompt", "completion")):
+        record = {name: json.dumps(value) if name in texts else value for name, value in lists.items()}
+        assert list(read_samples(written(tmp_path, record), own)) == expected
+    (sample,) = read_samples(written(tmp_path, {"prompt": "[1, 2]", "completion": '[{"a": 1}]'}), own)
+    assert learnt(own, sample).startswith('[{"a": 1}]')
+    for completion, told in (
+        (TALK[:1], "does not begin with an answer"),
+        ([{**TALK[3], "weight": 0}], "does not count"),
+    ):
+        with pytest.raises(UsageError, match=f"line 1: .*{told}"):
+            list(read_samples(written(tmp_path, {**lists, "completion": completion}), own))
+
+
+def test_null_and_empty_fields_are_missing(tokenizer: Any, tmp_path: Path) -> None:
+    own = tokenizer(PLAIN)
+    for record in (
+        {"messages": None, "conversations": TALK},
+        {"messages": [], "conversations": TALK, "weight": "1"},
+        {"instruction": "bye", "input": None, "output": "so long", "history": [["hi", "hello"]], "tools": ""},
+        {
+            "messages": [{"role": None, "from": turn["role"], "value": turn["content"]} for turn in TALK],
+            "label": "True",
+        },
+    ):
+        expected = list(read_samples(written(tmp_path, {"messages": TALK}), own))
+        assert list(read_samples(written(tmp_path, record), own)) == expected
 
 
 def test_the_end_of_an_answer_is_seen_and_can_be_taught(tokenizer: Any, tmp_path: Path) -> None:

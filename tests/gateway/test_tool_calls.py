@@ -102,6 +102,53 @@ def test_a_cut_call_is_a_call_with_its_arguments_so_far(
         assert not any(map(any, parts)), "no tool is known yet"
 
 
+@given(
+    st.integers(0, 2),
+    st.integers(1, 80),
+    st.sampled_from([{"count"}, {"count", "weigh"}]),
+    st.sampled_from(["", " ", "\n "]),
+)
+def test_forced_calls_that_are_cut_anywhere_are_never_text(
+    before: int, length: int, names: set[str], space: str
+) -> None:
+    body = f"{space}{HENS}"
+    cut = body[: min(length, len(body) - 1)]
+    parts = read(ToolCallParser(names, names), f"{HENS}; " * before + cut, [5, 1, 9], cut=True)
+    assert not "".join(part.text for part in parts).strip()
+    calls = [part.call for part in parts if part.call is not None]
+    told = {n: "".join(call.arguments for call in calls if call.number == n) for n in {call.number for call in calls}}
+    assert all(json.loads(told[number]) == WANTED for number in range(before))
+    if before in told:
+        begin = body.index('{"what"')
+        assert told[before] == cut[begin : len(body) - 1] and (calls[-1].cut or len(cut) == len(body) - 1)
+    else:
+        assert before or len(names) > 1, "the only name is known from the beginning"
+
+
+@in_virtual_time
+async def test_a_stop_string_cuts_a_forced_call_as_the_limit_does(
+    founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two choices at once, whole and streamed."""
+    begin = HENS.index('{"what"')
+    async with serving(founded, tmp_path) as served:
+        says(served.client, monkeypatch, HENS)
+        for stop in ('"name"', "oun", '": {', '"what', "hens", "}}"):
+            chat = {**ASKED, "tool_choice": "required", "stop": [stop], "n": 2}
+            arguments = HENS[begin : max(begin, HENS.index(stop))]
+            for choice in (await served.openai.chat.completions.create(**chat)).choices:
+                [call] = choice.message.tool_calls
+                told = (call.function.name, call.function.arguments, choice.message.content, choice.finish_reason)
+                assert told == ("count", arguments, None, "stop")
+            chunks = [chunk async for chunk in await served.openai.chat.completions.create(stream=True, **chat)]
+            for index in range(2):
+                own = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+                calls = [call for choice in own for call in choice.delta.tool_calls or ()]
+                assert calls[0].function.name == "count" and not any(choice.delta.content for choice in own)
+                assert "".join(call.function.arguments for call in calls) == arguments
+                assert own[-1].finish_reason == "stop"
+
+
 @in_virtual_time
 async def test_a_model_calls_tools_and_hears_of_them(
     founded: Founded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +25,7 @@ from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.stopwatch import Stopwatch
-from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
 from swarmnode.ledger import Account, MemoryLedger
 from tests.adapters import RANK, matrices, merge, with_magnitudes, write_adapter
 from tests.compute.model.llama_gguf import save_llama_gguf
@@ -437,14 +438,90 @@ def test_peft_gives_the_same(name: str, form: str, tmp_path: Path) -> None:
     targets = ["c_attn", "c_proj"] if name == "gpt2" else ["q_proj", "v_proj", "down_proj"]
     settings = {"target_modules": targets, **PEFT_FORMS[form]}
     config = peft.LoraConfig(r=RANK, lora_alpha=16, fan_in_fan_out=name == "gpt2", **settings)
-    adapted = peft.get_peft_model(copy.deepcopy(saved.model), config).eval()
+    adapted = written_by_peft(saved.model, config, tmp_path / "theirs")
+    route = Route(saved.folder, {"theirs": adapter_in(tmp_path / "theirs")})
+    route.open("a", "theirs")
+    assert_same(route.run({"a": ids_of(12)})["a"], whole(adapted, ids_of(12)), PEFT_TOLERANCE)
+
+
+def written_by_peft(model: nn.Module, config: Any, folder: Path) -> nn.Module:
+    """Save an adapter with random matrices and return the model with it, both by peft."""
+    peft = pytest.importorskip("peft")
+    adapted: Any = peft.get_peft_model(copy.deepcopy(model), config).eval()
     with torch.no_grad():
         for key, parameter in adapted.named_parameters():
             if "lora_magnitude" in key or "modules_to_save" in key:
                 parameter.mul_(torch.rand(parameter.shape) + 0.5)
             elif "lora_" in key:
                 parameter.copy_(torch.randn(parameter.shape) * STRENGTH)
-    adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    route = Route(saved.folder, {"theirs": adapter_in(tmp_path / "theirs")})
-    route.open("a", "theirs")
-    assert_same(route.run({"a": ids_of(12)})["a"], whole(adapted, ids_of(12)), PEFT_TOLERANCE)
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    return adapted
+
+
+def drawn_config(draw: random.Random) -> dict[str, Any]:
+    """Settings of peft's LoraConfig for a llama of two layers or more, which may contradict one another in order and overlap."""
+    patterns = [
+        *(
+            "q_proj",
+            "proj",
+            "mlp.down_proj",
+            "self_attn.v_proj",
+            "layers.0.self_attn.q_proj",
+            "model.layers.1.mlp.up_proj",
+        ),
+        *(
+            "^model.layers.0.mlp.down_proj",
+            r"layers\.1\.self_attn\.q_proj$",
+            "layers.1.self_attn.q_pro",
+            "0.self_attn.v_proj",
+        ),
+    ]
+    settings: dict[str, Any] = {
+        "r": draw.randint(1, 9),
+        "lora_alpha": draw.choice([1, 16, 3.5]),
+        "use_rslora": draw.random() < 0.5,
+        "use_dora": draw.random() < 0.4,
+        "target_modules": draw.choice(
+            [
+                ["q_proj"],
+                ["q_proj", "v_proj", "down_proj"],
+                "all-linear",
+                r".*layers\.[01]\..*(q|up)_proj",
+                ["mlp.up_proj", "o_proj"],
+            ]
+        ),
+        "rank_pattern": {key: draw.randint(1, 9) for key in draw.sample(patterns, draw.randint(0, 4))},
+        "alpha_pattern": {key: draw.choice([2, 5, 0.5]) for key in draw.sample(patterns, draw.randint(0, 4))},
+    }
+    if draw.random() < 0.3 and isinstance(settings["target_modules"], list):
+        settings["layers_to_transform"] = draw.choice([[0], [1]])
+    if draw.random() < 0.3:
+        settings["exclude_modules"] = ["up_proj"]
+    if draw.random() < 0.3:
+        settings["modules_to_save"] = draw.choice([["norm"], ["lm_head"], ["embed_tokens", "norm"]])
+    return settings
+
+
+def test_peft_reads_drawn_adapters_alike(llama: Saved, tmp_path: Path) -> None:
+    """Ranks and scales of overlapping patterns, DoRA, rsLoRA, targets, and whole layers. peft saves patterns in another order than
+    it trained with; files whose ranks it then cannot read itself are refused here, too."""
+    peft = pytest.importorskip("peft")
+    draw, ids = random.Random(5), ids_of(7)
+    wanted, files = {}, {}
+    for number in range(9):
+        folder = tmp_path / f"drawn {number}"
+        torch.manual_seed(number)
+        written_by_peft(llama.model, peft.LoraConfig(**drawn_config(draw)), folder)
+        try:
+            read = peft.PeftModel.from_pretrained(copy.deepcopy(llama.model), folder).eval()
+        except RuntimeError:
+            with pytest.raises(CheckpointError, match="the config says"):
+                adapter_in(folder)
+            continue
+        wanted[folder.name], files[folder.name] = whole(read, ids), adapter_in(folder)
+    assert 5 < len(files) < 9
+    route = Route(llama.folder, files)
+    for name in files:
+        route.open(name, name)
+    for name, logits in route.run(dict.fromkeys(files, ids)).items():
+        assert_same(logits, wanted[name], PEFT_TOLERANCE)

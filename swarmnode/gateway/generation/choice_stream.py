@@ -262,7 +262,7 @@ class ChoiceStream:
         """Yield the pieces at the end of the choice, the last of them with the reason."""
         parts = [*self._parse(text)]
         if self._parser is not None:
-            parts += self._parser.finish(cut=finish_reason == LENGTH)
+            parts += self._parser.finish(cut=finish_reason == LENGTH or self.stop_string is not None)
         *before, last = (part for part in parts if any(part)) if any(map(any, parts)) else [Parsed()]
         yield from map(self._piece, before)
         piece = self._piece(last)

@@ -150,25 +150,23 @@ class ToolCallParser:
         return told
 
     def finish(self, *, cut: bool) -> list[Parsed]:
-        """Return the parts that were held back. A call that the limit has `cut` is returned with its arguments up to there; any
-        other call without an end is text."""
+        """Return the parts that were held back. A call that the limit or a stop string has `cut`, or whose name was returned, is
+        returned with its arguments up to there; any other call without an end is text."""
+        if self._part is not None:  # the client has its name already, so it can be no text any more
+            call = None if self._arguments else cut_call(self._held, self._names, self._number)
+            return [Parsed(call=call or self._part._replace(cut=not self._whole))]
         told: list[Parsed] = []
         while self._object is not None:
             held, self._held, self._object = self._held, "", None
-            if self._arguments is not None:
-                assert self._part is not None
-                return [Parsed(call=self._part._replace(cut=not self._whole))]
             broken, tag, rest = held.partition(CALL_END)
             if tag:  # a call without a valid end; a later one may be valid
                 self._pending = None
                 told += [Parsed(broken + tag), *self.push(rest)]
                 continue
             call = cut_call(held, self._names, self._number) if cut else None
-            if call is None and cut and self._part is not None:
-                call = self._part._replace(cut=True)
             if call is not None:
                 return [*told, Parsed(call=call)]
-            return told if cut and held.startswith(CALL_BEGIN) else [*told, Parsed(held)]
+            return told if cut and (self._forced or held.startswith(CALL_BEGIN)) else [*told, Parsed(held)]
         rest = self._pending or ""
         if self._number and CALL_END.startswith(rest.strip()):
             rest = ""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.errors import CheckpointError
 from tests.compute.model.test_dequantize import save, write_plain
 from tests.llama import save_llama
 
@@ -75,3 +76,43 @@ def test_matrices_are_those_of_compressed_tensors(
     plain = Checkpoint(tmp_path / "plain")
     for name, tensor in plain.read(plain.tensor_names).items():
         torch.testing.assert_close(tensor, wanted[name].to(tensor.dtype), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8])
+@pytest.mark.parametrize("block", [(16, 16), (32, 8), (8, 32)])
+def test_blocks_of_float8_are_those_of_transformers(
+    tmp_path: Path, dtype: torch.dtype, scales: torch.dtype, block: tuple[int, int]
+) -> None:
+    """Scales of one byte are exponents of two; 255 is no number."""
+    reference = pytest.importorskip("transformers.integrations.finegrained_fp8", reason="transformers unpacks float8")
+    unpack = reference.Fp8Dequantize(None)._dequantize_one
+    generator = torch.Generator().manual_seed(3)
+    save_llama(tmp_path / "model", layers=1)
+    stored: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
+    for name, tensor in load_file(tmp_path / "model" / "model.safetensors").items():
+        if "proj" not in name:
+            stored[name] = wanted[name] = tensor
+            continue
+        rows, columns = (size // part for size, part in zip(tensor.shape, block, strict=True))
+        scale = torch.exp2(torch.randint(-9, -2, (rows, columns), generator=generator).float())
+        if scales is torch.float32 or scales is torch.bfloat16:
+            scale = (scale * (1 + torch.rand(scale.shape, generator=generator))).to(scales)
+        else:
+            scale = scale.to(torch.float8_e8m0fnu).view(scales)
+        stored[name] = (tensor / tensor.abs().amax() * 400).to(dtype)
+        stored[f"{name}_scale_inv"] = scale
+        wanted[name] = unpack(stored[name], scale, torch.float32)
+    config: dict[str, Any] = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": list(block)}
+    save(tmp_path / "packed", stored, config)
+    write_plain(tmp_path / "packed", tmp_path / "plain")
+    plain = Checkpoint(tmp_path / "plain")
+    for name, tensor in plain.read(plain.tensor_names).items():
+        torch.testing.assert_close(tensor, wanted[name].to(tensor.dtype), rtol=1e-6, atol=1e-7)
+    if scales.itemsize == 1:
+        packed = "model.layers.0.mlp.up_proj.weight_scale_inv"
+        save(tmp_path / "packed", {**stored, packed: stored[packed].view(torch.uint8).fill_(255).view(scales)}, config)
+        with pytest.raises(CheckpointError, match="no finite numbers"):
+            write_plain(tmp_path / "packed", tmp_path / "damaged")

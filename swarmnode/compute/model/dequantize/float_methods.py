@@ -38,6 +38,8 @@ class Fp8(Method):
         """Return the scales with as many dimensions as the numbers, and their suffix."""
         name = SCALES[1] if SCALES[1] in matrix.beside else SCALES[0]
         scale = matrix[name]
+        if scale.dtype is torch.uint8:  # exponents of two of the OCP's formats, as MXFP8's files name them
+            scale = scale.view(torch.float8_e8m0fnu)
         matrix.require(scale.is_floating_point() and matrix.packed.ndim >= 2, f"its {name[1:]} is {scale.dtype}")
         if scale.ndim == 1 and scale.numel() > 1:
             scale = scale[:, None]
@@ -86,7 +88,8 @@ class Fp8(Method):
         return values.mul_(scale.repeat_interleave(length, -1)[..., :inputs])
 
     def check_finite(self, matrix: PackedMatrix) -> None:
-        super().check_finite(matrix)
+        name, scale = self._scale(matrix)
+        super().check_finite(replace(matrix, beside={**matrix.beside, name: scale}))
         mask, first = (0x7F, 0x7F) if matrix.packed.dtype is torch.float8_e4m3fn else (0x7C, 0x7C)
         for part in matrix.packed.split(max(1, CHECKED_AT_ONCE // matrix.packed[0].numel())):
             if ((part.view(torch.uint8) & mask) == first).any():
