@@ -302,7 +302,7 @@ class ClientSession:
             self._timing.learn(body)
         elif isinstance(body, LinkCodec) and self.spec.adapts and body.codec in self.spec.allowed:
             self._codecs.hear(body, self.route, self.spec.max_length)
-        elif isinstance(body, Fault) and body.index < len(self.route):
+        elif isinstance(body, Fault) and body.epoch == self.epoch and body.index < len(self.route):
             self._fault(body.epoch, self._reported(body, self._signer(body), by=0))
 
     def _from_last(self, frame: Frame, body: Body) -> None:
