@@ -361,7 +361,7 @@ class ClientSession:
     def _reported(self, body: Fault, claimant: int | None, *, by: int) -> PeerError:
         """Return the error for a report that hop `by` sent and hop `claimant` made; None if it is not known which hop made it."""
         route = self.route
-        retry_s = body.retry_s if claimant is not None else min(body.retry_s, LEAVING_S)
+        retry_s = body.retry_s if claimant == body.index else min(body.retry_s, LEAVING_S)  # of its own time only
         refused = refusal(body.code, retry_s=retry_s, peer=route[body.index].peer)
         suspects = suspects_of(route, body.index, refused.code, claimant)
         return HopFault(refused, claimant=route[by if claimant is None else claimant].peer, suspects=suspects)
