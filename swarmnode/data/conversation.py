@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -38,9 +39,14 @@ BY_TEMPLATE = "template"
 PACKAGE, RENDERER = "hollow_transformers", "utils.chat_template_utils"
 CONFINED_S, MOST_WAIT_S = 2.0, 30.0
 CONFINED_BYTES = 512 << 20
+MOST_USUAL_BYTES = 64 << 10  # of a conversation that each template writes soon, whatever its client put into it
+SLOW_S, SLOW_SHARE = (
+    0.2,
+    0.05,
+)  # processor time of a slow conversation, and share of the time that all slow templates get
 MAX_RENDERED_BYTES = 32 << 20
 MAX_ERROR_CHARS = 1000
-MAX_OVERRAN = 256
+MAX_REMEMBERED = 256  # slow templates, and those that overran
 MAX_ROLES, MAX_ROLE_CHARS = 8, 64  # of roles that only the model's template may know
 CALL_BEGIN, CALL_END = "<tool_call>", "</tool_call>"
 RESULT_BEGIN, RESULT_END = "<tool_response>", "</tool_response>"
@@ -215,14 +221,17 @@ def chosen_template(templates: str | Mapping[str, str] | None, *, with_tools: bo
 
 class ConfinedRenderer:
     """Renderer of chat templates of other members, in a process of its own with bounded memory and time: the sandbox of Jinja
-    bounds neither. The process starts with the first conversation, and again after a template overran a bound. Methods may be
-    called from any thread."""
+    bounds neither. The process starts with the first conversation, and again after a template overran a bound. Chats with other
+    adapters wait meanwhile, so all slow templates together get SLOW_SHARE of the time. Methods may be called from any thread."""
 
-    def __init__(self, processor_s: float = CONFINED_S) -> None:
+    def __init__(self, processor_s: float = CONFINED_S, clock: Callable[[], float] = time.monotonic) -> None:
         self._processor_s = processor_s
+        self._clock = clock
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._overran: set[str] = set()
+        self._slow: set[str] = set()
+        self._slow_until_s = clock()  # before that no slow template is rendered
 
     def __repr__(self) -> str:
         return f"<ConfinedRenderer, {len(self._overran)} templates overran>"
@@ -240,15 +249,24 @@ class ConfinedRenderer:
         variables: Mapping[str, Any],
     ) -> str:
         """Render a conversation as `render_chat` does. Raises ValueError if the template cannot be used, or needs more than
-        CONFINED_S seconds of a processor, CONFINED_BYTES of memory or MAX_RENDERED_BYTES of text, or has done so before."""
+        CONFINED_S seconds of a processor, CONFINED_BYTES of memory or MAX_RENDERED_BYTES of text, or has done so before for a
+        conversation of usual length, or is slow and must wait."""
         question = json.dumps([self._processor_s, template, list(messages), list(tools), dict(variables)]).encode()
+        is_usual = len(question) - len(json.dumps(template)) <= MOST_USUAL_BYTES  # else the client may be at fault
         with self._lock:
+            wait_s = self._slow_until_s - self._clock() if template in self._slow else 0.0
+            if wait_s > 0:
+                raise ValueError(f"it is slow, and other chats wait meanwhile: try again in {wait_s:.0f} s")
             answer = b"" if template in self._overran else self._answer(question)
             if not answer.endswith(b"\n"):
                 self._end()
-                self._overran = {*itertools.islice(self._overran, MAX_OVERRAN - 1), template}
+                if is_usual:
+                    self._overran = _remembered(self._overran, template)
                 raise ValueError("it needs more time or memory than a gateway gives to templates of other members")
-        rendered, error = parse_json(answer)
+            rendered, error, took_s = parse_json(answer)
+            if is_usual and took_s > SLOW_S:
+                self._slow = _remembered(self._slow, template)
+                self._slow_until_s = self._clock() + took_s / SLOW_SHARE
         if error:
             raise ValueError(error)
         return str(rendered)
@@ -286,6 +304,10 @@ class ConfinedRenderer:
             self._process = None
 
 
+def _remembered(templates: set[str], template: str) -> set[str]:
+    return {*itertools.islice(templates - {template}, MAX_REMEMBERED - 1), template}
+
+
 def render_confined() -> None:
     """Answer the questions of a ConfinedRenderer, one a line, until its process has ended."""
     _jinja()
@@ -293,15 +315,18 @@ def render_confined() -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (CONFINED_BYTES, CONFINED_BYTES))
+        for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NPROC):
+            resource.setrlimit(kind, (0, 0))  # should the sandbox have a hole: no file is written, no process started
     for line in sys.stdin.buffer:
         processor_s, *conversation = json.loads(line)
         if sys.platform != "win32":
             signal.setitimer(signal.ITIMER_PROF, processor_s)  # its signal ends the process; each question begins anew
+        began_s = time.process_time()
         try:
             answer = render_chat(*conversation), ""
         except Exception as error:  # of the template: the asking process reports it
             answer = "", str(error)[:MAX_ERROR_CHARS] or type(error).__name__
-        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.write(json.dumps([*answer, time.process_time() - began_s]) + "\n")
         sys.stdout.flush()
 
 

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from swarmnode.client.tokenizer import Tokenizer
+from swarmnode.data import conversation
 from swarmnode.data.conversation import GREETING, ChatEnding, ConfinedRenderer, render_chat
 from swarmnode.data.samples import TokenSample, read_samples
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.openai.requests import ChatRequest
 from tests.client.test_kept_tokenizer import byte_level
+from tests.watch import Watch
 
 BEGIN = "{% if add_generation_prompt %}<a>{% endif %}"
 CONTENT = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }}</s>\n{% endfor %}" + BEGIN
@@ -200,3 +202,37 @@ def test_templates_of_others_end_soon_and_others_are_written_meanwhile() -> None
     finally:
         confined.close()
     assert process is not None and process.poll() is not None
+
+
+def test_a_template_is_not_given_up_for_a_long_conversation() -> None:
+    confined = ConfinedRenderer(processor_s=0.3)
+    honest, long = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}",
+        [{"role": "user", "content": ""}] * 100_000,
+    )
+    try:
+        with pytest.raises(ValueError, match="more time or memory"):
+            confined.render(honest, long, [], {})
+        assert confined.render(honest, [GREETING], [], {}) == "<user>hi"
+    finally:
+        confined.close()
+
+
+def test_slow_templates_get_a_small_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversation, "SLOW_S", 0.05)  # an eighth of what the slow ones take
+    watch = Watch(10.0)
+    confined = ConfinedRenderer(processor_s=60.0, clock=watch)
+    slow = [f"{{% for a in range(600) %}}{{% for b in range(9999) %}}{{% endfor %}}{{% endfor %}}{n}" for n in range(2)]
+    try:
+        for template in slow:
+            assert confined.render(template, [GREETING], [], {}) == template[-1], "each gets a first chance"
+        for template in slow:
+            with pytest.raises(ValueError, match="it is slow, and other chats wait meanwhile: try again in"):
+                confined.render(template, [GREETING], [], {})
+        assert confined.render("{{ messages[0].content }}", [GREETING], [], {}) == "hi"
+        watch.now_s += 3600.0
+        assert confined.render(slow[0], [GREETING], [], {}) == "0"
+        with pytest.raises(ValueError, match="it is slow"):
+            confined.render(slow[1], [GREETING], [], {})
+    finally:
+        confined.close()

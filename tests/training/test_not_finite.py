@@ -296,8 +296,9 @@ def test_values_out_of_all_reason_are_put_down_to_who_made_them(tmp_path: Path) 
     assert sender.lies
 
 
-def test_a_trainer_that_sends_nan_does_not_stop_another_one(tmp_path: Path) -> None:
-    sender = Sender(FrameKind.FORWARD, after=8)
+@pytest.mark.parametrize("number", [math.nan, 3e38, 1e19])
+def test_a_trainer_that_sends_nan_or_huge_numbers_does_not_stop_another_one(tmp_path: Path, number: float) -> None:
+    sender = Sender(FrameKind.FORWARD, number, after=8)
 
     async def test(scene: Scenario) -> None:
         await scene.join(*PAIRS)
@@ -402,7 +403,7 @@ def test_a_trainer_whose_float_labels_hold_nan_or_infinity_is_told_so(
 
 
 @pytest.mark.usefixtures("regression")
-@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e30, -3e38])
 def test_float_labels_of_one_trainer_do_not_stop_another_one(tmp_path: Path, number: float) -> None:
     async def test(scene: Scenario) -> None:
         scene.batches = float_batches()

@@ -14,7 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from itertools import combinations, islice
+from heapq import heappop, heappush
+from itertools import islice
 from typing import TypeVar
 
 from swarmnode.codec.body import HopSpec
@@ -51,7 +52,7 @@ LEAVING_S = 30.0  # a leaving peer does not come back soon
 CLAIM_S = 60.0  # how long a claim counts against a hop that makes others
 MOST_CLAIMS = 4
 """Arguable claims, or repeated ones about the same peers, since the last progress after which nothing can be decided"""
-MOST_TRIES = 64  # sets of suspects that are tried for one route
+MOST_TRIES, MOST_STEPS = 64, 512  # sets of suspects that are tried for one route, and that are looked at
 
 
 class Verdict(Enum):
@@ -189,14 +190,28 @@ class Blame:
 
     def _explanations(self, resting: frozenset[PeerId]) -> Iterator[frozenset[PeerId]]:
         """Yield the resting peers with other suspects instead of those of the claims whose accused hop rests: at least one of each
-        claim, the fewest first."""
+        claim, the fewest first. Many liars can make claims without a common suspect, so at most MOST_STEPS sets are looked at."""
         claims = [one.suspects for one in self._claims if one.hop.peer in resting]
         named = Counter(peer for suspects in claims for peer in sorted(suspects))
-        ranked = [peer for peer, _ in named.most_common()]
-        for size in range(1, len(ranked)):
-            for few in combinations(ranked, size):
-                if all(suspects.intersection(few) for suspects in claims):
-                    yield resting.difference(ranked).union(few)
+        ranks = {peer: rank for rank, (peer, _) in enumerate(named.most_common())}
+        sets: list[tuple[int, int, list[int], frozenset[PeerId]]] = [(0, 0, [], frozenset())]
+        pushed = {frozenset[PeerId]()}
+        for _ in range(MOST_STEPS):
+            if not sets:
+                return
+            _, _, places, few = heappop(sets)
+            left = [suspects for suspects in claims if not suspects & few]
+            if not left:
+                if few:
+                    yield resting.difference(ranks).union(few)
+                continue
+            for peer in left[0]:
+                more = few | {peer}
+                if more not in pushed:
+                    pushed.add(more)
+                    # Claims without a common suspect need one each, so the size of a complete set is at least this.
+                    least = len(more) + _disjoint([suspects for suspects in left if peer not in suspects])
+                    heappush(sets, (least, -len(more), sorted([*places, ranks[peer]]), more))
 
     @property
     def pardon_s(self) -> float | None:
@@ -215,6 +230,17 @@ def suspects_of(route: Sequence[HopSpec], index: int, code: ErrorCode, claimant:
     return frozenset(
         hop.peer for place, hop in enumerate(route[: last + 1]) if not is_plain or place in (index, claimant)
     )
+
+
+def _disjoint(claims: Sequence[frozenset[PeerId]]) -> int:
+    """Return the number of claims without a common suspect, taken one after another."""
+    seen: set[PeerId] = set()
+    count = 0
+    for suspects in claims:
+        if seen.isdisjoint(suspects):
+            seen |= suspects
+            count += 1
+    return count
 
 
 def _pause_s(code: ErrorCode, retry_s: float) -> float:

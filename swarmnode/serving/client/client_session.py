@@ -302,7 +302,7 @@ class ClientSession:
             self._timing.learn(body)
         elif isinstance(body, LinkCodec) and self.spec.adapts and body.codec in self.spec.allowed:
             self._codecs.hear(body, self.route, self.spec.max_length)
-        elif isinstance(body, Fault) and body.index < len(self.route):
+        elif isinstance(body, Fault) and body.epoch == self.epoch and body.index < len(self.route):
             self._fault(body.epoch, self._reported(body, self._signer(body), by=0))
 
     def _from_last(self, frame: Frame, body: Body) -> None:
@@ -361,7 +361,7 @@ class ClientSession:
     def _reported(self, body: Fault, claimant: int | None, *, by: int) -> PeerError:
         """Return the error for a report that hop `by` sent and hop `claimant` made; None if it is not known which hop made it."""
         route = self.route
-        retry_s = body.retry_s if claimant is not None else min(body.retry_s, LEAVING_S)
+        retry_s = body.retry_s if claimant == body.index else min(body.retry_s, LEAVING_S)  # of its own time only
         refused = refusal(body.code, retry_s=retry_s, peer=route[body.index].peer)
         suspects = suspects_of(route, body.index, refused.code, claimant)
         return HopFault(refused, claimant=route[by if claimant is None else claimant].peer, suspects=suspects)

@@ -102,7 +102,9 @@ class StepLoop:
         self._times = AnswerTimes()  # of all-reduces
         self._astray = False  # a stage did not reach the step
         self._as_founded = False  # the parameters at step 0 are the founder's, which newcomers have, too
-        self._claims: list[frozenset[PeerId]] = []  # claims of NaN in this step: the suspects of each
+        self._claims: list[
+            tuple[frozenset[PeerId], PeerId]
+        ] = []  # of NaN in this step: suspects, and perhaps the trainer
         self._expected = ExpectedStep()
         self._expects_of: tuple[int, tuple[PeerId, ...]] | None = None  # step and stages of the last forecast
         self._begins = True  # nothing is leased yet
@@ -286,8 +288,12 @@ class StepLoop:
             return
         if record is not None:
             record.claimed = True
-        self._claims.append(suspects)
-        common = frozenset.intersection(*self._claims)
+        # Values of no neighbour may follow from the trainer's, unless it is alone: then it would stay a suspect of all claims.
+        feeder = record.trainer if record is not None and not claim.peer else ""
+        self._claims.append((suspects, feeder))
+        common = frozenset.intersection(
+            *(peers if not peer or self._can_do_without(peer) else peers - {peer} for peers, peer in self._claims)
+        )
         count, is_spared = len(self._claims), any(map(self._can_do_without, common))
         if not common or (count > 1 and not is_spared) or count >= MOST_CLAIMS:
             unit = claim.unit if claim.unit >= 0 or not claim.peer else member.span.start
@@ -319,7 +325,7 @@ class StepLoop:
         if claimant not in hops[1:]:
             return None
         if not claim.peer:
-            return frozenset(hops if self._can_do_without(record.trainer) else hops[1:])
+            return frozenset(hops)
         place = hops.index(claimant, 1)
         feeds = claim.peer == record.trainer and place in (1, len(hops) - 1)  # inputs, and labels
         near = claim.peer in hops[place - 1 : place + 2] and claim.peer != claimant

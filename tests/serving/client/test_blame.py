@@ -138,6 +138,26 @@ def test_a_claim_makes_no_peer_suspected_after_another_route_has_succeeded(blame
     assert blame.progress([ANN, HopSpec("fay", 2, 4)]) == []
 
 
+@pytest.mark.parametrize(("claims", "suspects"), [(3, 2), (12, 2), (30, 2), (8, 16), (60, 16)])
+def test_claims_of_many_liars_without_a_common_suspect_are_explained_in_bounded_time(
+    blame: Blame, claims: int, suspects: int
+) -> None:
+    """Each claim names other peers: trying all sets of them would take the client's thread for hours."""
+    routes = [[f"{claim}-{place}" for place in range(suspects)] for claim in range(claims)]
+    for route in routes:
+        blame.judge(HopSpec(route[-1], 0, 2), ErrorCode.PEER_LOST, suspects=route)
+    tried: list[frozenset[str]] = []
+
+    def find(avoid: frozenset[str]) -> list[str]:
+        tried.append(avoid)
+        if len(tried) > 2 and any(route[-1] not in avoid for route in routes):  # the two first ones are all that rest
+            return []
+        raise NoRoute("nobody is left")
+
+    assert blame.best_route(find) == []
+    assert all(len(avoid.intersection(route)) == 1 for avoid in tried[2:] for route in routes), "one of each, no more"
+
+
 def test_routes_without_a_common_suspect_decide(blame: Blame) -> None:
     code = ErrorCode.INVALID_REQUEST
     assert blame.judge(EVE, code, suspects=["ann", "eve"]) is Verdict.ELSEWHERE

@@ -110,9 +110,8 @@ async def test_each_machine_without_room_is_asked_once_and_then_the_need_is_told
         for _ in machines.peers:
             await routes.open(None)
             error = PeerRefused("it has no room", code=ErrorCode.TOO_LARGE, peer=machines.opened[-1])
-            routes.failed(
-                error if at_opening else HopFault(error, claimant=machines.opened[-1], suspects=machines.opened[-1:])
-            )
+            last = machines.opened[-1]
+            routes.failed(error if at_opening else HopFault(error, claimant=last, suspects=[last]))
         with pytest.raises(NoRoute, match=f"at once than the machines have ?{told}"):
             await routes.open(None)
 
