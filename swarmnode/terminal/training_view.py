@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from swarmnode.errors import LocalError, UsageError
-from swarmnode.terminal.console import print_json, ranges, say
+from swarmnode.terminal.console import fitted, print_json, ranges, say
 from swarmnode.terminal.formatting import format_duration, printable
 from swarmnode.terminal.progress import covering_lines
 from swarmnode.version import missing_package
@@ -244,7 +244,7 @@ class Curve(TrainingView):
 
     def note(self, text: str) -> None:
         """Print a line above the curve, which a print past the console would leave to be overwritten."""
-        self._console.print(printable(text), markup=False, soft_wrap=True)
+        self._console.print(printable(fitted(text)), markup=False, soft_wrap=True)
 
     def drawn(self) -> RenderableType:
         """Return the curve, if a step has been made, and the state as a line."""
