@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -346,7 +347,7 @@ def _tensorboard_sink(stack: contextlib.ExitStack[bool | None], folder: Path) ->
 def waiting_text(why: str, missing: tuple[int, ...]) -> str:
     """Return the line that tells why the training waits."""
     if not missing:
-        return f"waiting: {why}"
+        return "waiting: " + re.sub(r"^step (\d+) waits: ", r"step \1, ", why)
     if len(missing) == 1:
         return f"waiting: no machine holds layer {missing[0]}"
     return f"waiting: no machine holds layers {', '.join(ranges(missing))}"

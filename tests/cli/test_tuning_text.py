@@ -15,7 +15,9 @@ RUN = Run(data=bytes(32), steps=8, batch=8, microbatch=4, sequence=128)
 
 
 def hop(name: str, start: int, end: int) -> PlannedHop:
-    return PlannedHop(name, HopSpec(f"12D3KooW{name}", start, end), AdapterOpened(1000, 2000), ("activations", "gradients"))
+    return PlannedHop(
+        name, HopSpec(f"12D3KooW{name}", start, end), AdapterOpened(1000, 2000), ("activations", "gradients")
+    )
 
 
 PLAN = TuningPlan(AdapterRecipe(), RUN, 0, (hop("ada", 0, 2), hop("bob", 2, 4)), 0.5)
