@@ -38,12 +38,12 @@ def config(
     if not show:
         say(f"All options are valid. --show prints them, from flags, the environment and {FILE} in the home folder.")
         return
-    from swarmnode.terminal import formatting
+    from swarmnode.terminal import tables
 
-    table = formatting.new_table("", ("option", "value", "from"))
+    table = tables.new_table("", ("option", "value", "from"))
     for row in rows:
         table.add_row(row["option"], _told(row["value"]), row["from"])
-    formatting.show(table)
+    tables.show(table)
 
 
 def _row(taken: Any, option: Any) -> dict[str, Any]:
