@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import Tensor
 
 from swarmnode.checkpoints.states import NAME, Listing, fetch_states, listing_of, state_board, survey
-from swarmnode.checkpoints.votes import Electorate, Votes, named
+from swarmnode.checkpoints.votes import Electorate, Votes, all_named
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import StateEntry
 from swarmnode.compute.training.snapshot import gather, write_language_model, write_module
@@ -191,7 +191,7 @@ async def export(
                 progress=progress,
                 whole=True,
                 electorate=lambda: Electorate.of(host.directory),
-                on_unconfirmed=lambda blocks: unconfirmed.extend(map(named, blocks)),
+                on_unconfirmed=lambda blocks: unconfirmed.extend(all_named(blocks)),
             )
             files = [
                 store.path(step, block, verify=False) for block in found.blocks
@@ -273,5 +273,5 @@ def write_checkpoint(
     with new_folder(out, force=force) as folder:
         (write_language_model if language else write_module)(tensors, founded, folder)
         if unconfirmed:
-            text = f"Only one peer had the state of these parts, or another peer has a different one: {', '.join(unconfirmed)}.\n"
+            text = f"Only one machine had the state of these parts, or another has a different one: {', '.join(unconfirmed)}.\n"
             (folder / UNCONFIRMED_FILE).write_text(text)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from swarmnode.checkpoints.state_server import STATE_PROTOCOL, listed_of
-from swarmnode.checkpoints.votes import ChosenStep, Electorate, SecondVoice, Version, Votes, named
+from swarmnode.checkpoints.votes import ChosenStep, Electorate, SecondVoice, Version, Votes, all_named, named
 from swarmnode.codec.messages import MAX_LISTED, MAX_STATE_BYTES, ListStates, StateEntry, States
 from swarmnode.errors import (
     CheckpointError,
@@ -189,7 +189,7 @@ async def fetch_states(
     progress: Progress | None = None,
     whole: bool = False,
     electorate: Callable[[], Electorate] = Electorate,
-    on_unconfirmed: Callable[[Sequence[int]], None] = lambda _blocks: None,
+    on_unconfirmed: Callable[[Sequence[int]], None] | None = None,
 ) -> int:
     """Fetch one step of all `blocks`, in the run of the store, from the peers, and return its number.
 
@@ -205,7 +205,7 @@ async def fetch_states(
         whole: compares versions with different roots value by value instead of by samples, and those of holders that are
             outvoted, too.
         on_unconfirmed: is called with the blocks that only one holder vouches for, or of which, with `whole`, another holder
-            has a state that differs by more than rounding.
+            has a state that differs by more than rounding; None logs them.
 
     Raises:
         PeerRefused: (NOT_FOUND) after `patience_s`.
@@ -220,13 +220,12 @@ async def fetch_states(
         if chosen is not None:
             before = fetch.fetched_bytes
             if await fetch.bring(chosen, votes, listings, progress):
-                if chosen.unconfirmed:
-                    units = ", ".join(map(named, chosen.unconfirmed))
-                    log.warning(
-                        "step %d: %s had only one holder, and no other peer confirms its state", chosen.step, units
-                    )
                 if unconfirmed := sorted({*chosen.unconfirmed, *fetch.disputed}):
-                    on_unconfirmed(unconfirmed)
+                    if on_unconfirmed is None:
+                        parts = ", ".join(all_named(unconfirmed))
+                        log.warning("step %d: no other peer confirms the state of %s", chosen.step, parts)
+                    else:
+                        on_unconfirmed(unconfirmed)
                 return chosen.step
             if fetch.fetched_bytes > before:
                 idle_since = asyncio.get_running_loop().time()

@@ -16,11 +16,13 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import StateEntry
+from swarmnode.counting import layers
 from swarmnode.errors import CheckpointError, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of, wide_group
@@ -281,3 +283,11 @@ def _sentence(step: int, block: int, listed: Mapping[PeerId, Version], holders: 
 def named(block: int) -> str:
     """Return the name of a block of parameters in texts for users: its layer, or the weights that two layers share."""
     return "the weights that the first and the last layer share" if block == SHARED else f"layer {block}"
+
+
+def all_named(blocks: Iterable[int]) -> list[str]:
+    """Return the names of blocks in texts for users, with layers that follow one another as one range; empty for no blocks."""
+    known = set(blocks)
+    numbered = enumerate(sorted(known - {SHARED}))
+    runs = [[block for _, block in run] for _, run in groupby(numbered, lambda pair: pair[1] - pair[0])]
+    return [*(layers(run[0], run[-1] + 1) for run in runs), *map(named, known & {SHARED})]

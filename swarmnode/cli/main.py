@@ -116,7 +116,8 @@ TABLE = CommandTable(
         "start up lend": "`swarmnode run` lends this machine, `swarmnode host MODEL` shares a model",
         "kill exit quit down": "`swarmnode stop` ends a node; Ctrl-C does so in its terminal",
         "upgrade": "`swarmnode doctor --update` prints the command",
-        "uninstall": "`swarmnode service uninstall NAME` removes a service, `pip uninstall swarmnode` the program",
+        "uninstall": "`swarmnode service uninstall NAME` removes a service, `pip uninstall swarmnode-p2p` the program (with "
+        "`pipx` or `uv tool` in place of `pip` if that installed it)",
     },
     topics={  # NAME@COMMAND: of that command only
         "Model": "model mode config@create config@host seed@create seed@host module task plain products byte-level units "

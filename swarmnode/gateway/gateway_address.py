@@ -183,6 +183,11 @@ class OtherGateway:
     url: str
     models: dict[str, str]
 
+    def served(self, home: Path) -> Served:
+        """Return its addresses for this home's user, without the owner's token if standard output is kept in a file."""
+        link = (home / PAGE_LINK).read_text().strip()
+        return Served(self.url, link.partition("#")[0] if is_kept(standard_output()) else link, list(self.models))
+
 
 def gateway_at(home: Path, port: int) -> OtherGateway | None:
     """Return the gateway of another process of this home at a port; None if there is none. Blocks while gateways answer."""
@@ -246,10 +251,7 @@ async def _served_by(other: OtherGateway, swarm: Swarm, address: GatewayAddress,
     while now is not None and now.pid == other.pid:
         if swarm.id.hex() in now.models.values():
             if not is_told:
-                link = (address.home / PAGE_LINK).read_text().strip()
-                address.tell(
-                    Served(now.url, link.partition("#")[0] if is_kept(standard_output()) else link, list(now.models))
-                )
+                address.tell(now.served(address.home))
             is_told = True
         elif time.monotonic() - asked_s > ADDING_S:
             asked_s = time.monotonic()

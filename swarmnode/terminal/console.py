@@ -155,8 +155,7 @@ def say(text: str = "", *, nl: bool = True, err: bool = False) -> None:
     """
     make_room(again=nl)
     if nl and not is_kept(sys.stderr if err else sys.stdout):
-        width = shutil.get_terminal_size().columns
-        text = "\n".join(line if len(line) <= width else _broken(line) for line in text.split("\n"))
+        text = fitted(text)
     with outliving_terminal():
         typer.echo(printable(text), nl=nl, err=err)
 
@@ -182,6 +181,12 @@ class Handler(logging.Handler):
             say(self.format(record), err=True)
         except Exception:  # as in logging's own handlers: a log line never ends the program
             self.handleError(record)
+
+
+def fitted(text: str) -> str:
+    """Return the text with lines as wide as the terminal, as `say` breaks them."""
+    width = shutil.get_terminal_size().columns
+    return "\n".join(line if len(line) <= width else _broken(line) for line in text.split("\n"))
 
 
 def _broken(line: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from swarmnode.errors import LocalError, UsageError
-from swarmnode.terminal.console import print_json, ranges, say
+from swarmnode.terminal.console import fitted, print_json, ranges, say
 from swarmnode.terminal.formatting import format_duration, printable
 from swarmnode.terminal.progress import covering_lines
 from swarmnode.version import missing_package
@@ -244,7 +245,7 @@ class Curve(TrainingView):
 
     def note(self, text: str) -> None:
         """Print a line above the curve, which a print past the console would leave to be overwritten."""
-        self._console.print(printable(text), markup=False, soft_wrap=True)
+        self._console.print(printable(fitted(text)), markup=False, soft_wrap=True)
 
     def drawn(self) -> RenderableType:
         """Return the curve, if a step has been made, and the state as a line."""
@@ -346,7 +347,7 @@ def _tensorboard_sink(stack: contextlib.ExitStack[bool | None], folder: Path) ->
 def waiting_text(why: str, missing: tuple[int, ...]) -> str:
     """Return the line that tells why the training waits."""
     if not missing:
-        return f"waiting: {why}"
+        return "waiting: " + re.sub(r"^step (\d+) waits: ", r"step \1, ", why)
     if len(missing) == 1:
         return f"waiting: no machine holds layer {missing[0]}"
     return f"waiting: no machine holds layers {', '.join(ranges(missing))}"

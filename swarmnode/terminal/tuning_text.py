@@ -23,6 +23,8 @@ def change_lines(before: TuningPlan, plan: TuningPlan) -> list[str]:
     known = [hop_line(one) for one in before.hops]
     lines = [hop_line(one) for one in plan.hops]
     why = f": {plan.why}" if plan.why else ""
+    for one in before.hops:
+        why = why.replace(f"peer {one.hop.peer}", one.name)  # as the plan above calls it
     return [f"Going on from step {plan.step}{why}", *(line for line in lines if line not in known)]
 
 

@@ -16,7 +16,8 @@ from swarmnode.checkpoints.backups import AT_ONCE, BACKUP_PROTOCOL, TURN_S, Back
 from swarmnode.checkpoints.export import whole_step
 from swarmnode.checkpoints.state_server import StateServer
 from swarmnode.checkpoints.states import Listing, fetch_states, list_states, state_board
-from swarmnode.checkpoints.votes import Electorate, Votes
+from swarmnode.checkpoints.votes import Electorate, Votes, all_named, named
+from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import BackUp, Hello, StateEntry
 from swarmnode.errors import ErrorCode, LocalError, PeerRefused
 from swarmnode.net.links.link_config import LinkConfig
@@ -433,3 +434,8 @@ def test_where_holders_meet_is_not_for_strangers_to_say() -> None:
     announced["other"] = living_at("other", (0, 1), "/ip4/7.7.7.7/tcp/1")
     listings["other"] = entries(0, 40)
     assert Votes(listings, Electorate(announced)).reached((0, 1)) == 50, "one owner of three"
+
+
+def test_layers_that_follow_one_another_are_named_as_a_range() -> None:
+    assert all_named([SHARED, 2, 0, 1, 5]) == ["layers 0 to 2", "layer 5", named(SHARED)]
+    assert all_named([]) == []

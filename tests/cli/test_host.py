@@ -7,13 +7,16 @@ import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
+import typer
 from transformers import GPT2Config
 
 from swarmnode.cli.host import host as command
+from swarmnode.cli.use.serve import _tell_served
 from swarmnode.compute.model.packing.ggml import library
 from swarmnode.errors import ExecutorDied
 from swarmnode.gateway import gateway_address as gateway
@@ -24,7 +27,7 @@ from swarmnode.net.identity import hosting_alone
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, TRAIN, encode_manifest
-from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm
+from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, new_swarm
 from swarmnode.terminal import process
 from tests.cli.command import assert_clear, invoke
 from tests.compute.model.llama_gguf import save_llama_gguf
@@ -417,3 +420,18 @@ def test_the_port_of_a_gateway_of_this_home_is_no_other_programs(
         assert asyncio.run(look(port)) == port
     told = capsys.readouterr().err
     assert "4711" in told and "first" in told and "another program" not in told
+
+
+def test_serve_names_the_process_of_this_home_that_serves_already(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours = gateway.OtherGateway(4711, tmp_path / "first", "http://127.0.0.1:8000/v1", {"first": "00"})
+    (tmp_path / gateway.PAGE_LINK).write_text("http://127.0.0.1:8000/#owner=secret\n")
+    one, another = (cast(Swarm, SimpleNamespace(id=bytes([number]))) for number in (0, 1))
+    _tell_served(ours, {"first": one}, tmp_path, as_json=False)
+    told = capsys.readouterr()
+    assert "4711" in told.err and "http://127.0.0.1:8000/v1  (model first)" in told.out
+    assert "secret" not in told.out, "a log has other readers"
+    with pytest.raises(typer.Exit) as ended:
+        _tell_served(ours, {"first": one, "second": another}, tmp_path, as_json=False)
+    assert ended.value.exit_code == 2 and "without second: choose another --port" in capsys.readouterr().err

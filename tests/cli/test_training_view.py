@@ -67,7 +67,8 @@ def test_the_speed_is_that_of_the_last_steps_together() -> None:
     assert step_json(view.reports[-1])["tokens_per_s"] == 130 and step_json(view.reports[-2])["tokens_per_s"] == 0
 
 
-def test_a_terminal_shows_curve_and_line() -> None:
+def test_a_terminal_shows_curve_and_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
     screen, now_s = io.StringIO(), [0.0]
     view = Curve((), Console(width=60, file=screen), lambda: now_s[0])
     view.beginning = "joining friends"
@@ -79,6 +80,11 @@ def test_a_terminal_shows_curve_and_line() -> None:
         "Expected: 2 s a step",
         "a holds layers 0-3: its owner could see [red]texts[/red]",
     ], "a plan stays above the curve, whole"
+    view.note("Tuning: lora of rank 16 on all-linear; 4 steps of 4 rows of 128 tokens")
+    assert screen.getvalue().splitlines()[2:] == [
+        "Tuning: lora of rank 16 on all-linear; 4 steps of 4 rows of",
+        "128 tokens",
+    ]
     view.begun(RUN, DATA)
     for step in range(20):
         view.step(report(step, loss=3.0 - step / 10))

@@ -15,7 +15,9 @@ RUN = Run(data=bytes(32), steps=8, batch=8, microbatch=4, sequence=128)
 
 
 def hop(name: str, start: int, end: int) -> PlannedHop:
-    return PlannedHop(name, HopSpec(name, start, end), AdapterOpened(1000, 2000), ("activations", "gradients"))
+    return PlannedHop(
+        name, HopSpec(f"12D3KooW{name}", start, end), AdapterOpened(1000, 2000), ("activations", "gradients")
+    )
 
 
 PLAN = TuningPlan(AdapterRecipe(), RUN, 0, (hop("ada", 0, 2), hop("bob", 2, 4)), 0.5)
@@ -33,7 +35,7 @@ def test_a_plan_tells_the_recipe_the_time_and_what_each_peer_holds() -> None:
 
 
 def test_another_route_tells_where_it_goes_on_and_the_other_peers() -> None:
-    again = replace(PLAN, step=4, step_s=0.7, why="peer bob is gone")
-    assert change_lines(PLAN, again) == ["Going on from step 4: peer bob is gone"]
+    again = replace(PLAN, step=4, step_s=0.7, why="peer 12D3KooWbob is gone")
+    assert change_lines(PLAN, again) == ["Going on from step 4: bob is gone"]
     _, other = change_lines(PLAN, replace(PLAN, step=4, hops=(PLAN.hops[0], hop("eve", 2, 4))))
     assert other.startswith("eve holds layers 2 to 3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from swarmnode.errors import LocalError, NetworkDown
 from swarmnode.terminal.console import HOME, JSON, command, fail, is_piped, make_room, print_json, run_async, say
 from swarmnode.terminal.formatting import wrapped
 from swarmnode.terminal.option import argument, option
+from swarmnode.terminal.progress import spinner
 from swarmnode.version import __version__, update_command
 
 if TYPE_CHECKING:
@@ -71,18 +73,25 @@ def doctor(
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
     loaded = load_swarm(swarm, home) if swarm else None
-    findings = examine_machine(home)
+    findings: list[Finding] = []
+
+    def examine(what: str, examination: Callable[[], list[Finding]]) -> None:
+        """Make one examination, and tell people what it found before the next one begins."""
+        with spinner(what, quiet=as_json):
+            found = examination()
+        findings.extend(found)
+        for finding in () if as_json else found:
+            _tell(finding)
+
+    examine("Looking at this machine", lambda: examine_machine(home))
     if online:
         from swarmnode.examination import examine_network
 
-        findings += examine_network()
+        examine("Asking time servers, STUN servers and the router", examine_network)
     if loaded is not None:
-        findings += run_async(lambda _stop: _examine_swarm(loaded, home, bandwidth))
+        examine(f"Asking {loaded.name}", lambda: run_async(lambda _stop: _examine_swarm(loaded, home, bandwidth)))
     if as_json:
         print_json([finding._asdict() for finding in findings])
-    else:
-        for finding in findings:
-            _tell(finding)
     if any(finding.verdict == "bad" for finding in findings):
         raise typer.Exit(1)
 

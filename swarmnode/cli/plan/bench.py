@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.config import QUANTIZATIONS, StageConfig
 from swarmnode.errors import LocalError
 from swarmnode.terminal.console import LogOptions, print_json, say
+from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,8 @@ def show_speed(model: str, stage: StageConfig, home: Path, *, as_json: bool) -> 
     set_threads(stage.threads)
     dtype = device.dtype_for(torch.bfloat16, stage.dtype)  # published models are in bfloat16
     shape = _shape_of(model)
-    measured = _measure(device, dtype, shape, home)
+    with spinner(f"Measuring a layer of {shape.name}", quiet=as_json) as shown:
+        measured = _measure(device, dtype, shape, home, shown.now)
     cards = _cards(shape.layer.parameters)
     if as_json:
         print_json({**measured, "cards": cards})
@@ -54,14 +56,18 @@ def _shape_of(model: str) -> ModelShape:
     return ModelShape.of_config(model, open_checkpoint(model).config)
 
 
-def _measure(device: Device, dtype: torch.dtype, shape: ModelShape, home: Path) -> dict[str, Any]:
+def _measure(
+    device: Device, dtype: torch.dtype, shape: ModelShape, home: Path, tell: Callable[[str], None]
+) -> dict[str, Any]:
     from swarmnode.compute.capacity.speed import KNOWN_MODELS, measure_modules, whole_layer
     from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
     from swarmnode.files import existing
 
     modules = list(measure_modules(device, dtype, shape.layer, positions=POSITIONS))
     layer = whole_layer(modules)
+    tell("Measuring the disk")
     written, read = measure_disk(existing(home))
+    tell("Measuring each format, and the memory")
     shapes = [*KNOWN_MODELS, *([shape] if shape not in KNOWN_MODELS else [])]
     return {
         "device": device.name,

@@ -81,5 +81,5 @@ def export(
         say(f"Wrote the model after {counted(step, 'step')} to {out}")
         if unconfirmed:
             say(
-                f"Only one peer had the state of these parts, or another peer has a different one: {', '.join(unconfirmed)}"
+                f"Only one machine had the state of these parts, or another has a different one: {', '.join(unconfirmed)}"
             )

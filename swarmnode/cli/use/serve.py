@@ -13,7 +13,7 @@ from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import complete_swarms, open_swarm
 from swarmnode.errors import SwarmnodeError, UsageError
-from swarmnode.gateway.gateway_address import PORT, AddSwarm, GatewayAddress
+from swarmnode.gateway.gateway_address import PORT, AddSwarm, GatewayAddress, OtherGateway, gateway_at
 from swarmnode.net.tasks import Tasks, until_first
 from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
 from swarmnode.terminal.option import argument, option, path_option
@@ -95,6 +95,9 @@ def serve(
     if gateway.keys is None and gateway.host not in LOOPBACK:
         fail(f"anyone who reaches {gateway.host} could use the swarm: give --keys FILE, made by --new-key NAME", 2)
     ring = KeyRing() if gateway.keys is None else KeyFile(gateway.keys)
+    if gateway.host in LOOPBACK and (ours := gateway_at(home, gateway.port)) is not None:
+        _tell_served(ours, _asked(swarms, home), home, as_json)
+        return
     check_can_listen("--host", gateway.host, gateway.port)
     config = GatewayConfig(
         loopback=gateway.host in LOOPBACK,
@@ -125,6 +128,19 @@ def serve(
             await until_first(stop.wait(), joiner.go_on(add))
 
     run_async(answer)
+
+
+def _tell_served(ours: OtherGateway, asked: Mapping[str, Swarm], home: Path, as_json: bool) -> None:
+    """Tell the addresses of another process of this home that serves all swarms in `asked`. Ends the command if one is missing."""
+    serves = f"your process {ours.pid} serves {', '.join(ours.models)} at its port already"
+    if missing := [name for name, swarm in asked.items() if swarm.id.hex() not in ours.models.values()]:
+        fail(f"{serves}, without {', '.join(missing)}: choose another --port", 2)
+    served = ours.served(home)
+    if as_json:
+        served.print_json()
+    else:
+        say(f"{serves[0].upper()}{serves[1:]}.", err=True)
+        served.say()
 
 
 def _asked(swarms: list[str], home: Path) -> dict[str, Swarm]:

@@ -404,7 +404,7 @@ def grounds(view: View, joiner: Joiner, span: Span) -> tuple[str, ...]:
     return (
         f"{counted(len(others), 'other machine') if others else 'no other machine'} of the swarm "
         f"{'hold' if len(others) > 1 else 'holds'} layers"
-        + (f"; no one holds {alone} of the {view.units} layers" if others else ""),
+        + (f"; no one holds {alone} of the {view.units} layers" if others and alone else ""),
         _held_by_others(span, held),
         f"the memory that you lend has room for {counted(min(joiner.capacity_units, view.units), 'layer')} (--memory)",
         f"this machine computes {joiner.decode_units_per_s:,.4g} layers/s"

@@ -50,7 +50,8 @@ def longest_waits(
 
 
 def sentence(progress: ProgressReport) -> str:
-    """Return a sentence about the waits, or an empty text if there are none worth reporting. It quotes no text of a peer."""
+    """Return a sentence about the waits, or an empty text if there are none worth reporting. It quotes no text of a peer, and names
+    peers as `status` does, by the end of the id."""
     parts = [_units_text("", progress.missing) + " no holder"] if progress.missing else []
     parts += [_wait_text(wait) for wait in progress.waits[:TOLD]]
     return f"step {progress.step} waits: {'; '.join(parts)}" if parts else ""
@@ -65,10 +66,11 @@ def _units_text(peer: str, units: Iterable[int]) -> str:
 def _wait_text(wait: Wait) -> str:
     if wait.what == FrameKind.WORK:
         return f"until peers are at the places where steps are shortest, {wait.since_s:.0f} s so far"
+    peer = wait.peer[-8:]
     where = f" (layers {wait.start}-{wait.end - 1})" if wait.end > wait.start else ""
     if wait.what == FrameKind.FAILED:
-        return f"for peer {wait.peer}{where}, which cannot take up the run: if its version is older, update swarmnode there"
+        return f"for peer {peer}{where}, which cannot take up the run: if its version is older, update swarmnode there"
     doing = DOING.get(FrameKind(wait.what)) if wait.what in FrameKind._value2member_map_ else None
     if doing is None:
-        return f"peer {wait.peer}{where} failed and is asked again in {wait.since_s:.0f} s"
-    return f"for peer {wait.peer}{where} {doing}, {wait.since_s:.0f} s so far"
+        return f"peer {peer}{where} failed and is asked again in {wait.since_s:.0f} s"
+    return f"for peer {peer}{where} {doing}, {wait.since_s:.0f} s so far"
