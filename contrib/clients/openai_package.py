@@ -49,9 +49,15 @@ def sync(url: str, model: str) -> None:
 async def with_asyncio(url: str, model: str) -> None:
     """Try several calls at once, and a stream, with asyncio. Raises AssertionError if an answer is wrong."""
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
-        asked = [client.chat.completions.create(model=model, messages=SAID, max_tokens=8, seed=n) for n in range(4)]
+        ask: Any = {"model": model, "messages": SAID, "max_tokens": 8}
+        ask |= {
+            "temperature": 1,
+            "top_p": 1,
+            "extra_body": {"top_k": 0},
+        }  # a random model that draws from few tokens may end early
+        asked = [client.chat.completions.create(**ask, seed=n) for n in range(4)]
         assert all(answer.usage.completion_tokens == 8 for answer in await asyncio.gather(*asked))
-        stream = await client.chat.completions.create(model=model, messages=SAID, max_tokens=8, seed=0, stream=True)
+        stream = await client.chat.completions.create(**ask, seed=0, stream=True)
         assert [chunk async for chunk in stream][-1].choices[0].finish_reason == "length"
 
 
