@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def counted(number: int, noun: str) -> str:
     """Return `number` with its noun, in the plural unless it is 1: "0 machines", "1 machine", "2,000 addresses"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def runs(numbers: Iterable[int]) -> list[range]:
+    """Return numbers as the fewest ranges of numbers that follow one another, sorted; empty for no numbers."""
+    found: list[range] = []
+    for number in sorted(numbers):
+        if found and found[-1].stop == number:
+            found[-1] = range(found[-1].start, number + 1)
+        else:
+            found.append(range(number, number + 1))
+    return found
+
+
+def ranges(numbers: Iterable[int]) -> list[str]:
+    """Return numbers as ranges in text: `["1", "3-5"]` for 1, 3, 4, 5."""
+    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs(numbers)]
 
 
 def layers(start: int, end: int) -> str:

@@ -16,13 +16,12 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 
 import numpy as np
 
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import StateEntry
-from swarmnode.counting import layers
+from swarmnode.counting import layers, runs
 from swarmnode.errors import CheckpointError, NetworkDown, PeerError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.limits.address_group import Claimant, owner_of, wide_group
@@ -288,6 +287,4 @@ def named(block: int) -> str:
 def all_named(blocks: Iterable[int]) -> list[str]:
     """Return the names of blocks in texts for users, with layers that follow one another as one range; empty for no blocks."""
     known = set(blocks)
-    numbered = enumerate(sorted(known - {SHARED}))
-    runs = [[block for _, block in run] for _, run in groupby(numbered, lambda pair: pair[1] - pair[0])]
-    return [*(layers(run[0], run[-1] + 1) for run in runs), *map(named, known & {SHARED})]
+    return [*(layers(run.start, run.stop) for run in runs(known - {SHARED})), *map(named, known & {SHARED})]

@@ -73,12 +73,12 @@ class PlainLines(logging.Formatter):
         super().__init__("%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the sentence without control characters, wrapped to the terminal, because a message may contain a stranger's
-        text."""
+        """Return the sentence without control characters, because a message may contain a stranger's text. `say` breaks its
+        lines."""
         sentence, _, trace = super().format(record).partition("\n")
         sentence = sentence[:1].upper() + sentence[1:] + ("" if sentence.endswith((".", "!", "?", "…", ":")) else ".")
         mark = "Error: " if record.levelno >= logging.ERROR else "Note: "
-        return "\n".join([wrapped(f"{mark}{sentence}"), *([printable(trace)] if trace else [])])
+        return printable("\n".join([f"{mark}{sentence}", *([trace] if trace else [])]))
 
 
 class JsonLines(logging.Formatter):
@@ -274,17 +274,6 @@ def outliving_terminal() -> Iterator[None]:
         if error.errno != errno.EIO:
             raise
         _to_nowhere((1, 2))
-
-
-def ranges(units: Iterable[int]) -> list[str]:
-    """Return numbers as ranges: `["1", "3-5"]` for 1, 3, 4, 5."""
-    found: list[list[int]] = []
-    for unit in sorted(units):
-        if found and found[-1][-1] == unit - 1:
-            found[-1].append(unit)
-        else:
-            found.append([unit])
-    return [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in found]
 
 
 def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.counting import counted, format_bytes
+from swarmnode.counting import counted, format_bytes, ranges
 from swarmnode.simulate.results.network_map import network_map, network_matrix, planned_machines
 from swarmnode.simulate.results.page import legend, page, table
-from swarmnode.terminal.console import ranges
 from swarmnode.terminal.tables import new_table
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from swarmnode.counting import ranges
 from swarmnode.errors import LocalError, UsageError
-from swarmnode.terminal.console import fitted, print_json, ranges, say
+from swarmnode.terminal.console import fitted, print_json, say
 from swarmnode.terminal.formatting import format_duration, printable
 from swarmnode.terminal.progress import covering_lines
 from swarmnode.version import missing_package

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from swarmnode.compute.training.local import StepSummary
+from swarmnode.counting import ranges
 from swarmnode.data.rules import DataSummary
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.swarm.records.run import Run
-from swarmnode.terminal.console import ranges
 from swarmnode.terminal.formatting import format_duration
 from swarmnode.terminal.training_view import Curve, Lines, step_json, training_view, waiting_text
 

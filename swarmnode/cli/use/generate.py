@@ -13,6 +13,7 @@ from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.metrics import PassingMetricsOptions
 from swarmnode.cli.options.sampling import SamplingOptions
 from swarmnode.cli.options.swarm import SWARM
+from swarmnode.counting import ranges
 from swarmnode.terminal.console import (
     HOME,
     JSON,
@@ -22,7 +23,6 @@ from swarmnode.terminal.console import (
     fail,
     is_piped,
     print_json,
-    ranges,
     read_line,
     read_text,
     run_async,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.options.asking import ask
 from swarmnode.cli.options.files import output_path, write_output
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.counting import counted
+from swarmnode.counting import counted, ranges
 from swarmnode.errors import SwarmnodeError
 from swarmnode.terminal.console import (
     HOME,
@@ -25,7 +25,6 @@ from swarmnode.terminal.console import (
     fail,
     joined,
     print_json,
-    ranges,
     run_async,
     say,
     unless_stopped,

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.counting import counted
+from swarmnode.counting import counted, ranges
 from swarmnode.errors import NoRoute
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routes.lattice import Candidate, Lattice, Request, Route, RoutingConfig, SessionSize
@@ -187,14 +187,7 @@ def _check_covered(view: View, candidates: Sequence[Candidate], span: Span, avoi
 
 def _ranges(units: Sequence[int]) -> str:
     """Runs of units in words: `layer 3`, `layers 3-5, 8`."""
-    runs: list[list[int]] = []
-    for unit in units:
-        if runs and runs[-1][1] == unit - 1:
-            runs[-1][1] = unit
-        else:
-            runs.append([unit, unit])
-    words = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"layer{'s' if len(units) > 1 else ''} {words}"
+    return f"layer{'s' if len(units) > 1 else ''} {', '.join(ranges(units))}"
 
 
 def _spread(
