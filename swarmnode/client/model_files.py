@@ -311,7 +311,7 @@ class ModelFiles:
         return self._manifest.model.positions or None if self._limits is None else self._limits.positions
 
     async def generation_defaults(self) -> dict[str, float | int]:
-        """Return the defaults for sampling of `model_config.generation_defaults`. Raises NoRoute if no peer provides the config."""
+        """Return the defaults for sampling of the function `generation_defaults`. Raises NoRoute if no peer provides the config."""
         if self.known_defaults is None:
             self.known_defaults = generation_defaults(await self.folder())
         return self.known_defaults

@@ -189,16 +189,21 @@ class OtherGateway:
         return Served(self.url, link.partition("#")[0] if is_kept(standard_output()) else link, list(self.models))
 
 
-def gateway_at(home: Path, port: int) -> OtherGateway | None:
-    """Return the gateway of another process of this home at a port; None if there is none. Blocks while gateways answer."""
-    found: OtherGateway | None = None
+def other_gateways(home: Path) -> list[OtherGateway]:
+    """Return the gateways of other processes of this home. Blocks while they answer."""
+    found: dict[str, OtherGateway] = {}
     for path in running_gateways(home).values():
         told = tell_node(path, "state") or {}
         url = str(told.get("url", ""))
-        if url.endswith(f":{port}/v1") and told.get("pid") not in (None, os.getpid()):
-            found = found or OtherGateway(int(told["pid"]), path, url, {})
-            found.models[str(told["swarm"])] = str(told["swarm_id"])
-    return found
+        if url and told.get("pid") not in (None, os.getpid()):
+            gateway = found.setdefault(url, OtherGateway(int(told["pid"]), path, url, {}))
+            gateway.models[str(told["swarm"])] = str(told["swarm_id"])
+    return list(found.values())
+
+
+def gateway_at(home: Path, port: int) -> OtherGateway | None:
+    """Return the gateway of another process of this home at a port; None if there is none. Blocks while gateways answer."""
+    return next((gateway for gateway in other_gateways(home) if gateway.url.endswith(f":{port}/v1")), None)
 
 
 def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:

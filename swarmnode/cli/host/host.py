@@ -165,7 +165,7 @@ def host(
     announced = check_all("--announce", doors.announce, dialled=True)
     door = replace(config.host, announce_maddrs=announced)
     watch = metrics.watch(home, as_json=as_json)
-    founding = Founding(model, new.name, membership, doors, owner, quiet=as_json, new=new)
+    founding = Founding(new, membership, doors, owner, quiet=as_json)
     check_home(home)
     swarm, path = founding.known()
     new_owner = None
@@ -219,13 +219,11 @@ def _probe(node: NodeOptions) -> None:
 class Founding:
     """Request for a swarm, either of a checkpoint or in an existing .swarm file."""
 
-    model: str
-    name: str
+    new: NewSwarmOptions
     membership: MembershipOptions
     doors: DoorOptions
     owner: NewOwnerOptions
     quiet: bool
-    new: NewModelOptions
 
     def known(self) -> tuple[Swarm | None, Path]:
         """Return the swarm of this model that an earlier call founded here, None if there is none, and its file. Ends the command
@@ -234,20 +232,19 @@ class Founding:
         from swarmnode.swarm.storage.swarmfile import SUFFIX, load_swarm, swarm_path
 
         chosen = self.membership.chosen
-        own = not Path(self.model).expanduser().exists() and is_user_file(
-            swarm_path(self.model)
-        )  # its name, or its path
-        is_file = self.model.endswith(SUFFIX) or own
-        names = [self.name] if self.name else [self.model] if is_file else list(names_of(self.model))
+        model = self.new.what
+        own = not Path(model).expanduser().exists() and is_user_file(swarm_path(model))  # its name, or its path
+        is_file = model.endswith(SUFFIX) or own
+        names = [self.new.name] if self.new.name else [model] if is_file else list(names_of(model))
         paths = [swarm_path(name) for name in names]
         there = [path for path in paths if is_user_file(path)]
         if not there and is_file:
-            fail(f"{self.model}: no such file; to found a swarm, give a checkpoint", 2)
+            fail(f"{model}: no such file; to found a swarm, give a checkpoint", 2)
         swarms = [(load_swarm(path), path) for path in there]
         for swarm, path in swarms:
             if swarm.manifest is None:
                 fail(f"{path} is an invite to a swarm: use it with `swarmnode join` or `swarmnode run`", 2)
-        same = (each for each in swarms if is_file or self.new.founded(each[0]) or _is_of(each[0], self.model))
+        same = (each for each in swarms if is_file or self.new.founded(each[0]) or _is_of(each[0], model))
         known = next(same, None) or self._moved(swarms)
         if known is None:
             free = [name for name, path in zip(names, paths, strict=True) if path not in there]
@@ -257,12 +254,12 @@ class Founding:
 
             return None, new_swarm_file(free[0])
         swarm, path = known
-        if not is_file and swarm.manifest is not None and self.new.mode != swarm.manifest.mode:
+        assert swarm.manifest is not None
+        if not is_file and self.new.mode != swarm.manifest.mode:
             fail(
                 f"{path} is a swarm that {swarm.manifest.mode}s: add --mode {swarm.manifest.mode}, or choose another --name",
                 2,
             )
-        assert swarm.manifest is not None
         if chosen not in ("", _kind_of(swarm)):
             fail(
                 f"{path} is {_article(_kind_of(swarm))} swarm and stays one; to found another, choose a name with --name",
@@ -277,7 +274,7 @@ class Founding:
     def _moved(self, swarms: Sequence[tuple[Swarm, Path]]) -> tuple[Swarm, Path] | None:
         """Return the first of the swarms, with its file, that is of the model at the place that the user gives, and link it to that
         place; None if all have other models. Raises CheckpointError, LocalError."""
-        model = Path(self.model).expanduser()
+        model = Path(self.new.what).expanduser()
         for swarm, path in swarms:
             from swarmnode.founding.swarm_creation import link_moved  # slow
 

@@ -160,8 +160,6 @@ def _cards(layer_parameters: int) -> list[dict[str, Any]]:
 
 
 def _show(title: str, shape: ModelShape, measured: dict[str, Any], cards: list[dict[str, Any]]) -> None:
-    from rich.box import SIMPLE_HEAD
-
     from swarmnode.terminal.tables import new_table, show
 
     written, read = measured["disk_write_bytes_per_s"] / 1e9, measured["disk_read_bytes_per_s"] / 1e9
@@ -175,8 +173,8 @@ def _show(title: str, shape: ModelShape, measured: dict[str, Any], cards: list[d
         f"models on machines like this one, {1000 * RTT_S:g} ms apart, a conversation alone",
         columns,
         numbers=("GB", "machines"),
+        plain=True,
     )
-    models.box, models.padding, models.pad_edge = SIMPLE_HEAD, (0, 1, 0, 0), False
     for row in measured["models"]:
         models.add_row(row["model"], row["format"], f"{row['bytes'] / 1e9:,.1f}", *_fit_of(row))
     columns = ("ms of a pass", "one token", f"{POSITIONS} of a prompt", "and trained")

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 from swarmnode.files import home_folder, parse_json, write_private
-from swarmnode.gateway.gateway_address import LOOPBACK, PORT
+from swarmnode.gateway.gateway_address import LOOPBACK, PORT, other_gateways
 from swarmnode.gateway.integrations.configurations import TOOLS, Endpoint
-from swarmnode.lending.control import running_gateways, tell_node
 from swarmnode.swarm.records.manifest import EMBED, GENERATE
 from swarmnode.terminal.console import command, fail, say
 from swarmnode.terminal.option import argument, option
@@ -53,11 +51,6 @@ def configure_tool(
     say(f"Wrote {path}. Then: {known.then}")
 
 
-def _url(socket: Path) -> str:
-    """Return the address of the gateway with this command socket; empty if it does not answer."""
-    return str((tell_node(socket, "state") or {}).get("url", ""))
-
-
 def _endpoint(url: str, key: str) -> Endpoint:
     """Return the gateway at `url` with the models that it lists. Ends the command if it does not answer."""
     request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {key}"})
@@ -70,8 +63,10 @@ def _endpoint(url: str, key: str) -> Endpoint:
         wants_key = "it needs a key: give --key" if error.code == 401 else f"it answers with status {error.code}"
         fail(f"the gateway at {url} does not list its models: {wants_key}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        elsewhere = [found for found in map(_url, running_gateways(home_folder()).values()) if found]
-        advice = f"yours is at {elsewhere[0]}: give --url" if elsewhere else "start `swarmnode serve`, or give --model"
+        elsewhere = other_gateways(home_folder())
+        advice = (
+            f"yours is at {elsewhere[0].url}: give --url" if elsewhere else "start `swarmnode serve`, or give --model"
+        )
         fail(f"no API answers at {url}; {advice}")
     named = {task: [name for name, each in told if each == task] for task in (GENERATE, EMBED)}
     return Endpoint(url, named[GENERATE], key, embedders=named[EMBED])
