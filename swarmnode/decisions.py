@@ -70,9 +70,6 @@ class DecisionLog:
         self._now = now
         self._rings: dict[Topic, OrderedDict[tuple[str, ...], Decision]] = {topic: OrderedDict() for topic in Topic}
 
-    def __repr__(self) -> str:
-        return f"<DecisionLog of {sum(map(len, self._rings.values()))} decisions>"
-
     def note(
         self,
         topic: Topic,

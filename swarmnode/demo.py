@@ -246,9 +246,6 @@ class Lesson:
         self._steps = steps
         self._half_way = half_way
 
-    def __repr__(self) -> str:
-        return f"<Lesson of {len(self.reports)} of {self._steps} steps>"
-
     def begun(self, run: Run, data: DataSummary) -> None:
         """Take the run's settings; the demo needs none of them."""
 

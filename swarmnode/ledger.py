@@ -130,9 +130,6 @@ class Reservation:
         self.account = account
         self.size_bytes = 0
 
-    def __repr__(self) -> str:
-        return f"<Reservation of {self.size_bytes} bytes for {self.account.value}>"
-
     def resize(self, size_bytes: int) -> None:
         """Change the reservation to `size_bytes`. Raises Full, changing nothing, if it grows by more than is free; ValueError if
         negative."""

@@ -56,10 +56,6 @@ class NodeProcess:
         self._events: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, name=f"events of {name}", daemon=True).start()
 
-    def __repr__(self) -> str:
-        code = self.process.poll()
-        return f"<NodeProcess {self.name} pid {self.process.pid} {'running' if code is None else f'exited {code}'}>"
-
     @property
     def pid(self) -> int:
         """Id of the process."""
@@ -153,9 +149,6 @@ class LocalSwarm:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def __repr__(self) -> str:
-        return f"<LocalSwarm {self.file} {self.members}>"
 
     def create(self, model: Path, *extra: str, membership: str = "open") -> str:
         """Create a swarm for the checkpoint `model` (`--mode train` to train it) and return its invite, empty for a private swarm.

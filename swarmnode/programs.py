@@ -132,9 +132,6 @@ class HostedSwarm:
             self._thread.join()
             raise error
 
-    def __repr__(self) -> str:
-        return f"<HostedSwarm {self._swarm.name} {'running' if self._thread.is_alive() else 'ended'}>"
-
     def __enter__(self) -> HostedSwarm:
         return self
 

@@ -289,9 +289,6 @@ class AuditCase:
         self._seed = referee.dice.randbytes(SEED_BYTES)
         self._name = f"text {self._seed.hex()[:8]}"
 
-    def __repr__(self) -> str:
-        return f"<AuditCase of {self._name} up to position {self._end - 1}>"
-
     async def audit(self, session: ClientSession) -> str:
         """Audit the hops of `session`, which has drawn the last token of `ids`, and update the standings of the peers.
 

@@ -66,9 +66,6 @@ class Auditor(Referee):
         self._budget = AuditBudget(config.audit_share)
         self.on_found: OnFound = lambda _peer, _route, _spec: None
 
-    def __repr__(self) -> str:
-        return f"<Auditor {self._budget!r}, {dict(self.counts)}>"
-
     def readings(self) -> Readings:
         """Yield the number of audits for each result."""
         for result in RESULTS:
@@ -143,9 +140,6 @@ class Reports:
         on_crash = self._host.link_config.supervisor.ends_conversation
         self._tasks = Tasks("reports", on_crash=on_crash)
         self._telling = Tasks("telling", on_crash=on_crash)
-
-    def __repr__(self) -> str:
-        return f"<Reports, {len(self._seen)} seen>"
 
     def start(self) -> None:
         """Start checking other clients' reports in the background."""

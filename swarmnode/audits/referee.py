@@ -47,9 +47,6 @@ class FixedRoute(Router):
         self.observed_latency = observed_latency
         self._route = route
 
-    def __repr__(self) -> str:
-        return f"<FixedRoute of {len(self._route)} hops>"
-
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize) -> Route:
         if avoid:
             raise NoRoute("a peer of the fixed route failed")
@@ -79,9 +76,6 @@ class Replays:
         self._config = replace(config, patience_s=0.0)
         self._on_over = on_over
         self.with_adapter: WithAdapter = as_it_is
-
-    def __repr__(self) -> str:
-        return f"<Replays {self.calibration!r}>"
 
     @asynccontextmanager
     async def session(self, route: Route, spec: SessionSpec) -> AsyncIterator[ClientSession]:

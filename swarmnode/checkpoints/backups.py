@@ -80,9 +80,6 @@ class BackupPlaces:
         self._turns: list[BackupTurn] = []  # in order of their start
         self._waiting: dict[str, float] = {}  # time of an owner's last request, the longest waiting first
 
-    def __repr__(self) -> str:
-        return f"<BackupPlaces, {len(self._turns)} of {AT_ONCE} taken, {len(self._waiting)} owners wait>"
-
     def take(self, claimant: Claimant) -> BackupTurn:
         """Take a place for `claimant`, if need be from an owner whose turn is over.
 
@@ -133,9 +130,6 @@ class BackupServer:
         self._places = BackupPlaces(host.clock.monotonic)
         self._tasks = Tasks("backups of others", on_crash=None)
         self._server = QuestionServer(host, BACKUP_PROTOCOL, BackUp, self._answer)
-
-    def __repr__(self) -> str:
-        return f"<BackupServer {self._folder!r}, {self._places!r}>"
 
     async def start(self) -> None:
         """Start taking states, and announce the free room."""
@@ -263,9 +257,6 @@ class BackupSender:
         self._away = (b"", -1)  # run and step that were backed up last
         self._rests_until_s: dict[PeerId, float] = {}
         self._tasks = Tasks("backups", on_crash=host.supervisor.ends_peer)
-
-    def __repr__(self) -> str:
-        return f"<BackupSender, step {self._away[1]} is away, {self.sent_bytes / 1e6:.1f} MB sent>"
 
     def start(self) -> None:
         """Start sending in the background, if `wanted` is at least 2."""

@@ -46,9 +46,6 @@ class StateServer(ChunkServer):
         self._refreshing: asyncio.Task[None] | None = None
         self._fresh_again_at = 0.0
 
-    def __repr__(self) -> str:
-        return f"<StateServer of {self._store!r}, {self._backups!r}, {len(self._askers)} peers asking>"
-
     def give(self, store: StateStore | None, fresh: Fresh | None = None) -> None:
         """Serve the states of `store` instead of those of the previous one; None serves no own states. `fresh` makes
         snapshots for peers that ask for a newer step than the disk has."""

@@ -50,9 +50,6 @@ class LocalSource(Source):
         self.name = NAME
         self._backups = backups
 
-    def __repr__(self) -> str:
-        return f"<LocalSource of {self._backups!r}>"
-
     async def hashes(self, file: FileContent) -> Buffer:
         path = self._path(file)
         try:

@@ -52,9 +52,6 @@ class SecondVoice:
         self._compared: dict[tuple[str, FileContent, FileContent], bool] = {}
         self._rng = random.SystemRandom()
 
-    def __repr__(self) -> str:
-        return f"<SecondVoice, {len(self.mute)} peers mute>"
-
     async def confirmed(
         self, incoming: ChunkFolder, ours: FileContent, others: Iterable[tuple[Source, FileContent]], needed: int
     ) -> bool:
@@ -158,9 +155,6 @@ class Votes:
                 if not entry.backup:
                     newest = self._newest.setdefault(entry.block, {})
                     newest[peer] = max(newest.get(peer, 0), entry.step)
-
-    def __repr__(self) -> str:
-        return f"<Votes on {len(self._versions)} steps of {len(self._newest)} blocks>"
 
     def choose(
         self,

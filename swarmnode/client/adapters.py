@@ -83,9 +83,6 @@ class ClientAdapters:
         self._tokenizers: dict[object, Tokenizer] = {}  # of adapters, by their files
         self._confined = ConfinedRenderer()
 
-    def __repr__(self) -> str:
-        return f"<ClientAdapters, {len(self._chosen)} chosen>"
-
     async def close(self) -> None:
         """End the conversations with hops about this client's adapters, and the process that renders chats of others' templates."""
         await asyncio.to_thread(self._confined.close)

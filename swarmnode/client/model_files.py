@@ -151,9 +151,6 @@ class KeptTokenizer(Tokenizer):
         self.separator, self.has_response_template = kept.separator, kept.has_response_template
         self.ends = kept.ends
 
-    def __repr__(self) -> str:
-        return f"<KeptTokenizer of {self._pipeline.get_vocab_size()} tokens>"
-
     def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return self._pipeline.decode(list(ids), skip_special_tokens=not special_tokens)
 
@@ -189,9 +186,6 @@ class TokenizerCache:
 
     def __init__(self, home: Path) -> None:
         self._folder = home / FOLDER
-
-    def __repr__(self) -> str:
-        return f"<TokenizerCache {self._folder}>"
 
     def tokenizer(self, swarm: bytes, folder: Path) -> Tokenizer:
         """Return the tokenizer of the swarm with the id `swarm`, whose files are in `folder`. Raises CheckpointError if the folder
@@ -269,9 +263,6 @@ class ModelFiles:
         self._stop_ids: tuple[int, ...] | None = None
         self._most_positions = most_positions
         self.known_defaults: dict[str, float | int] | None = None  # for sampling; None: not read yet
-
-    def __repr__(self) -> str:
-        return f"<ModelFiles in {self._folder}>" if self._folder else "<ModelFiles, not fetched yet>"
 
     async def close(self) -> None:
         """Close the access to the weights, if it is open."""

@@ -27,9 +27,6 @@ class SwarmObserver:
     def __init__(self, host: Host) -> None:
         self._host = host
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._host!r}>"
-
     async def __aenter__(self: Observer) -> Observer:
         return self
 

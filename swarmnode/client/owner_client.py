@@ -38,9 +38,6 @@ class OwnerClient:
         self._host = host
         self._access_control = host.access_control
 
-    def __repr__(self) -> str:
-        return f"<OwnerClient {self._host!r}>"
-
     @classmethod
     async def join(cls, swarm: Swarm, home: Path, *, platform: Platform = MACHINE) -> OwnerClient:
         """Join the swarm as a client, and read what it knows of its members. Raises NetworkDown, NotAdmitted, or UsageError if

@@ -46,9 +46,6 @@ class RemoteEncoder:
         self._limits = limits
         self._places = asyncio.Semaphore(AT_ONCE)
 
-    def __repr__(self) -> str:
-        return f"<RemoteEncoder of {self._module!r}>"
-
     async def ids(self, text: Text, *, most_tokens: int | None = None) -> list[int]:
         """Return the checked token ids of a text.
 

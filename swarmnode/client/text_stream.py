@@ -31,10 +31,6 @@ class StopStrings:
         self.found: str | None = None  # the stop string that ended the text
         self.rest = ""  # the text after it in the same piece
 
-    def __repr__(self) -> str:
-        state = f"{len(self._held)} characters held back" if self.found is None else "found"
-        return f"<StopStrings {self._stops!r}, {state}>"
-
     def push(self, text: str) -> str:
         """Return the text that certainly precedes any stop string, after `text` was added; empty once one was found."""
         if self.found is not None:

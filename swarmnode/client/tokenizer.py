@@ -65,9 +65,6 @@ class Tokenizer:
         self._folder = folder
         _ = self.own
 
-    def __repr__(self) -> str:
-        return f"<Tokenizer of {len(self.own)} tokens>"
-
     @functools.cached_property
     def own(self) -> Any:
         """Tokenizer object of transformers. Raises CheckpointError if it cannot be loaded."""
@@ -332,9 +329,6 @@ class AdapterTokenizer(Tokenizer):
         self.separator = base.token_id(end) if end else base.separator
         self.has_response_template = False  # the checkpoint's belongs to its own chat template
 
-    def __repr__(self) -> str:
-        return f"<AdapterTokenizer of {self._base!r}>"
-
     @property
     def own(self) -> Any:
         return self._base.own
@@ -384,9 +378,6 @@ class ByteTokenizer:
 
     separator = 0  # text contains no byte of this value
     has_chat_template = False
-
-    def __repr__(self) -> str:
-        return "<ByteTokenizer>"
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Return the bytes of a prompt. Raises UsageError if `text` is not valid Unicode."""
@@ -447,9 +438,6 @@ class Detokenizer:
         self._told_text = ""  # and their text by themselves
         self._open: list[int] = []  # tokens that no piece contains yet
         self.rest = ""
-
-    def __repr__(self) -> str:
-        return f"<Detokenizer with {len(self._open)} tokens of an unfinished character>"
 
     def push(self, token: int) -> str:
         """Add a token and return the text that it completes; empty if it ends within a character."""

@@ -178,9 +178,6 @@ class FrameReader:
         self._large: _LargeFrame | None = None
         self._fault = ""  # not the error itself, whose traceback would keep the buffer
 
-    def __repr__(self) -> str:
-        return f"<FrameReader holding {self.pending_bytes} bytes>"
-
     @property
     def pending_bytes(self) -> int:
         """Bytes of an unfinished frame. If not 0 at the end of a stream, the stream was cut."""

@@ -194,9 +194,6 @@ class Stopwatch:
         self._clock = clock
         self._unread: deque[tuple[torch.Event, torch.Event, Tell]] = deque(maxlen=MOST_UNREAD)
 
-    def __repr__(self) -> str:
-        return f"<Stopwatch of {self._device}, {len(self._unread)} passes unread>"
-
     @contextmanager
     def timing(self, tell: Tell, work: float = 0.0) -> Iterator[None]:
         """Time one pass of `work` (in the unit of `Throttle.least_of_work_s`). `tell` gets the seconds, unless the pass raises."""

@@ -94,9 +94,6 @@ class Priorities:
         self._lent: dict[PeerId, _Lent] = {}
         self._server = QuestionServer(host, CLAIM_PROTOCOL, CreditClaim, self._answer)
 
-    def __repr__(self) -> str:
-        return f"<Priorities of {len(self._lent)} workers>"
-
     def weight(self, client: PeerId) -> float:
         """Return the weight of `client` in the sharing of time; 1, that of others, if it has no valid claim."""
         now = self._now()
@@ -153,9 +150,6 @@ class Claims:
         self._board = board_of(host, CLAIM_PROTOCOL)
         self._shown_s: dict[PeerId, float] = {}
         self._tasks = Tasks("claims", on_crash=host.link_config.supervisor.ends_conversation)
-
-    def __repr__(self) -> str:
-        return f"<Claims shown to {len(self._shown_s)} peers>"
 
     def show(self, peers: Iterable[PeerId]) -> None:
         """Send the claim to those of `peers` that have not been sent it within AGAIN_S, without waiting. Does nothing

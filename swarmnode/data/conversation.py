@@ -233,9 +233,6 @@ class ConfinedRenderer:
         self._slow: set[str] = set()
         self._slow_until_s = clock()  # before that no slow template is rendered
 
-    def __repr__(self) -> str:
-        return f"<ConfinedRenderer, {len(self._overran)} templates overran>"
-
     def close(self) -> None:
         """End the process."""
         with self._lock:
@@ -353,9 +350,6 @@ class ChatRenderer:
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
         self._shows_calls: dict[bool, bool] = {}
-
-    def __repr__(self) -> str:
-        return f"<ChatRenderer of {self._template!r}>"
 
     @functools.cached_property
     def shows_system(self) -> bool:

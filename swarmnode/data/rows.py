@@ -78,9 +78,6 @@ class _Store:
         self.counts = bytearray()
         self.ends = [0]
 
-    def __repr__(self) -> str:
-        return f"<_Store of {len(self.ends) - 1} samples>"
-
     def add(self, sample: TokenSample, length: int) -> None:
         self.ids.extend(sample.tokens[:length])
         self.counts.extend(sample.counts[:length])

@@ -47,9 +47,6 @@ class Gateway:
         for name, client in clients.items():
             self.add(name, client)
 
-    def __repr__(self) -> str:
-        return f"<Gateway to {', '.join(self.models)}, {self.queue!r}>"
-
     def add(self, name: str, client: SwarmClient) -> None:
         """Serve one more swarm under `name`. Its tokenizer is loaded while `loading` lasts."""
         own, *adapters = _models(name, client, self.queue, self.config, self._tasks)

@@ -69,9 +69,6 @@ class TokenizerLoader:
         self._loading: asyncio.Task[Tokenizer | ByteTokenizer | None] | None = None
         self.prompter: ChatRenderer | None = None  # set after loading if the tokenizer has a chat template
 
-    def __repr__(self) -> str:
-        return f"<TokenizerLoader of {self._client!r}{'' if self.is_done else ', loading'}>"
-
     @property
     def is_done(self) -> bool:
         """Whether loading has ended: the tokenizer is there, or the checkpoint is known to have none."""
@@ -152,9 +149,6 @@ class ServedModel:
         self._prompter: ChatRenderer | None = None  # of an adapter, once a request has needed it
         self._queue = queue
         self._config = config
-
-    def __repr__(self) -> str:
-        return f"<ServedModel {self.name} of {self.client!r}>"
 
     def with_adapter(self, adapter: str) -> ServedModel:
         """Return the model that the adapter of this name makes of a swarm's own one."""

@@ -79,9 +79,6 @@ class PassAuditor(Referee):
         self._ask = ask
         self._share = share
 
-    def __repr__(self) -> str:
-        return f"<PassAuditor of {self._share:.0%}, {len(self._tasks)} under way>"
-
     def take(self, hop: HopSpec, given: Values, computed: Values, batch: int) -> None:
         """Audit with probability `share`, in the background, whether `hop` computed `computed` correctly from `given`.
 

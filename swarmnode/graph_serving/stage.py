@@ -66,10 +66,6 @@ class InferenceServer:
         self._pass_bytes = lru_cache(maxsize=256)(partial(forward_bytes, segment.layout))
         self._board = board_of(peer, INFER_PROTOCOL, accept=self._accept, on_peer_lost=peer.lost_neighbour)
 
-    def __repr__(self) -> str:
-        state = "draining" if self.draining else "serving"
-        return f"<InferenceServer {state} {self.load} passes through {self._segment!r}>"
-
     @property
     def load(self) -> int:
         """Number of passes for other peers that run or wait."""

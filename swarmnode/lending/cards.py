@@ -91,9 +91,6 @@ class CardGuard:
         self._is_watching = False  # from the first ceiling on
         self._tasks = Tasks("card guard", on_crash=on_crash)
 
-    def __repr__(self) -> str:
-        return f"<CardGuard of {self._limits}, at {self._paced[0].share:.0%} of {self._most:.0%}>"
-
     @classmethod
     def start(
         cls, limits: CardLimits, paced: Sequence[Paced], sensors: Callable[[], Sensors], *, on_crash: OnCrash | None
@@ -137,9 +134,6 @@ class Cards:
     def __init__(self) -> None:
         self._nvml, self._handles = nvidia_cards()
         self._told_us: dict[int, int] = {}  # by card: the driver's time of the last sample read
-
-    def __repr__(self) -> str:
-        return f"<Cards: {len(self._handles)}>"
 
     def celsius(self) -> float | None:
         """Return the temperature of the hottest card in degrees Celsius; None if no card reports it."""
@@ -260,9 +254,6 @@ class EnergyMeter:
         self._sensors = sensors
         self._now = now
         self._tasks = Tasks("energy", on_crash=on_crash)
-
-    def __repr__(self) -> str:
-        return f"<EnergyMeter {self._path}>"
 
     @classmethod
     def start(cls, home: Path, sensors: Callable[[], EnergySensors], *, on_crash: OnCrash | None) -> EnergyMeter:

@@ -117,9 +117,6 @@ class CommandSocket:
     def __init__(self, obey: Callable[[ControlRequest], Awaitable[Mapping[str, Any]]]) -> None:
         self._obey = obey
 
-    def __repr__(self) -> str:
-        return f"<CommandSocket to {self._obey!r}>"
-
     @contextlib.asynccontextmanager
     async def listening(self, folder: Path, name: str) -> AsyncIterator[Path | None]:
         """Take commands at a socket in `folder` while the context lasts, and yield its path; None if there can be no
@@ -232,9 +229,6 @@ class ControlServer:
             "options": lambda _request: self._with_options(lambda options: {"options": options.listed()}),
             "change": lambda request: self._with_options(partial(_changed, texts=request.change)),
         }
-
-    def __repr__(self) -> str:
-        return f"<ControlServer of {self._lending!r}>"
 
     def listening(self, home: Path, name: str) -> AbstractAsyncContextManager[Path | None]:
         """Take commands while the context lasts, as `CommandSocket.listening` does. Raises LocalError if the folder

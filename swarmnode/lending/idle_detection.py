@@ -54,9 +54,6 @@ class Rarely(Generic[T]):
         self._ask = ask
         self._answer: tuple[float, T] | None = None  # when `ask` was called, and its answer
 
-    def __repr__(self) -> str:
-        return f"<Rarely {self._ask!r}>"
-
     def __call__(self) -> T:
         now_s = time.monotonic()
         if self._answer is None or now_s - self._answer[0] >= ASK_S:
@@ -69,9 +66,6 @@ class IdleDetection:
 
     def __init__(self) -> None:
         self._idle_since = Rarely(logind_idle_since)
-
-    def __repr__(self) -> str:
-        return f"<IdleDetection by {self._idle_since!r}>"
 
     def idle_s(self) -> float | None:
         """Return the seconds since the last use; None if neither logind nor a terminal shows any."""
@@ -112,9 +106,6 @@ class Lookout:
         self._idle = IdleDetection()
         self._cards: Cards | None = None  # opened at first use
         self._metered = Rarely(is_metered)
-
-    def __repr__(self) -> str:
-        return f"<Lookout of process {self._own.pid}>"
 
     def __call__(self, rules: Rules) -> Surroundings:
         """Return the time and the present observations that `rules` need; the others are None or empty."""

@@ -216,9 +216,6 @@ class Lending:
         self._on_change = on_change
         self._changed = asyncio.Event()
 
-    def __repr__(self) -> str:
-        return f"<Lending {self.state.value}{f', {self.reason}' if self.reason else ''}>"
-
     @property
     def reason(self) -> str:
         """Reason for not lending, now or soon; empty if there is no wish against lending."""

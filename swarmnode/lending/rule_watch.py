@@ -59,9 +59,6 @@ class MonthlyTraffic:
         self._month = month_of(today(), first_day())
         self._unkept_bytes = 0
 
-    def __repr__(self) -> str:
-        return f"<MonthlyTraffic {self._kept.bytes.get(self._month, 0) / 1e9:.3f} GB in {self._month}>"
-
     def __call__(self) -> int:
         """Return the bytes of this month until now."""
         moved, self._month = self._moved(), month_of(self._today(), self._first_day())
@@ -101,9 +98,6 @@ class DesktopNotices:
         self._tasks = Tasks("desktop notices", on_crash=None)
         self._in_turn = asyncio.Lock()
         self._shown = "0"  # id of the latest notice
-
-    def __repr__(self) -> str:
-        return f"<DesktopNotices, {len(self._tasks)} on the way>"
 
     def show(self, title: str, text: str) -> None:
         """Show a notice in the background."""
@@ -174,9 +168,6 @@ class RuleWatch:
         self._month_bytes = month_bytes
         self._clock = clock
         self._broken_s: float | None = None  # time of the last violation; None after a resume
-
-    def __repr__(self) -> str:
-        return f"<RuleWatch {self._lending.rules} of {self._lending!r}>"
 
     async def run(self) -> None:
         """Watch until cancelled."""

@@ -66,9 +66,6 @@ class Quota:
         self._clock = clock
         self._answered: dict[PeerId, tuple[float, int]] = {}  # (time of the first answer, bytes)
 
-    def __repr__(self) -> str:
-        return f"<Quota of {len(self._answered)} peers>"
-
     def grant(self, peer: PeerId, size_bytes: int) -> float:
         """Count `size_bytes` for `peer` and return 0; if that would exceed its quota, count nothing and return the seconds after
         which it may ask again."""
@@ -110,9 +107,6 @@ class Prober:
         self._answering = 0
         self._filler = memoryview(os.urandom(max(SIZES)))  # random bytes, which cannot be compressed
         self._tasks = Tasks("bandwidth tests", on_crash=peer.link_config.supervisor.ends_peer)
-
-    def __repr__(self) -> str:
-        return f"<Prober asked {len(self._asked)} peers, {self._quota!r}, {self._link_config.link_statistics!r}>"
 
     async def start(self, candidates: Callable[[], Iterable[PeerId]]) -> None:
         """Answer tests, and test some of the `candidates` until enough is known."""

@@ -79,9 +79,6 @@ class SpeedCache:
         self._now = now
         self._entries = self._read()
 
-    def __repr__(self) -> str:
-        return f"<SpeedCache {len(self._entries)} in {self.path.name}>"
-
     def find(self, conditions: Conditions) -> Speeds | None:
         """Return the speeds measured under these conditions; None if there are none, or they are too old."""
         entry = self._entries.get(conditions.key)
@@ -130,9 +127,6 @@ class Drift:
         self._passes = 0  # passes, and since when, that the average differs from the announced speed
         self._since_s = 0.0
 
-    def __repr__(self) -> str:
-        return f"<Drift at {self._unit_s * 1e6:.0f} µs a unit, {self._passes} passes off>"
-
     def note(self, unit_s: float, announced_units_per_s: float) -> float | None:
         """Take the seconds per unit of a pass of real work. Returns the speed to announce from now on; None if the announced one
         stays.
@@ -174,9 +168,6 @@ class Capability:
         self._conditions = conditions
         self._cache = cache
         self._drift = {field: Drift(clock=clock) for field in Speeds.__dataclass_fields__}
-
-    def __repr__(self) -> str:
-        return f"<Capability {self.speeds} for {self._conditions.units} units>"
 
     @classmethod
     def of(

@@ -47,9 +47,6 @@ class StageMeter:
         self._raw_bytes: Counter[tuple[Codec, str]] = Counter()
         self._encoded_bytes: Counter[tuple[Codec, str]] = Counter()
 
-    def __repr__(self) -> str:
-        return f"<StageMeter of {self.span}: {dict(self.tokens)} tokens>"
-
     @property
     def label(self) -> str:
         """The span as metrics and `--span` write it."""
@@ -105,9 +102,6 @@ class ClientMeter:
         self.token = Histogram()  # seconds
         self.reroutes: Counter[ErrorCode] = Counter()
 
-    def __repr__(self) -> str:
-        return f"<ClientMeter {self.tokens} tokens, {self.reroutes.total()} reroutes>"
-
     def readings(self) -> Readings:
         """Yield the metrics of the client."""
         for result, count in self.sessions.items():
@@ -127,9 +121,6 @@ class RefusalMeter:
     def __init__(self, span: Span) -> None:
         self._label = f"{span.start}:{span.end}"
         self._refused: Counter[ErrorCode] = Counter()
-
-    def __repr__(self) -> str:
-        return f"<RefusalMeter of {self._label}: {dict(self._refused)}>"
 
     def refuse(self, channel: Channel, error: Error) -> None:
         """End a conversation with `error`, and count it."""

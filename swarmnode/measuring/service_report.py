@@ -73,9 +73,6 @@ class ServiceReporter:
         self._speed = 0.0  # that the owner knows
         self._reachability = Reachability.UNKNOWN
 
-    def __repr__(self) -> str:
-        return f"<ServiceReporter of {self._now}>"
-
     def report(
         self, reachability: Reachability, peers: Mapping[PeerId, Announcement], since: float = 0.0
     ) -> ServiceReport | None:
@@ -233,9 +230,6 @@ class WorkRecord:
         self._readings = readings
         self._before = read_kept(self._path, _Given, max_bytes=MAX_FILE_BYTES) or _Given()
         self._receipts = _Receipts()
-
-    def __repr__(self) -> str:
-        return f"<WorkRecord {self._path}>"
 
     def given(self) -> _Given:
         """Return the answers and the lent seconds of this run."""

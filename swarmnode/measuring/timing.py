@@ -39,9 +39,6 @@ class Timing:
         self._later_us: tuple[int, ...] = ()
         self._steps = 0
 
-    def __repr__(self) -> str:
-        return f"<Timing of {len(self._following)} hops after this one: {self._later_us} µs a unit>"
-
     def sent(self, end: int) -> None:
         """Note that the step that ends at position `end` was sent to the next hop, alone."""
         self._sent = (end, self._clock())
@@ -81,9 +78,6 @@ class Cadence:
         self._clock = clock
         self._first: tuple[int, float] | None = None  # position and time at which this bunch began
         self._last = 0
-
-    def __repr__(self) -> str:
-        return f"<Cadence of {self._hop.peer[-8:]} at position {self._last}>"
 
     def heard(self, position: int) -> None:
         """Note that the output for this position arrived."""

@@ -57,10 +57,6 @@ class SessionTrace:
         self._table = bytearray()
         self.drafts: Counter[tuple[str, str]] = Counter()  # guesses made here, by proposer and result
 
-    def __repr__(self) -> str:
-        start, end = self._units
-        return f"<SessionTrace of units {start}:{end}, {self._steps} steps>"
-
     def note(
         self,
         end: int,
@@ -111,9 +107,6 @@ class TraceLog:
 
     def __init__(self, *, max_sessions: int = SESSIONS) -> None:
         self._traces: Recent[bytes, SessionTrace] = Recent(max_sessions)
-
-    def __repr__(self) -> str:
-        return f"<TraceLog of {len(self._traces)} sessions>"
 
     def keep(self, trace_id: bytes, trace: SessionTrace) -> None:
         """Keep the trace of an ended session; the one kept longest ago gives way."""
@@ -234,9 +227,6 @@ class Stop:
             }
         )
 
-    def __repr__(self) -> str:
-        return f"<Stop at {self.peer} with units {self.span}: {len(self.decoded)} tokens>"
-
     def typical(self, figure: Callable[[TraceStep], int]) -> Typical:
         """Return median and largest of `figure` over the steps of one token."""
         return Typical.of(map(figure, self.decoded.values()))
@@ -276,9 +266,6 @@ class Timeline:
         self.stops = sorted((Stop(peer, trace) for peer, trace in traces.items()), key=lambda stop: stop.span)
         self._first = min((stop.span[0] for stop in self.stops), default=0)  # unit
         self._last = max((stop.span[1] for stop in self.stops), default=0)  # the one after the last unit
-
-    def __repr__(self) -> str:
-        return f"<Timeline over {len(self.stops)} hops>"
 
     @property
     def drafts(self) -> Counter[tuple[str, str]]:

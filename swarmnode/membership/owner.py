@@ -33,9 +33,6 @@ class InviteQr:
 
         self._code = segno.make_qr(line.upper(), error="l")
 
-    def __repr__(self) -> str:
-        return f"<InviteQr of {self.size} modules a side>"
-
     @property
     def size(self) -> int:
         """Modules per side, with the quiet zone."""

@@ -146,9 +146,6 @@ class MetricsApp:
         self._metrics = make_wsgi_app(registry)
         self._loop = loop
 
-    def __repr__(self) -> str:
-        return f"<MetricsApp /metrics and /healthz of {self._loop!r}>"
-
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         path = environ.get("PATH_INFO", "/").rstrip("/")
         if path == "/metrics":

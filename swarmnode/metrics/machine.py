@@ -54,9 +54,6 @@ class Card:
         model = nvml.nvmlDeviceGetName(handle)
         self._labels = (str(index), model.decode() if isinstance(model, bytes) else model)
 
-    def __repr__(self) -> str:
-        return f"<Card {' '.join(self._labels)}>"
-
     def read(self) -> Readings:
         """Yield the card's current use, memory, temperature and power."""
         nvml, handle = self._nvml, self._handle

@@ -24,9 +24,6 @@ class Histogram:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
 
-    def __repr__(self) -> str:
-        return f"<Histogram of {self.count} figures, sum {self.sum:.6g}>"
-
     @property
     def count(self) -> int:
         """Number of figures observed."""

@@ -25,9 +25,6 @@ class SteadyTime:
         self._uptime = uptime
         self._offset_s = wall() - uptime()
 
-    def __repr__(self) -> str:
-        return f"<SteadyTime {self():.0f}, the clock jumped by {self.jumped_s:.0f} s>"
-
     def __call__(self) -> float:
         """Return the unix time in seconds."""
         uptime_s, wall = self._uptime(), self._wall()

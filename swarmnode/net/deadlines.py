@@ -69,9 +69,6 @@ class Expectation:
         self._mean: float | None = None
         self._deviation = 0.0
 
-    def __repr__(self) -> str:
-        return f"<Expectation {'unknown' if self._mean is None else f'{self._mean:.3g} +- {self._deviation:.2g}'}>"
-
     def note(self, sample: float) -> None:
         """Update the moving mean and deviation by one more `sample`."""
         if self._mean is None:

@@ -61,9 +61,6 @@ class IdentitySlot:
             raise LocalError(f"cannot keep state in {home}: {with_advice(error, 'choose another --home')}") from error
         raise LocalError(f"{MAX_SLOTS} nodes already use {home}; give this one another --home")
 
-    def __repr__(self) -> str:
-        return f"<IdentitySlot {self.path.name}>"
-
     def release(self) -> None:
         """Release the lock, so that another process can use the identity."""
         if self._lock is not None:

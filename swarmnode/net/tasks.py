@@ -147,9 +147,6 @@ class Supervisor:
         self._crashed_at_s: deque[float] = deque(maxlen=MOST_CRASHES)
         self._broken = asyncio.Event()
 
-    def __repr__(self) -> str:
-        return f"<Supervisor {self.failure or 'of a peer that lives'}>"
-
     def ends_peer(self, error: BaseException) -> None:
         """Note the death of a task that the peer cannot do without. The first such error is the reason of the failure."""
         if self.failure is None:

@@ -43,9 +43,6 @@ class Bootstrap:
         self._seeder = seeder
         self._states = states  # None unless the swarm trains
 
-    def __repr__(self) -> str:
-        return f"<Bootstrap {self.host!r}>"
-
     @classmethod
     async def start(
         cls, swarm: Swarm, config: HostConfig, *, file: Path | None = None, platform: Platform = MACHINE
@@ -186,9 +183,6 @@ class SwarmHost:
             tell(event, f"Opening {swarm.name} …" if event == "waiting" else text, **details)
 
         self.node = Node(swarm, node, tell_inside, platform=platform)
-
-    def __repr__(self) -> str:
-        return f"<SwarmHost {self._swarm!r}: {self.node!r}>"
 
     def readings(self) -> Readings:
         """Yield the metrics of the node, or those of the bootstrap peer until the node has joined."""

@@ -141,9 +141,6 @@ class CrashLog:
         self._file = path.open("ab", buffering=0)
         faulthandler.enable(self._file, all_threads=False)
 
-    def __repr__(self) -> str:
-        return f"<CrashLog {self._path}: {len(self._crashed)} crashes>"
-
     @classmethod
     def start(cls, path: Path, model: str) -> CrashLog | None:
         """Watch this process from now on, and keep what `path` says of earlier ones with the same `model`: one line that names the

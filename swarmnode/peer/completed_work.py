@@ -32,9 +32,6 @@ class CompletedWork:
         self._positions: OrderedDict[bytes, int] = OrderedDict()  # of works that may still turn out to be the owner's
         self._own: OrderedDict[bytes, None] = OrderedDict()  # works of the owner
 
-    def __repr__(self) -> str:
-        return f"<CompletedWork {self.receipted} of {self.total} receipted, {len(self._unconfirmed)} ids wait>"
-
     @property
     def positions_for_others(self) -> int:
         """Positions computed for clients that are not the owner's. Behind the first hop, a client is known by its receipt only:
@@ -92,9 +89,6 @@ class HomePeers:
     def __init__(self, home: Path) -> None:
         self._home = home
         self._known: dict[tuple[Path, int], PeerId] = {}
-
-    def __repr__(self) -> str:
-        return f"<HomePeers of {self._home}>"
 
     def __contains__(self, peer: object) -> bool:
         files = []

@@ -49,9 +49,6 @@ class ObservedLatency:
         self._clock = clock
         self._seen: Recent[PeerId, _Seen] = Recent(PEERS_KEPT)
 
-    def __repr__(self) -> str:
-        return f"<ObservedLatency with {len(self._seen)} peers>"
-
     def saw(self, peer: PeerId, unit_s: float) -> None:
         """Record that one position took `unit_s` seconds per layer on `peer`. The peer measured least recently is forgotten
         first."""

@@ -51,9 +51,6 @@ class PlannedPlace:
         self._host = host
         self._joined_s = host.clock.monotonic()
 
-    def __repr__(self) -> str:
-        return f"<PlannedPlace {self.span}, {len(self._came)} of {len(self._spans)} peers came>"
-
     def holds(self) -> bool:
         """Return whether the node stays where the plan puts it."""
         if not self.span.units:
@@ -121,10 +118,6 @@ class Placement:
             forget_s=config.move_policy.stay_s,
         )
         self._rest_s = endless
-
-    def __repr__(self) -> str:
-        wish = "content" if self._wish is None else f"would rather be at {self._wish.move.span}"
-        return f"<Placement for {self._capacity_units} units, {wish}, a move takes {self._move_s:.1f} s>"
 
     async def claim(self, *introduction: Section) -> Span:
         """Claim a span in the announcement, look at the others' claims, and claim again until the claim has stood for `settle_s`

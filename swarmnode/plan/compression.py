@@ -84,9 +84,6 @@ class Controller:
         self._wanted = 0  # the mildest of what they ask for
         self.choice = Choice(self._ladder[0], "nothing is known of the link yet")
 
-    def __repr__(self) -> str:
-        return f"<Controller {self.choice.codec.name}: {self.choice.reason}>"
-
     def look(self, look: Look) -> Choice:
         """Return the choice of a codec for the next values; the earlier choice if the link's bandwidth or the time per microbatch
         is unknown."""

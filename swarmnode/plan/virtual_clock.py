@@ -19,9 +19,6 @@ class VirtualClock:
         self._heap: list[tuple[float, int, Action]] = []
         self._numbers = itertools.count()
 
-    def __repr__(self) -> str:
-        return f"<VirtualClock at {self.now_s:.3f} s, {self.events} events done, {len(self._heap)} planned>"
-
     def at(self, time_s: float, action: Action) -> None:
         """Plan `action` for the time `time_s`, or for now if that time has passed."""
         heapq.heappush(self._heap, (max(time_s, self.now_s), next(self._numbers), action))

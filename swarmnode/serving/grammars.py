@@ -46,9 +46,6 @@ class Grammars:
         self._tokenizer: Reservation | None = None
         self._waiting = 0
 
-    def __repr__(self) -> str:
-        return f"<Grammars by {self._compiler!r}, {self._waiting} wait>"
-
     async def compile(self, grammar: Grammar) -> GrammarMatcher:
         """Compile a grammar to a matcher for one session.
 

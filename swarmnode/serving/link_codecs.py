@@ -53,9 +53,6 @@ class LinkCodecs:
         self._width = width
         self._begin = 0  # first position of the present text that it does not share with the text before
 
-    def __repr__(self) -> str:
-        return f"<LinkCodecs of unit {self._unit}, {self.schedule!r}>"
-
     @property
     def _unit(self) -> int:
         """Layer that the states enter."""

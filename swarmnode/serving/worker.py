@@ -88,9 +88,6 @@ class ComputeWatch:
         # By whether a pass is a decode step.
         self._position_s: defaultdict[bool, Expectation] = defaultdict(Expectation)
 
-    def __repr__(self) -> str:
-        return f"<ComputeWatch of {len(self._waiting)} sessions, moved at {self._moved_at_s:.1f} s>"
-
     def expect(self, *, step_s: float, position_s: float) -> None:
         """Set the expected seconds of a decode step and of one prompt position, measured before the first session came."""
         self._position_s[True].note(step_s)

@@ -34,9 +34,6 @@ class CollectorPause:
         gc.disable()
         asyncio.get_running_loop().call_later(LONGEST_S, self.end)
 
-    def __repr__(self) -> str:
-        return f"<CollectorPause {'on' if self._paused else 'over'}>"
-
     def __enter__(self) -> CollectorPause:
         return self
 

@@ -48,9 +48,6 @@ class ChangingLine:
         logging.getLogger(STAGES).propagate = False  # else each is a log line, too
         threading.Thread(target=self._tick, name="swarmnode-line", daemon=True).start()
 
-    def __repr__(self) -> str:
-        return f"<ChangingLine {self._text!r}>"
-
     @property
     def text(self) -> str:
         """Text without the seconds; empty if nothing is shown."""
@@ -119,9 +116,6 @@ class Spinner:
         """End the display."""
         if self._line is not None:
             self._line.close()
-
-    def __repr__(self) -> str:
-        return f"<Spinner {self._line!r}>"
 
     def now(self, what: str) -> None:
         """Show `what` from now on."""

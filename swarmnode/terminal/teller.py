@@ -27,9 +27,6 @@ class Teller:
         self._is_settled = False
         self._held: list[str] = []
 
-    def __repr__(self) -> str:
-        return f"<Teller of {'JSON' if self._as_json else 'text'}, {self._line!r}>"
-
     def __enter__(self) -> Teller:
         return self
 

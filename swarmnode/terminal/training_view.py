@@ -124,9 +124,6 @@ class TrainingView:
         self.beginning = ""  # shown before the first step
         self._sinks = sinks
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self.reports)} steps>"
-
     def begun(self, run: Run, data: DataSummary) -> None:
         """Show what the data holds, and that the run begins."""
         self.run = run

@@ -82,9 +82,6 @@ class AnnouncedLoad:
         self._clock = clock
         self._newest, self._until_s = StepLoad(), 0.0
 
-    def __repr__(self) -> str:
-        return f"<AnnouncedLoad {self._newest}>"
-
     def __call__(self) -> StepLoad:
         """Return the announced load; an empty `StepLoad` if no run is known."""
         ready = [peer for peer in self._directory.peers().values() if peer.life is State.READY]

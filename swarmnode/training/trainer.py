@@ -163,9 +163,6 @@ class _FeedingSession:
         self._silent_ticks = self._idle_ticks = 0
         self._excused = False
 
-    def __repr__(self) -> str:
-        return f"<Shift for {self._coordinator}>"
-
     async def work(self, stop: asyncio.Event) -> Stopped | None:
         """Feed microbatches until the coordinator says that the run is over, and return its message.
 

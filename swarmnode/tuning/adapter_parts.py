@@ -93,9 +93,6 @@ class TuningPace:
         self._free_at_s = 0.0  # on the executor's clock
         self.busy_s = 0.0  # seconds of all works
 
-    def __repr__(self) -> str:
-        return f"<TuningPace {self._share:.0%} of {self._executor!r}>"
-
     async def run(self, urgency: Urgency, work: ByPiece[T], *, kind: str, owner: str, size: int) -> T:
         """Do all pieces of `work` on the device, and return its result. Raises ExecutorDied, and whatever the work raises."""
         while True:
@@ -178,9 +175,6 @@ class AdapterParts:
         self._loading = asyncio.Lock()  # held in the order in which files come
         self.device = parts[0].trainer.span.device  # of the values that come in
         self.pass_bytes = 0  # of one microbatch, until its gradient comes
-
-    def __repr__(self) -> str:
-        return f"<AdapterParts {[part.trainer for part in self._parts]}>"
 
     @classmethod
     async def open(

@@ -123,9 +123,6 @@ class HopCodecs:
         self._counted_s: list[float] = []  # when the microbatches of the step were counted
         self._beat_s = 0.0  # between two microbatches in the last step
 
-    def __repr__(self) -> str:
-        return f"<HopCodecs {self._fixed or self._controllers}>"
-
     def may_come(self, codec: int) -> bool:
         """Return whether the hops beside this one, and the owner, may send values in this codec."""
         return codec in self._decoded

@@ -82,9 +82,6 @@ class TuningServer:
         self.meter = StageMeter(self.span, TRAIN)
         self.switchboard = board_of(peer, TUNE_PROTOCOL, accept=self._accept, on_peer_lost=peer.lost_neighbour)
 
-    def __repr__(self) -> str:
-        return f"<TuningServer {'draining' if self.draining else 'serving'} {self.load} adapters on {self.span}>"
-
     @property
     def forgotten_s(self) -> float:
         """Seconds after which an owner that keeps this node waiting loses its adapter."""

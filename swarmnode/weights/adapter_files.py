@@ -54,9 +54,6 @@ class AdapterFiles:
         self._seeder = seeder
         self._fetcher: Fetcher | None = None
 
-    def __repr__(self) -> str:
-        return f"<AdapterFiles of {len(self._known)} adapters, {self.brought!r}>"
-
     def __contains__(self, name: str) -> bool:
         """Return whether the swarm has an adapter called `name`, or a member has brought one with this id."""
         return name in self._known or name in self.brought

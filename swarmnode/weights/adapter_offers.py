@@ -51,9 +51,6 @@ class OfferedSource(Source):
         self._answers: asyncio.Queue[Frame | PeerError] | None = None  # None: nothing has been asked
         channel.on_frame, channel.on_lost = self._hear, self._lost
 
-    def __repr__(self) -> str:
-        return f"<OfferedSource {self.name}>"
-
     async def hashes(self, file: FileContent) -> Buffer:
         async with contextlib.aclosing(self._ask(GetChunks(file.root, 0, 0), 1)) as answers:
             frame = await anext(answers)
@@ -134,9 +131,6 @@ class AdapterOffers:
         config = replace(peer.link_config, max_payload_bytes=CHUNK_BYTES)
         self._board = Switchboard(peer.network, ADAPTER_PROTOCOL, peer.hello, config, accept=self._accept)
 
-    def __repr__(self) -> str:
-        return f"<AdapterOffers of {len(self._sources)} adapters>"
-
     async def start(self) -> None:
         """Start to take offers."""
         await self._board.start()
@@ -184,9 +178,6 @@ class AdapterGiver(ChunkServer):
         super().__init__(peer, ())
         self._board = board_of(peer, ADAPTER_PROTOCOL)
         self._channels: dict[tuple[PeerId, str], Channel] = {}
-
-    def __repr__(self) -> str:
-        return f"<AdapterGiver in {len(self._channels)} conversations>"
 
     async def close(self) -> None:
         """End all conversations."""

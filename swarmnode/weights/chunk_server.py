@@ -244,10 +244,6 @@ class Seeder(ChunkServer):
         self._manifest_bytes = swarm.manifest_bytes
         self._cached_units = (0, 0)
 
-    def __repr__(self) -> str:
-        start, end = self.units
-        return f"<Seeder of {len(self._offers)} files, units [{start}:{end}), {len(self._askers)} peers asking>"
-
     @classmethod
     async def start(cls, peer: LocalPeer, swarm: Swarm) -> Seeder:
         """Create a seeder that serves the manifest, and each file that is added later."""

@@ -68,9 +68,6 @@ class Download:
         self.total_bytes = sum(file.chunk_size(number) for file, number in self._left)
         self.done_bytes = 0
 
-    def __repr__(self) -> str:
-        return f"<Download {self.done_bytes} of {self.total_bytes} bytes, {len(self._waiting)} runs wait, {len(self._held)} held>"
-
     @property
     def done(self) -> bool:
         """Whether every chunk has arrived."""
@@ -176,10 +173,6 @@ class Fetcher:
         self._backoff = Backoff(self._now, first_s=FIRST_REST_S, ceiling_s=MAX_REST_S)
         self._quick: set[str] = set()  # sent their last run within QUICK_S
         self.fetched_bytes = 0
-
-    def __repr__(self) -> str:
-        dropped = f"{len(self._bad)} sources dropped"
-        return f"<Fetcher into {self._cache!r}, {self.fetched_bytes / 1e6:.1f} MB fetched, {dropped}>"
 
     @property
     def liars(self) -> Set[str]:

@@ -98,9 +98,6 @@ class PeerSource(Source):
         self.name = peer
         self._board = board
 
-    def __repr__(self) -> str:
-        return f"<PeerSource {self.name}>"
-
     async def hashes(self, file: FileContent) -> Buffer:
         question = GetChunks(file.root, 0, 0)
         _, hashes = await ask_one(self._board, self.name, question, Chunk, silence_s=HASHING_S)
@@ -129,9 +126,6 @@ class HubSource(Source):
         assert model.hub_id is not None
         self.name = model.hub_id
         self._revision = model.revision
-
-    def __repr__(self) -> str:
-        return f"<HubSource {self.name}>"
 
     async def _read(self, file: FileContent, number: int) -> bytes:
         from swarmnode.compute.model.hub import read_range
@@ -181,9 +175,6 @@ class LocalFile:
         self._is_alike = False  # some chunk was right
         self._differs = False  # as a whole
         self.fault = ""  # reason why the file is not read any more
-
-    def __repr__(self) -> str:
-        return f"<LocalFile {self._path} as {self._file.name} {self.fault or 'to try'}>"
 
     def hashes(self, cache: ChunkFolder) -> bytes | None:
         """Hash the whole file. Returns the list of its chunk hashes, which the cache keeps, or None if it is another file.
@@ -259,9 +250,6 @@ class LocalFiles:
         self._files = [file for file in files if is_weights(file.name)]
         self._told: set[str] = set()
         self.copied_bytes = 0
-
-    def __repr__(self) -> str:
-        return f"<LocalFiles at {', '.join(map(str, self._places))}>"
 
     async def copy(
         self,

@@ -96,9 +96,6 @@ class Weights:
         self.verified: dict[bytes, bytes] = {}  # chunk hashes of the founder's files that were read whole, by root
         self._units: Sequence[Span] = ()  # whose tensors are being fetched
 
-    def __repr__(self) -> str:
-        return f"<Weights of {self._manifest.name} from {self._hint or self._fetcher or 'peers'}>"
-
     @property
     def units(self) -> int:
         """Number of layers of the whole model."""

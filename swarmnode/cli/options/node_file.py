@@ -138,9 +138,6 @@ class LendingOptions:
         self._rules = given.get("rules_file") or home / rules.FILE
         self._held: dict[str, Any] = {}  # by field: changed here, though the command line says otherwise
 
-    def __repr__(self) -> str:
-        return f"<LendingOptions of {self._node!r}>"
-
     def listed(self) -> list[dict[str, Any]]:
         """Return the options as they are in force: `name`, `value` as typed (empty: off), `default`, `kind` (text, list or yes),
         `example`, `help`, and the `origin` of the value."""

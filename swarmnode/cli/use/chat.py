@@ -80,9 +80,6 @@ class TypedLines:
         self._descriptor = descriptor
         self._read = bytearray()
 
-    def __repr__(self) -> str:
-        return f"<TypedLines of descriptor {self._descriptor}>"
-
     async def next(self) -> str | None:
         """Return the next line without its line break; None at the end of the input."""
         loop = asyncio.get_running_loop()
@@ -132,9 +129,6 @@ class Conversation:
         self.turns: list[Turn] = []
         self.system = system
         self.result: Generation | None = None  # of the latest answer; None if it has not begun
-
-    def __repr__(self) -> str:
-        return f"<Conversation of {len(self.turns)} turns>"
 
     @property
     def system(self) -> str:
@@ -231,9 +225,6 @@ class Dialogue:
         self._as_json = as_json
         self._answer: asyncio.Task[None] | None = None  # that is being written
         self._interrupted = False
-
-    def __repr__(self) -> str:
-        return f"<Dialogue {self._conversation!r}>"
 
     async def check_model(self) -> None:
         """Say so if the model has no chat template. Raises UsageError if it cannot chat at all, NoRoute if no peer provides its

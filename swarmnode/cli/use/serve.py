@@ -175,9 +175,6 @@ class SwarmJoiner:
         self._joined: asyncio.Queue[tuple[str, SwarmClient]] = asyncio.Queue()
         self._tasks = Tasks("joining", on_crash=None)
 
-    def __repr__(self) -> str:
-        return f"<SwarmJoiner of {', '.join(self._swarms)}>"
-
     async def __aenter__(self) -> SwarmJoiner:
         return self
 

@@ -57,9 +57,6 @@ class SwarmNews:
         self._clock = clock
         self.lines: deque[str] = deque(maxlen=KEPT)
 
-    def __repr__(self) -> str:
-        return f"<SwarmNews of {len(self._last['peers'])} peers, {len(self.lines)} lines>"
-
     def look(self, picture: Picture) -> None:
         """Add the changes since the last picture, and keep `picture` as the last one."""
         self.lines.extend(f"{self._clock()}  {change}" for change in changes(self._last, picture))

@@ -52,9 +52,6 @@ class EarlyStopping:
         self._best: tuple[float, int] = (math.inf, 0)  # loss, and its step
         self._worse = 0
 
-    def __repr__(self) -> str:
-        return f"<EarlyStopping after {self._worse} of {self._patience} evaluations>"
-
     def begun(self, run: Run, data: DataSummary) -> None:
         """Pass the settings on."""
         self._listener.begun(run, data)
@@ -85,9 +82,6 @@ class TrainerMeter:
         self._waiting = False
         self._step_s = Histogram()
         self._tokens = 0
-
-    def __repr__(self) -> str:
-        return f"<TrainerMeter after {self._last}, {'waiting' if self._waiting else 'going on'}>"
 
     def begun(self, run: Run, data: DataSummary) -> None:
         """Pass the settings on to the other listener."""

@@ -27,9 +27,6 @@ class RangeCheck:
     def __init__(self) -> None:
         self._wrong: Tensor | None = None  # bool, on the device
 
-    def __repr__(self) -> str:
-        return f"<RangeCheck {'of nothing yet' if self._wrong is None else 'under way'}>"
-
     def guarded(self, operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the function of an operator, like "aten.gather.default", so that its arguments are made safe first.
 

@@ -67,9 +67,6 @@ class Repository:
         self.revision = info.sha or revision
         self.files = frozenset(sibling.rfilename for sibling in info.siblings or ())
 
-    def __repr__(self) -> str:
-        return f"<Repository {self.name}, {len(self.files)} files>"
-
     def fetch(self, file: str) -> Path:
         """Fetch a file into the cache of huggingface_hub, and return its path. Raises CheckpointError."""
         with _hub_errors(self.name, self.revision):

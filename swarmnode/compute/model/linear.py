@@ -213,9 +213,6 @@ class Packing:
         self._model = model
         self._left = dict(linears)
 
-    def __repr__(self) -> str:
-        return f"<Packing of {len(self._left)} layers>"
-
     def __len__(self) -> int:
         return len(self._left)
 

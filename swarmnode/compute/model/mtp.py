@@ -53,9 +53,6 @@ class GuessingLayer(ABC):
         self._main = main
         self._ends = ends
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.weight_bytes / 1e6:.1f} MB beside {self._main!r}>"
-
     @property
     def weight_bytes(self) -> int:
         """Bytes of the layer's own weights."""

@@ -58,10 +58,6 @@ class CacheBudget:
         self._claims = dict.fromkeys(Claim, 0)
         self._lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        claims = ", ".join(f"{size / 1e6:.1f} {claim.value}" for claim, size in self._claims.items())
-        return f"<CacheBudget of {self.limit_bytes / 1e6:.1f} MB: {claims}>"
-
     def is_in(self, ledger: MemoryLedger) -> bool:
         """Return whether the memory of this budget is counted in `ledger`."""
         return self._ledger is ledger

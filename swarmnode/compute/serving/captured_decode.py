@@ -169,9 +169,6 @@ class CapturedDecode:
         self._steady: MutableMapping[Cohort, Counter[StepShape]] = weakref.WeakKeyDictionary()
         self._captured: MutableMapping[Cohort, dict[StepShape, _CapturedStep | None]] = weakref.WeakKeyDictionary()
 
-    def __repr__(self) -> str:
-        return f"<CapturedDecode of {self.span!r}: {self.refusal or f'{len(self._captured)} cohorts, {self.replays} replays'}>"
-
     @property
     def refusal(self) -> str:
         """Why this model's steps, or some of them, are not captured; empty if all may be."""

@@ -67,9 +67,6 @@ class CapturedWorks:
         self._graphs: OrderedDict[Hashable, _CapturedWork] = OrderedDict()
         self.refusal = ""  # why nothing is captured
 
-    def __repr__(self) -> str:
-        return f"<CapturedWorks: {self.refusal or f'{len(self._graphs)} graphs'}>"
-
     def __len__(self) -> int:
         return len(self._graphs)
 
@@ -168,10 +165,6 @@ class DeviceOutputs:
         self._parts: list[Tensor] = []
         self._alike: dict[Hashable, tuple[Work, list[Tensor]]] = {}  # what is to be computed together
         self._results: dict[Hashable, list[int]] = {}  # its places
-
-    def __repr__(self) -> str:
-        waiting = sum(len(tensors) for _, tensors in self._alike.values())
-        return f"<DeviceOutputs of {len(self._parts)} tensors, {waiting} to be computed>"
 
     def add(self, tensor: Tensor) -> int:
         """Take `tensor`, which must not be written to any more. Returns its place in the list that `fetch` returns."""
@@ -281,9 +274,6 @@ class DeviceInputs:
         self._parts: list[tuple[TensorInfo, Buffer]] = []
         self._sent: dict[int, Tensor] | None = None
         self._decoded: dict[int, Tensor] = {}
-
-    def __repr__(self) -> str:
-        return f"<DeviceInputs of {len(self._parts)} tensors for {self._device}>"
 
     def add(self, info: TensorInfo, payload: Buffer) -> int:
         """Take an input, whose payload must not change any more. Returns its number for `tensor`."""

@@ -28,9 +28,6 @@ class ExpertCounts:
         self.text = 0
         self.guesses = 0
 
-    def __repr__(self) -> str:
-        return f"<ExpertCounts of {len(self._mixtures)} layers: {self.text} of texts, {self.guesses} more of guesses>"
-
     def is_due(self) -> bool:
         """Note a pass with guesses, and return whether to look at it: the first one, and then every `EVERY`-th."""
         self._passes += 1

@@ -118,9 +118,6 @@ class GrammarCompiler:
         self._vocabulary = vocabulary
         self._tokenizer: LLTokenizer | None = None
 
-    def __repr__(self) -> str:
-        return f"<GrammarCompiler for {self._vocabulary} tokens>"
-
     @property
     def loaded(self) -> bool:
         """Whether the tokenizer is in memory."""
@@ -172,9 +169,6 @@ class GrammarMatcher:
         self._text: list[int] = []  # tokens that the matcher has consumed
         self._spent_s = 0.0  # time of the drawing threads
         self._mask = allocate_token_bitmask(1, vocabulary)
-
-    def __repr__(self) -> str:
-        return f"<GrammarMatcher after {len(self._text)} tokens>"
 
     def allowed(self, text: Sequence[int]) -> Tensor:
         """Return allowed_V (bool): which tokens may follow `text`.

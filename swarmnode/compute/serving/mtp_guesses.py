@@ -96,9 +96,6 @@ class MtpGuesses:
         self._sessions: dict[Hashable, _Session] = {}
         self.fault = ""  # why nothing is guessed any more
 
-    def __repr__(self) -> str:
-        return f"<MtpGuesses by {self.layer!r}: {self.fault or f'{len(self._sessions)} sessions'}>"
-
     @torch.inference_mode()
     def guess(self, drawn: Sequence[DrawnStates]) -> dict[Hashable, tuple[int, ...]]:
         """Return at most GUESSES tokens that may follow the last drawn one, by session; sessions that rest are left out.

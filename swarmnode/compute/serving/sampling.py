@@ -40,9 +40,6 @@ class TokenHistory:
         self._prompt_length = prompt_length
         self._ids_T = torch.full((max_length + 1,), UNKNOWN, dtype=torch.int32)
 
-    def __repr__(self) -> str:
-        return f"<TokenHistory of up to {len(self._ids_T)} tokens, {self._prompt_length} of them the prompt's>"
-
     def set(self, start: int, ids: Sequence[int]) -> None:
         """Set the tokens from position `start` on. Those beyond the history's end are dropped."""
         ids = ids[: max(0, len(self._ids_T) - start)]
@@ -293,9 +290,6 @@ class Sampler:
         self._needs_all = counts or parameters.logprobs is not None or bool(parameters.logit_bias)
         self._latest: tuple[int, int] | None = None  # position and id of the token drawn last, unless it was final
         self._wasted: Counter[int] = Counter()  # wrong guesses since then, by proposer
-
-    def __repr__(self) -> str:
-        return f"<Sampler by {self._parameters!r}>"
 
     @property
     def follows_grammar(self) -> bool:

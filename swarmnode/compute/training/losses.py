@@ -76,9 +76,6 @@ class RouterWatch:
         routers = [module for module in model.modules() if isinstance(module, recorder.target_class)]
         self._hooks = [router.register_forward_hook(self._note) for router in routers]
 
-    def __repr__(self) -> str:
-        return f"<RouterWatch of {len(self._hooks)} routers with {self.experts} experts>"
-
     def no_sums(self, device: torch.device | str = "cpu") -> Tensor:
         """Return the sums_R before the first layer."""
         return torch.zeros(2 * self.experts + 2, device=device)

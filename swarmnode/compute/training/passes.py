@@ -132,9 +132,6 @@ class Passes:
         self._alone = alone
         self._scalers = {unit: GradScaler() for unit in range(segment.start, segment.end)}
 
-    def __repr__(self) -> str:
-        return f"<Passes through {self._segment!r}, {self._scalers}>"
-
     def compute(
         self, about: SavedActivations, start: int, end: int, inputs: Values
     ) -> tuple[Values, dict[int, Changes]]:

@@ -108,9 +108,6 @@ class ContributionSketch:
             int, Tensor
         ] = {}  # by block, for each tile: the sum with signs, the squares, the number of elements
 
-    def __repr__(self) -> str:
-        return f"<ContributionSketch of {self.peer[-8:]}, {len(self._tiles)} blocks>"
-
     @torch.no_grad()
     def hear(self, blocks: Sequence[int], peer: str, place: slice, values_M: Tensor) -> None:
         """Take in the contribution of `peer` to elements `place` of the vector of these blocks; other members' are ignored."""

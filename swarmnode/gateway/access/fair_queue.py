@@ -24,11 +24,6 @@ class FairQueue:
         self._running: Counter[ApiKey] = Counter()
         self._waiting: dict[ApiKey, deque[asyncio.Future[None]]] = {}  # the key with the next turn comes first
 
-    def __repr__(self) -> str:
-        return (
-            f"<FairQueue {self.running} of {self._places} running, {self.waiting} waiting of {len(self._waiting)} keys>"
-        )
-
     @property
     def running(self) -> int:
         """Number of places that are taken."""

@@ -31,9 +31,6 @@ class Guard:
         self._keys = keys
         self._config = config
 
-    def __repr__(self) -> str:
-        return f"<Guard with {self._keys!r}>"
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request; pass it on, or send the error."""
         if scope["type"] != "http":

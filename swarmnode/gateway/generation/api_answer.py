@@ -86,9 +86,6 @@ class ApiAnswer:
         self._unique = secrets.token_hex(UNIQUE_BYTES)
         self._prompt_tokens = sum(map(len, prompts))
 
-    def __repr__(self) -> str:
-        return f"<ApiAnswer {self._prefix} of {self.model}: {list(self.choices)}>"
-
     @functools.cached_property
     def trace(self) -> str:
         """Trace of the first choice's session, which `swarmnode why trace` takes. It is fixed when it is first read."""

@@ -72,9 +72,6 @@ class TextSpeller:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._chars = 0  # complete characters up to now
 
-    def __repr__(self) -> str:
-        return f"<TextSpeller after {self._chars} characters>"
-
     def tell(self, choices: Sequence[SpelledChoice], text_length: int) -> TextLogprobs | None:
         """Return the logprobs of the tokens in `choices`; None if there are none. No offset exceeds `text_length`, where a stop
         string may have cut the text."""
@@ -161,9 +158,6 @@ class NoTokens:
     def __init__(self) -> None:
         self.result = Generation(trace=secrets.token_hex(16))
 
-    def __repr__(self) -> str:
-        return "<NoTokens>"
-
     async def __aiter__(self) -> AsyncGenerator[GeneratedText, None]:
         """End at once."""
         return
@@ -199,9 +193,6 @@ class ChoiceStream:
         self._called = self._cut = False  # whether the answer has a call, and whether its last one is cut
         self._ids: list[int] = []  # not yet in a piece
         self.reasoning_tokens = 0
-
-    def __repr__(self) -> str:
-        return f"<ChoiceStream {self.index} of {self._stream!r}>"
 
     @property
     def tokens(self) -> int:

@@ -61,9 +61,6 @@ class Parts:
         self.all: list[AnswerPart] = []
         self._open: AnswerPart | None = None
 
-    def __repr__(self) -> str:
-        return f"<Parts {[part.kind.name for part in self.all]}>"
-
     def push(self, reasoning: str, text: str, call: CallPart | None, *, over: bool = False) -> Iterator[PartEvent]:
         """Add new reasoning, text or a part of a call, and yield the events. If `over` is true, close the last part; an answer
         without text and calls gets an empty text."""

@@ -48,9 +48,6 @@ class JsonObject:
         self._in_string = self._escaped = False
         self.is_broken = False  # the text does not begin with an object
 
-    def __repr__(self) -> str:
-        return f"<JsonObject at depth {self._depth}>"
-
     def end(self, text: str) -> int | None:
         """Add `text`; return the index in it behind the object's end, or None if the object does not end in it."""
         for index, char in enumerate(text):
@@ -134,9 +131,6 @@ class ToolCallParser:
         self._part: CallPart | None = None  # call that is returned in parts
         self._arguments: JsonObject | None = None  # scanner of the arguments of that call; None before them
         self._whole = False  # whether those arguments have ended
-
-    def __repr__(self) -> str:
-        return f"<ToolCallParser for {', '.join(self._names)}, {len(self._held)} characters held back>"
 
     def push(self, text: str) -> list[Parsed]:
         """Add `text` and return the parts that are certain by now, in their order."""
@@ -260,9 +254,6 @@ class ReasoningParser:
         self._undecided = not begun
         self._told = False  # whether the present part has text, so that line breaks are no longer stripped
 
-    def __repr__(self) -> str:
-        return f"<ReasoningParser {'inside' if self._inside else 'outside'}>"
-
     @property
     def inside(self) -> bool:
         """Whether the next text is reasoning."""
@@ -325,9 +316,6 @@ class CommonParser:
         self._calls = ToolCallParser(tools.names, tools.forced_names) if tools.offered else None
         self._tools = tools
 
-    def __repr__(self) -> str:
-        return f"<CommonParser {self._reasoning!r}, {self._calls!r}>"
-
     @property
     def reasoning(self) -> bool:
         """Whether the model is still reasoning."""
@@ -364,9 +352,6 @@ class TemplateParser:
         self._unread = ""  # text that was fed but not returned; returned if parsing fails
         self._failed = False
         self._read(parser.initial_events)  # the part of the answer that is in the prompt
-
-    def __repr__(self) -> str:
-        return f"<TemplateParser in {self._region}, {self._number} calls>"
 
     @property
     def reasoning(self) -> bool:

@@ -110,9 +110,6 @@ class JsonBound:
         self._in_text = False
         self._held = b""  # a backslash whose next character has not arrived
 
-    def __repr__(self) -> str:
-        return f"<JsonBound: {self.values} values, {self.containers} of them objects and lists>"
-
     def push(self, piece: bytes) -> None:
         """Count the values in the next piece. Raises ApiError if the body now has too many values, containers or levels."""
         piece = self._held + piece

@@ -30,9 +30,6 @@ class TimeLimit:
         self._seconds = seconds
         self._is_over = False
 
-    def __repr__(self) -> str:
-        return f"<TimeLimit of {self._seconds} s{', which are over' * self._is_over}>"
-
     def __enter__(self) -> TimeLimit:
         self._task = asyncio.current_task()
         self._timer = asyncio.get_running_loop().call_later(self._seconds, self._end)
@@ -64,9 +61,6 @@ class ClientWatch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<ClientWatch: {'gone' if self._gone.done() else 'there'}>"
 
     def close(self) -> None:
         """Stop watching."""
@@ -127,9 +121,6 @@ class TextEvents:
         """`write` builds the event of a choice from its index and a text."""
         self._write = write
         self._around: dict[int, list[str]] = {}  # by choice: the serialised event before and after the text
-
-    def __repr__(self) -> str:
-        return f"<TextEvents of {len(self._around)} choices>"
 
     def fill(self, index: int, text: str) -> bytes:
         """Return the serialised event of choice `index` with `text`."""

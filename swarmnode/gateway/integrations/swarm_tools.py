@@ -39,9 +39,6 @@ class SwarmTools:
     def __init__(self, client: SwarmClient) -> None:
         self._client = client
 
-    def __repr__(self) -> str:
-        return f"<SwarmTools of {self._client!r}>"
-
     def server(self, name: str) -> MCPServer:
         """Return an MCP server called `name`, with the tools that suit the task of the swarm's model."""
         manifest = self._client.manifest

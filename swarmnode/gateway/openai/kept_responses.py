@@ -91,9 +91,6 @@ class KeptResponses:
         self._clock = clock
         self._known_key: bytes | None = None
 
-    def __repr__(self) -> str:
-        return f"<KeptResponses in {self._folder}>"
-
     def keep(self, owner: str, id: str, reply: bytes, items: Sequence[Item]) -> None:
         """Keep the response `id`, which answers `items`. Removes the owner's oldest responses if there are more than
         `MOST_RESPONSES`, or more than `MOST_BYTES`. Raises LocalError if it is too large or cannot be written."""

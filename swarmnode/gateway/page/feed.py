@@ -55,9 +55,6 @@ class SwarmHistory:
         self._speed: float | None = None
         self._waits = self._token_waits()  # at the last sample
 
-    def __repr__(self) -> str:
-        return f"<SwarmHistory of {len(self._samples)} samples>"
-
     def reply(self) -> HistoryReply:
         """Return all samples."""
         return HistoryReply(period_s=PERIOD_S, samples=list(self._samples))
@@ -121,9 +118,6 @@ class SwarmFeed:
         self._tells_sessions = tells_sessions
         self._ended = False
         self._status: tuple[int, Picture] = (-1, {})  # the last status with its revision
-
-    def __repr__(self) -> str:
-        return f"<SwarmFeed of {self._name}>"
 
     def end(self) -> None:
         """End all event streams of this feed."""

@@ -37,9 +37,6 @@ class OwnerAccess:
         self.home = home
         self.token = _token_in(home / FILE)
 
-    def __repr__(self) -> str:
-        return f"<OwnerAccess to the nodes of {self.home}>"
-
     def check(self, request: Request) -> None:
         """Raise ApiError (403) unless the request has the owner's token, comes from this machine, and comes from no other site's
         page."""
@@ -93,9 +90,6 @@ class Page:
         self._tasks: Tasks | None = None  # while the page is watching
         for name, model in gateway.swarms.items():
             self.add(name, model.client)
-
-    def __repr__(self) -> str:
-        return f"<Page of {', '.join(self._feeds)}, {self.owner!r}>"
 
     @property
     def names(self) -> list[str]:

@@ -129,9 +129,6 @@ class DirectListener:
         self._groups: dict[Prologue, str] = {}  # address groups of connections without a token, the oldest first
         self._timers: dict[Prologue, asyncio.TimerHandle] = {}
 
-    def __repr__(self) -> str:
-        return f"<DirectListener on port {self.port}, {len(self._expected)} expected, {len(self._groups)} not shown>"
-
     async def open(self, hosts: Sequence[str]) -> None:
         """Listen on each IP address. An address on which that fails is logged and left out."""
         loop = asyncio.get_running_loop()

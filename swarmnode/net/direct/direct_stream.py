@@ -68,9 +68,6 @@ class KeyPair:
         self._private = X25519PrivateKey.generate() if private is None else X25519PrivateKey.from_private_bytes(private)
         self.public: bytes = self._private.public_key().public_bytes_raw()
 
-    def __repr__(self) -> str:
-        return f"<KeyPair {self.public.hex()}>"
-
     def as_opener(self, acceptor_public: bytes, occasion: Occasion) -> Agreement:
         """Return the keys agreed with the acceptor of the connection. Raises ProtocolError if its public key gives no shared
         secret."""
@@ -107,9 +104,6 @@ class DirectionKey:
         self._number = 0
         self._renew_after = renew_after
 
-    def __repr__(self) -> str:
-        return f"<DirectionKey before record {self._number}>"
-
     def seal(self, content: Buffer) -> tuple[bytes, bytes]:
         """Return the (head, sealed contents) of the next record; `content` has at most MAX_CONTENT_BYTES."""
         head = HEAD.pack(len(content) + TAG_BYTES)
@@ -138,9 +132,6 @@ class RecordReader:
         self._key = key
         self._data = memoryview(bytearray(READ_BYTES))
         self._filled_bytes = 0
-
-    def __repr__(self) -> str:
-        return f"<RecordReader with {self._filled_bytes} bytes of a record>"
 
     def room(self) -> memoryview:
         """Return the buffer for the next bytes, never empty."""

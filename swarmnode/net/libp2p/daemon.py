@@ -69,9 +69,6 @@ class SocketFolder:
         self._lock = None if sys.platform == "win32" else lock_alone(self.path / LOCK_FILE)
         self._sockets = itertools.count(1)
 
-    def __repr__(self) -> str:
-        return f"<SocketFolder {self.path}>"
-
     def new_socket(self, name: str) -> Path:
         """Return a new path for a socket; the file of a killed process may still be at an old one."""
         return self.path / f"{name}-{next(self._sockets)}.sock"
@@ -157,10 +154,6 @@ class Daemon:
         self._ready = asyncio.Event()
         self._started_s = time.monotonic()
         self.last_line = ""
-
-    def __repr__(self) -> str:
-        state = f"exited {self._process.returncode}" if self.exited.done() else "running"
-        return f"<Daemon p2pd pid {self.pid} {state}>"
 
     @property
     def pid(self) -> int:

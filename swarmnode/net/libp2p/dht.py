@@ -83,9 +83,6 @@ class TableCalls:
         own = b"" if client_mode else id_bytes(node_id(p2p.peer_id.to_base58()))
         self._info = dht_pb2.NodeInfo(node_id=own)
 
-    def __repr__(self) -> str:
-        return f"<TableCalls with {self._store!r}, {self._routing_table!r}>"
-
     async def serve(self) -> None:
         """Start to answer calls. A client answers none."""
         if self._client_mode:

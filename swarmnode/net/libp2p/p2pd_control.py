@@ -44,9 +44,6 @@ class AddressGroups:
         self._known: Recent[PeerId, str] = Recent(MOST_GROUPS)
         self._asking: asyncio.Task[None] | None = None
 
-    def __repr__(self) -> str:
-        return f"<AddressGroups of {len(self._known)} peers>"
-
     def of(self, peer: PeerId) -> str:
         """Return the group of a peer; its id if the group is not known."""
         return self._known.get(peer, peer)
@@ -259,9 +256,6 @@ class P2pdControl:
     def __init__(self, socket: Path) -> None:
         self.socket = socket
 
-    def __repr__(self) -> str:
-        return f"<P2pdControl {self.socket}>"
-
     async def identify(self) -> tuple[PeerId, list[str]]:
         """Return this peer's id and the multiaddrs at which it may be reached now."""
         answer = await self._ask(Request(type=Request.IDENTIFY))
@@ -360,9 +354,6 @@ class Inbox:
         self.path = path
         self._on_stream = on_stream
         self._server: asyncio.AbstractServer | None = None
-
-    def __repr__(self) -> str:
-        return f"<Inbox {self.path} {'open' if self._server else 'closed'}>"
 
     async def open(self) -> None:
         """Listen; from now on p2pd can hand streams over."""

@@ -54,9 +54,6 @@ class FairPace:
         self._clock = clock
         self._free_at_s: Recent[Hashable, float] = Recent(MAX_BUCKETS)  # when the rate has made up for all amounts
 
-    def __repr__(self) -> str:
-        return f"<FairPace of {self._peer} for a peer, {self._group} for a group, {len(self._free_at_s)} known>"
-
     def wait_s(self, claimant: Claimant, amount: float = 1.0, *, within_s: float = math.inf) -> float:
         """Take the amount and return the seconds to wait before the claimant's turn.
 
@@ -86,9 +83,6 @@ class FairShare(Generic[Item]):
         self._claimants: dict[Item, Claimant] = {}
         self._groups: dict[str, dict[PeerId, dict[Item, None]]] = {}  # items, the oldest first
         self._sizes: dict[str, int] = {}
-
-    def __repr__(self) -> str:
-        return f"<FairShare {len(self)} of {self._places} places by {len(self._groups)} groups>"
 
     def __len__(self) -> int:
         return len(self._claimants)
@@ -162,9 +156,6 @@ class StreamLimits:
         )
         self._open: FairShare[Stream] = FairShare(OPEN, of_peer=OPEN_OF_PEER, of_group=OPEN_OF_GROUP)
         self._pace = FairPace(NEW_OF_PEER, NEW_OF_GROUP, clock=clock)
-
-    def __repr__(self) -> str:
-        return f"<StreamLimits {len(self._open)} open, {len(self._half_open)} not greeted>"
 
     @property
     def half_open(self) -> int:

@@ -39,9 +39,6 @@ class Heartbeat:
         self._owes_sign = False  # whether data arrived and nothing was sent since
         self._sent_bytes = 0  # sum of the bytes sent when it arrived
 
-    def __repr__(self) -> str:
-        return f"<Heartbeat {'busy' if self.busy else 'idle'}, heard at {self._heard_at_s:.1f} s>"
-
     def heard(self, now_s: float) -> None:
         """Record that something arrived from the peer at `now_s`."""
         self._heard_at_s = now_s

@@ -37,9 +37,6 @@ class SendQueue:
         self._reservation = ledger.count(Account.MESSAGES)
         self.count()
 
-    def __repr__(self) -> str:
-        return f"<SendQueue {self.unsent_bytes} bytes to go, {self.sent_bytes} sent>"
-
     @property
     def total_bytes(self) -> int:
         """Sum of the bytes ever put."""

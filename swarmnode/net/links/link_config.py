@@ -49,9 +49,6 @@ class Gate:
 
     guards_table = False  # whether calls of the table must be admitted, too
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}>"
-
     def greeting(self, hello: Hello) -> Hello:
         """Return the greeting to send, with this peer's certificate if the swarm needs one."""
         return hello

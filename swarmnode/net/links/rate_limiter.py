@@ -25,9 +25,6 @@ class RateLimiter:
         self._clock = clock
         self._free_at_s = -1e18  # when all reserved bytes have left
 
-    def __repr__(self) -> str:
-        return f"<RateLimiter of {self.rate_bps / 1e6:.3g} Mbit/s>"
-
     @property
     def burst_bytes(self) -> int:
         """Bytes that may go at once, few enough for short pauses."""
@@ -54,9 +51,6 @@ class RateLimitedStream(Stream):
         self._waiting: deque[memoryview] = deque()
         self._waiting_bytes = 0
         self._pump: asyncio.Task[None] | None = None
-
-    def __repr__(self) -> str:
-        return f"<RateLimitedStream to {self.peer} with {self._waiting_bytes} bytes waiting, {self._rate_limiter!r}>"
 
     def write(self, buffers: Sequence[Buffer]) -> None:
         views = [memoryview(buffer) for buffer in buffers if len(buffer)]

@@ -82,9 +82,6 @@ class Surveyor:
         self.coordinate = Coordinate()
         self._random = random.Random(repr(seed))
 
-    def __repr__(self) -> str:
-        return f"<Surveyor at {self.coordinate!r}>"
-
     def measured(self, theirs: Coordinate | None, rtt_s: float) -> None:
         """Update the coordinate by a round trip to a peer at `theirs`; None if that peer announces none, so that it counts as
         knowing nothing."""

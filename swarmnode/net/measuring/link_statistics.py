@@ -32,10 +32,6 @@ class Arrivals:
         self.rate_bps: float | None = None
         self._measured: deque[tuple[float, float]] = deque(maxlen=FRAMES_KEPT)  # when, and bits/s
 
-    def __repr__(self) -> str:
-        rate = "unknown" if self.rate_bps is None else f"{self.rate_bps / 1e6:.3g} Mbit/s"
-        return f"<Arrivals {self.total_bytes} bytes, {rate}>"
-
     def measured(self, rate_bps: float, now_s: float) -> None:
         """Record that data of the peer arrived at `rate_bps` while a large frame did, at `now_s`."""
         self._measured.append((now_s, rate_bps))
@@ -55,9 +51,6 @@ class ThroughputMeter:
         self._began_s: float | None = None
         self._bytes = 0  # of the frame
         self._before_bytes = 0  # of the peer before the frame
-
-    def __repr__(self) -> str:
-        return f"<ThroughputMeter, {self._arrivals!r}>"
 
     @property
     def rate_bps(self) -> float | None:
@@ -89,9 +82,6 @@ class Traffic:
         self.sent_bytes: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
         self._round_trips: dict[str, Histogram] = {}
-
-    def __repr__(self) -> str:
-        return f"<Traffic {self.sent_bytes.total()} bytes sent, {self.received_bytes.total()} received>"
 
     @property
     def total_bytes(self) -> int:
@@ -141,9 +131,6 @@ class RoundTrips:
         self._timed_queue_bytes = 0  # sent just before it
         self._queued_bytes = 0  # sent since
         self._behind = 0  # the last ping that left after a large payload; 0 once it was answered
-
-    def __repr__(self) -> str:
-        return f"<RoundTrips {'not measured' if self.rtt_s is None else f'{self.rtt_s * 1e3:.1f} ms'}>"
 
     @property
     def begun(self) -> bool:
@@ -221,10 +208,6 @@ class LinkStatistics:
         self._guess = guess
         self._clock = clock
         self._peers: Recent[PeerId, PathMeasurement] = Recent(PEERS_KEPT)
-
-    def __repr__(self) -> str:
-        up, down = (f"{rate / 1e6:.3g}" if rate else "?" for rate in (self.up_bps, self.down_bps))
-        return f"<LinkStatistics of {len(self._peers)} peers, {up} Mbit/s up, {down} down>"
 
     def round_trip(self, peer: PeerId, rtt_s: float) -> None:
         """Record a round trip of `rtt_s` seconds to `peer`."""

@@ -38,10 +38,6 @@ class Pipe:
         self._arrived: deque[memoryview] = deque()
         self._changed: dict[asyncio.Future[None], None] = {}  # waiting calls, the oldest first
 
-    def __repr__(self) -> str:
-        state = "broken" if self.broken else "ended" if self.ended else "open"
-        return f"<Pipe to {self.target} {state}, {self.unread_bytes} bytes unread>"
-
     def send(self, data: bytes) -> None:
         """Send `data` to the other end; empty data marks the end of the stream."""
         self._travelling.append(data)
@@ -115,10 +111,6 @@ class FakeStream(CountedStream):
         self._outgoing = outgoing
         self._closed = False
 
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "broken" if self._incoming.broken else "open"
-        return f"<FakeStream {self.protocol} to {self.peer} {state}>"
-
     async def read_into(self, buffer: memoryview) -> int:
         return 0 if self._closed else await self._incoming.read_into(buffer)
 
@@ -185,9 +177,6 @@ class Island:
         self.peers = set(peers)
         self.records: dict[bytes, dict[bytes, Record]] = {}
 
-    def __repr__(self) -> str:
-        return f"<Island of {len(self.peers)} peers, {len(self.records)} keys>"
-
     def keep(self, key: bytes, subkey: bytes, record: Record) -> bool:
         """Keep a record; return False, changing nothing, if one that expires later, or at the same time, is there."""
         known = self.records.setdefault(key, {}).get(subkey)
@@ -225,9 +214,6 @@ class Medium:
         self._free_at: dict[object, float] = {}  # when a direction, or the line of several, has sent all its bytes
         self._hanging: dict[PeerId, asyncio.Event] = {}
         self._held: list[Pipe] = []  # one entry for each arrival that waits for a hanging peer
-
-    def __repr__(self) -> str:
-        return f"<Medium with {len(self._paths)} paths of their own, {len(self._hanging)} peers hang>"
 
     def path(self, source: PeerId, target: PeerId) -> Path:
         """Return the latency, rate and loss from `source` to `target`: the set path, else the default one."""

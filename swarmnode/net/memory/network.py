@@ -54,9 +54,6 @@ class FakeWorld(Medium):
         self._connections: set[frozenset[PeerId]] = set()
         self._networks: dict[PeerId, FakeNetwork] = {}
 
-    def __repr__(self) -> str:
-        return f"<FakeWorld of {len(self._networks)} peers, {len(self._hanging)} hanging>"
-
     def join(
         self,
         *,
@@ -121,9 +118,6 @@ class FakeDht(Dht):
     def __init__(self, network: FakeNetwork) -> None:
         self._network = network
 
-    def __repr__(self) -> str:
-        return f"<FakeDht on {self._network.island!r}>"
-
     async def store(self, key: bytes, subkey: bytes, value: bytes, *, expires_at: float) -> bool:
         others = await self._network.table_neighbours()
         if not self._network.believes(key, subkey, value, expires_at):
@@ -179,9 +173,6 @@ class FakeNetwork(Network):
         self._tasks = Tasks("streams", on_crash=supervisor.ends_conversation)
         self._limits = StreamLimits(lambda: asyncio.get_running_loop().time())
         self._down = False
-
-    def __repr__(self) -> str:
-        return f"<FakeNetwork {self.peer_id} {'down' if self._down else 'up'}, {len(self._streams)} streams>"
 
     @property
     def dht(self) -> Dht:

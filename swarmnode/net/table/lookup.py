@@ -95,9 +95,6 @@ class LookUp:
         for key, search in self._searches.items():
             search.done = self._has_enough(key, search)
 
-    def __repr__(self) -> str:
-        return f"<LookUp of {len(self._searches)} keys>"
-
     def records(self, key: int) -> dict[bytes, Record]:
         """Return the records found under a key, by subkey, from all peers that answered."""
         return self._searches[key].records

@@ -33,9 +33,6 @@ class RecordStore:
         self._all: FairShare[Slot] = FairShare(MAX_RECORDS)
         self._of_key: dict[int, FairShare[Slot]] = {}
 
-    def __repr__(self) -> str:
-        return f"<RecordStore of {len(self._all)} records under {len(self._keys)} keys>"
-
     def __len__(self) -> int:
         return len(self._keys)
 

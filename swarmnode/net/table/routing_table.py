@@ -62,9 +62,6 @@ class RoutingTable:
         self._clock = clock
         self._buckets: dict[int, dict[PeerId, _Known]] = {}  # least recently heard first
 
-    def __repr__(self) -> str:
-        return f"<RoutingTable of {len(self)} peers>"
-
     def __len__(self) -> int:
         return sum(map(len, self._buckets.values()))
 
@@ -147,9 +144,6 @@ class Population:
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
         self._estimates: deque[float] = deque(maxlen=SAMPLES)
 
-    def __repr__(self) -> str:
-        return f"<Population of about {self.peers:.0f} by {len(self._estimates)} estimates>"
-
     @property
     def peers(self) -> float:
         """Estimated number of peers; 0 before the first estimate."""
@@ -173,9 +167,6 @@ class Keepers:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: Recent[int, tuple[float, Sequence[PeerId]]] = Recent(MAX_KEYS)
-
-    def __repr__(self) -> str:
-        return f"<Keepers of {len(self._known)} keys>"
 
     async def of(self, key: int, find: Find) -> Sequence[PeerId]:
         """Return the keepers of a key, nearest first, remembered or found by `find`."""

@@ -88,9 +88,6 @@ class AuditBudget:
         self._spent_s = 0.0
         self._earned_s = 0.0
 
-    def __repr__(self) -> str:
-        return f"<AuditBudget of {self.share:.1%}, spent {self.spent_share:.1%}>"
-
     @property
     def spent_share(self) -> float:
         """Cost of audits as a share of the cost of served sessions; 0 before any was served."""

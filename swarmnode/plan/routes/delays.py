@@ -62,9 +62,6 @@ class HomeLines:
         self._clock = clock
         self._best: dict[tuple[PeerId, PeerId], tuple[float, float]] = {}  # bits/s, and until when they count
 
-    def __repr__(self) -> str:
-        return f"<HomeLines of {len(self._best)} paths>"
-
     def held(self, view: View, peers: Sequence[PeerView]) -> View:
         """Return the view with each path out of a shared home at its best bandwidth of the last `HELD_S` seconds."""
         now_s, homes = self._clock(), {peer.peer: peer.home or peer.peer for peer in peers}

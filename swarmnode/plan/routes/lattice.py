@@ -115,9 +115,6 @@ class Lattice:
             onward[np.ix_(here, there)] for here, there in zip(self._holders, self._holders[1:], strict=False)
         ]
 
-    def __repr__(self) -> str:
-        return f"<Lattice {len(self._candidates)} candidates over {len(self._holders)} segments>"
-
     def best(self) -> Route | None:
         """Return the route of least cost; None if some segment has no candidate. A peer may occur twice."""
         if any(len(holders) == 0 for holders in self._holders):

@@ -51,10 +51,6 @@ class CodecSchedule:
         self._first = first
         self._changes = dict(sorted(changes)[:MAX_CHANGES])
 
-    def __repr__(self) -> str:
-        changes = "".join(f", {codec.name} from {start}" for start, codec in self._changes.items())
-        return f"<CodecSchedule {self._first.name}{changes}>"
-
     @property
     def changes(self) -> tuple[tuple[int, Codec], ...]:
         """Changes as (first position, codec), by rising position."""

@@ -198,10 +198,6 @@ class MeasuredBudget:
         self._cost_age_s = COST_S
         self._proposers: dict[str, Proposer] = {}
 
-    def __repr__(self) -> str:
-        known = ", ".join(f"{name} {one.acceptance:.2f}" for name, one in self._proposers.items())
-        return f"<MeasuredBudget of {self.window()} guesses, a turn of {self._turn_s * 1e3:.1f} ms, {known or 'none judged'}>"
-
     def count(self, in_flight: int) -> int:
         """Return the number of guesses that may be sent now, while `in_flight` guesses have no verdict; 0 for none.
 
@@ -335,9 +331,6 @@ class RowLoad:
     def __init__(self) -> None:
         self._share = 0.0
         self._until_s = 0.0
-
-    def __repr__(self) -> str:
-        return f"<RowLoad {self._share:.2f}>"
 
     def note(self, ended_s: float, rows_s: float) -> None:
         """Record that a pass ended at `ended_s`, of which rows took `rows_s` seconds."""

@@ -43,9 +43,6 @@ class PassCost:
         self.fixed_s = 0.0  # of a pass, however short
         self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums over passes: x positions, y seconds
 
-    def __repr__(self) -> str:
-        return f"<PassCost {self.fixed_s * 1e3:.2f} ms and {self.position_s * 1e6:.1f} us for each position>"
-
     def note(self, positions: int, took_s: float) -> None:
         """Record that a pass over `positions` positions took `took_s` seconds."""
         x, y = float(positions), took_s
@@ -95,9 +92,6 @@ class DeviceShares:
         self._owners: dict[int, Owner] = {}  # of open sessions that have one
         self._weights: dict[int, float] = {}  # of open sessions that have an owner
         self._used_s: dict[Owner, float] = {}  # the one that was charged last stands last
-
-    def __repr__(self) -> str:
-        return f"<DeviceShares of {len(self._owners)} sessions, {len(self._used_s)} owners>"
 
     def open(self, session: int, owner: str, weight: float = 1.0) -> None:
         """Charge the session's further time to `owner`, divided by `weight`."""
@@ -203,9 +197,6 @@ class PassScheduler:
         self._stepped_at: dict[int, int] = {}  # by session that decodes, the number of the last pass with a step of it
         self._passes = 0
         self._prompts_next = False
-
-    def __repr__(self) -> str:
-        return f"<PassScheduler {len(self._backlogs)} sessions wait, {len(self._stepped_at)} decode, {self.cost!r}>"
 
     def open(self, session: int, owner: str, weight: float = 1.0) -> None:
         """Charge the session's time to `owner`, divided by `weight`."""

@@ -56,9 +56,6 @@ class CapacityIndex:
         for span, count in self.spans.items():
             self.holders_U[span.start : span.end] += count
 
-    def __repr__(self) -> str:
-        return f"<CapacityIndex {self.spans.total()} peers on {len(self.spans)} spans, {len(self.missing())} units missing>"
-
     def units_per_s(self, peer: PeerView, span_units: int) -> float:
         """Return the layers/s that `peer` sustains on a span of `span_units` layers."""
         return sustained_units_per_s(
@@ -112,9 +109,6 @@ class Hysteresis:
 
     def __init__(self) -> None:
         self._held: dict[PeerId, float] = {}
-
-    def __repr__(self) -> str:
-        return f"<Hysteresis speeds of {len(self._held)} peers>"
 
     def view(self, view: View) -> View:
         """Return the view with each peer's held speed, which changes only if the measured one differs by a factor of REAL_CHANGE.

@@ -214,10 +214,6 @@ class AveragingClusters:
         self._chosen: dict[tuple[int, ...], tuple[tuple[PeerId, ...], Clusters]] = {}
         self._rests = 0
 
-    def __repr__(self) -> str:
-        clustered = sum(len(set(clusters)) > 1 for _, clusters in self._chosen.values())
-        return f"<AveragingClusters, {clustered} of {len(self._chosen)} groups over clusters>"
-
     def begin(self) -> None:
         """Begin another averaging: one fewer is left of those that must go without clusters after a failure."""
         self._rests = max(0, self._rests - 1)

@@ -107,9 +107,6 @@ class Coordination:
     def __init__(self, phase: Phase = Phase.VACANT) -> None:
         self.phase = phase
 
-    def __repr__(self) -> str:
-        return f"<Coordination {self.phase.name}>"
-
     @property
     def in_office(self) -> bool:
         """Whether this stage is the coordinator of the training."""

@@ -41,9 +41,6 @@ class Resettling:
         others = [STANDING_BY if self._is_on_its_way(one) else span for one, span in enumerate(peers.spans)]
         self._gain = gain_of_all(forecast, self._places, others)  # the same when some are on their way
 
-    def __repr__(self) -> str:
-        return f"<Resettling for {self._gain:.0%} of a step, {len(self._coming)} peers have not arrived>"
-
     def pays(self, move_s: float, stay_s: float) -> bool:
         """Return whether steps gain more until `stay_s` from now than is lost while trained state is fetched (at least
         `move_s`), and some peer can go or is on its way. False if the gain is at most `WORTH_IT`, or infinite: layers without

@@ -104,9 +104,6 @@ class FirstPlaces:
         self._places: object = None
         self._still_until_s = 0.0
 
-    def __repr__(self) -> str:
-        return f"<FirstPlaces, {'awaited' if self.awaited else 'taken'}>"
-
     def note(self, peers: Sequence[PeerView], *, elsewhere: bool, patience_s: float) -> None:
         """Note the present places. `elsewhere`: whether a move of all peers pays. If so the moves are awaited, until no peer is
         on its way, or no peer has changed its place for `patience_s`."""

@@ -113,10 +113,6 @@ class Clusters:
             for label, members in enumerate(tree.clusters(top)):
                 self.label_LN[level, members] = label
 
-    def __repr__(self) -> str:
-        counts = [int(labels.max()) + 1 for labels in self.label_LN]
-        return f"<Clusters {counts}, hops of {np.cumsum(self.rise_L).round(4).tolist()} s>"
-
     def members(self) -> tuple[Floats, Floats]:
         """Return all clusters of all levels: [K, N] their members (0 or 1), and [K] the seconds of their level; empty for
         one peer."""
@@ -154,9 +150,6 @@ class StepForecast:
             self._averaging = AveragingNetwork(8 / self.path_NN, 8 / self.line_N, self._delay_NN, network.homes)
         self._members_KN, self._rise_K = self.clusters.members()
         self.latency_s = float(load.work_U.sum() / network.work_per_s_N.mean())
-
-    def __repr__(self) -> str:
-        return f"<StepForecast of {self.load.units} units on {self.network.peers} peers, {self.clusters!r}>"
 
     def unit_s(self, stages: int) -> Floats:
         """Return [U]: the seconds that a layer adds to its stage with `stages` stages: its computing, and its gradients on

@@ -60,9 +60,6 @@ class Bench:
         self._is_busy = False
         self._is_stopped = False
 
-    def __repr__(self) -> str:
-        return f"<Bench, {len(self._jobs)} passes wait>"
-
     def submit(self, way: Way, takes_s: float, done: Action) -> None:
         """Queue a pass of `takes_s` seconds in the direction `way`, and call `done` after it."""
         heapq.heappush(self._jobs, (way, next(self._numbers), takes_s, done))
@@ -195,9 +192,6 @@ class ExpectedStep:
         self.expected_s = 0.0
         self._forecast_s = 0.0
         self._ratios = deque([1.0], maxlen=REMEMBERED)  # a first step, which warms up, is not believed alone
-
-    def __repr__(self) -> str:
-        return f"<ExpectedStep {self.expected_s:.3f} s, {self.correction:.2f} times what was forecast>"
 
     @property
     def correction(self) -> float:

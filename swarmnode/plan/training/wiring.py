@@ -48,9 +48,6 @@ class Transfers:
         self._apart: Recent[tuple[PeerId, PeerId], None] = Recent(MAX_APART)
         self.know((), np.zeros((0, 0)), np.zeros((0, 0)))
 
-    def __repr__(self) -> str:
-        return f"<Transfers between {len(self._number)} peers, {self._booked.total()} messages booked>"
-
     def know(self, peers: Sequence[PeerId], delay_NN: Floats, sending_NN: Floats, homes: Sequence[int] = ()) -> None:
         """Set the seconds [from, to] between peers: the delay of a message, and the sending time of a microbatch's values.
         `homes`: the home number of each peer; peers of one home share a line. Bookings stay."""

@@ -99,9 +99,6 @@ class Blame:
         self._backoff = Backoff(clock, first_s=avoid_s)
         self._claims: list[_Claim] = []  # arguable ones since the last progress, others of the last CLAIM_S
 
-    def __repr__(self) -> str:
-        return f"<Blame of {len(self._claims)} claims, {self._backoff!r}>"
-
     def judge(
         self,
         hop: HopSpec,

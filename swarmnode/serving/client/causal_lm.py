@@ -41,9 +41,6 @@ class Ends:
         self._head = head
         self.hidden_size = embedding.span.hidden_size  # of the states between embedding and head
 
-    def __repr__(self) -> str:
-        return f"<Ends {self._embedding!r} {self._head!r}>"
-
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> Ends:
         """Load layer 0 and the last layer. Raises CheckpointError if the checkpoint cannot be read."""

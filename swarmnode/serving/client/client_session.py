@@ -101,9 +101,6 @@ class ToldCodecs:
         for one in told:
             self._note(one)
 
-    def __repr__(self) -> str:
-        return f"<ToldCodecs of {len(self._schedules)} units>"
-
     @property
     def told(self) -> tuple[LinkCodec, ...]:
         """Return all codecs that hops chose, as an OPEN message carries them to a new hop."""

@@ -39,9 +39,6 @@ class SharedText:
         self.kept = self.computed = kept
         self.settled = asyncio.Event()
 
-    def __repr__(self) -> str:
-        return f"<SharedText of {len(self.ids)} positions{', computed' * self.computed}{', kept' * self.kept}>"
-
     def note_output(self) -> None:
         """Note that an output came: all of the positions have been computed, at every hop."""
         self.computed = True

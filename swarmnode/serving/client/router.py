@@ -92,9 +92,6 @@ class DirectoryRouter(Router):
         self._dice = random.Random(host.directory.network.peer_id)
         self._group = (lambda _peer: "") if host.access_control is None else host.access_control.group
 
-    def __repr__(self) -> str:
-        return f"<DirectoryRouter over {self._span} {'ring' if self._ring else 'driven'}>"
-
     def route(self, avoid: frozenset[PeerId], keep: Sequence[HopSpec], size: SessionSize = SessionSize()) -> Route:
         avoid = avoid | self._host.standing.shunned
         try:

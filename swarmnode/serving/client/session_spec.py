@@ -35,9 +35,6 @@ class ServedWork:
         self._tokens: dict[tuple[bytes, HopSpec], int] = {}
         self._given: dict[tuple[bytes, HopSpec], int] = {}
 
-    def __repr__(self) -> str:
-        return f"<ServedWork {dict(self.by_peer_and_session())}>"
-
     def given(self, session: bytes, route: Route, tokens: int) -> None:
         """Record that `session` began with `tokens` tokens copied from another session. These hops get no second credit
         for them."""

@@ -104,9 +104,6 @@ class ToldDrafter:
         self._begin = 0  # length of the text before the suggested tokens
         self._suggested: tuple[int, ...] = ()
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self._suggested)} tokens after {self._begin}>"
-
     def suggest(self, ids: Sequence[int]) -> None:
         """Take the tokens that follow the text by the word of the last hop."""
         self._begin, self._suggested = self._length, tuple(ids)

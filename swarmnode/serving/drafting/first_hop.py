@@ -61,9 +61,6 @@ class DraftLead:
         self._sent_s: dict[int, float] = {}  # by position of the awaited token: when the position before it was sent
         self._goes_on = False
 
-    def __repr__(self) -> str:
-        return f"<DraftLead by {self._drafter.name}: {len(self._flying)} of {self.most} in flight at {self.end}>"
-
     @property
     def end(self) -> int:
         """Position after the last token of the known text."""

@@ -29,9 +29,6 @@ class GuessedJobs:
         self._guesses: dict[int, Guess] = {}  # of the turn, by position
         self._waiting: deque[Job] = deque()
 
-    def __repr__(self) -> str:
-        return f"<GuessedJobs: {len(self._guesses)} ids of turn {self._turn}, {len(self._waiting)} inputs wait>"
-
     def hear(self, start: int, drafts: Drafts) -> None:
         """Take the ids of the guesses from position `start` on. Ids of an older turn are ignored; of more than MAX_DRAFTS
         positions only the latest are kept."""
@@ -77,9 +74,6 @@ class TakenBack:
 
     def __init__(self) -> None:
         self._cuts: deque[tuple[int, int]] = deque()  # (turn, position), both rising
-
-    def __repr__(self) -> str:
-        return f"<TakenBack from {[position for _, position in self._cuts]}>"
 
     def note(self, turn: int, position: int) -> None:
         """Note that inputs of turns before `turn` do not count from `position` on."""

@@ -112,9 +112,6 @@ class LookupDrafter:
             self._index([*text, SEPARATOR])
         self._begin = len(self._text)
 
-    def __repr__(self) -> str:
-        return f"<LookupDrafter of {len(self._text)} tokens, at {self._match}>"
-
     @property
     def size_bytes(self) -> int:
         """Bytes of memory that the remembered tokens take."""

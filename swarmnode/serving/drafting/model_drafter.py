@@ -85,9 +85,6 @@ class ModelDrafter:
         self._running: asyncio.Future[Continued] | None = None
         self._over = False
 
-    def __repr__(self) -> str:
-        return f"<ModelDrafter {len(self._ids) - self._accepted} tokens ahead of {self._accepted}>"
-
     def listen(self, wake: Callable[[], None]) -> None:
         """Call `wake` on the loop whenever more guesses are ready."""
         self._wake = wake
@@ -192,9 +189,6 @@ class DraftModel:
         self._memory = memory
         self._keys = itertools.count()
         self._limits: dict[int, int] = {}  # by session: its most positions; only the loop changes it
-
-    def __repr__(self) -> str:
-        return f"<DraftModel {self.name} {self._runner.span!r}, {len(self._limits)} sessions>"
 
     @classmethod
     async def load(cls, part: DraftPart, lent: LentDevice, executor: Executor, *, kv: str, capture: bool) -> DraftModel:

@@ -44,9 +44,6 @@ class DrafterChoice:
         self._budget = budget
         self._clock = clock
 
-    def __repr__(self) -> str:
-        return f"<DrafterChoice of {', '.join(one.name for one in self._drafters)}, now {self.name}>"
-
     def listen(self, wake: Callable[[], None]) -> None:
         """Call `wake` on the loop whenever a drafter that computes in the background has more guesses."""
         for drafter in self._live:
@@ -138,9 +135,6 @@ class Proposers:
         self._announced = announced
         self._node = node
         self._model = model
-
-    def __repr__(self) -> str:
-        return f"<Proposers at {self._node()!r}>"
 
     def __call__(self, opened: Open) -> tuple[Drafter, DraftBudget]:
         """Return a new drafter and budget for the session of `opened`."""

@@ -34,9 +34,6 @@ class EarlyAttaches:
         self._config = config
         self._waiting: OrderedDict[bytes, list[tuple[Channel, Attach]]] = OrderedDict()
 
-    def __repr__(self) -> str:
-        return f"<EarlyAttaches to {len(self._waiting)} sessions>"
-
     def take(self, session: bytes) -> list[tuple[Channel, Attach]]:
         """Remove and return the ATTACH messages that arrived before the session was opened; empty if there are none."""
         return self._waiting.pop(session, [])

@@ -46,9 +46,6 @@ class SessionMemory:
         self._ledger = ledger
         self._promises: dict[int, Promise] = {}
 
-    def __repr__(self) -> str:
-        return f"<SessionMemory of {len(self._promises)} sessions, {self._budgets!r}>"
-
     def __len__(self) -> int:
         return len(self._promises)
 

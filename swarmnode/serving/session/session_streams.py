@@ -109,9 +109,6 @@ class InputCursor:
         self._truncate: Truncate | None = None  # to be applied before the next input
         self._ahead: dict[int, int] = {}  # tokens by position that came before their predecessors
 
-    def __repr__(self) -> str:
-        return f"<InputCursor at {self.accepted}, {len(self._ahead)} tokens ahead, outputs known to {self.known}>"
-
     def truncate(self, body: Truncate) -> bool:
         """Go back to an earlier position before the next input. Returns False if this truncation was applied already."""
         if body.number <= self.truncations:
@@ -198,9 +195,6 @@ class OutputStream:
     def __init__(self) -> None:
         self._outputs: dict[int, tuple[Output, tuple[Buffer, ...]]] = {}
         self._subscribers: list[Channel] = []
-
-    def __repr__(self) -> str:
-        return f"<OutputStream of {len(self._outputs)} outputs to {len(self._subscribers)} subscribers>"
 
     def held(self, position: int) -> Output | None:
         """Return the output at a position; None if there is none."""
@@ -312,9 +306,6 @@ class Transcript:
         self._keeps = keeps
         self._received: list[Entry] = []
         self._base = 0
-
-    def __repr__(self) -> str:
-        return f"<Transcript of {len(self._received)} inputs>"
 
     def rebound(self, position: int) -> None:
         """Note that inputs from `position` on come from another neighbour, or from the same one in another epoch."""

@@ -36,11 +36,6 @@ class SimulatedDirectory:
         self.speeds: Counter[float] = Counter()  # how many of the same peers have each speed
         self._view: View | None = None
 
-    def __repr__(self) -> str:
-        return (
-            f"<SimulatedDirectory of {len(self._known)} peers, revision {self.revision}, {len(self._announced)} news>"
-        )
-
     def start(self) -> None:
         """Take in the announcements now and again after every read period."""
         self.know_now()

@@ -28,9 +28,6 @@ class Measures:
         self.decision_s: dict[str, list[float]] = defaultdict(list)
         self._since: dict[str, float] = defaultdict(float)
 
-    def __repr__(self) -> str:
-        return f"<Measures of {len(self.totals)} totals over {len(self.times_s)} samples>"
-
     def count(self, name: str, amount: float) -> None:
         """Add `amount` to the total `name` and to the next point of its curve."""
         self.totals[name] += amount

@@ -32,9 +32,6 @@ class Pathfinder:
         self._rtt_s: dict[tuple[PeerId, PeerId], float] = {}
         self._revision = -1
 
-    def __repr__(self) -> str:
-        return f"<Pathfinder at revision {self._revision}, {len(self._rtt_s)} round trips>"
-
     def route(self, client: PeerId, place: int, avoid: Collection[PeerId], keep: Sequence[HopSpec]) -> Route:
         """Find a route for `client`, whose index in the links is `place`, without the peers in `avoid` and with the hops in
         `keep`. Raises NoRoute if there is none."""
@@ -80,9 +77,6 @@ class Serving:
         self._sessions: dict[PeerId, dict[Session, None]] = defaultdict(dict)  # by arrival
         self._numbers = 0
         self._kind: type[Session] = RingSession if len(world.peers) <= EXACT_PEERS else FluidSession
-
-    def __repr__(self) -> str:
-        return f"<Serving {self._numbers} sessions so far on {len(self._workers)} peers>"
 
     def begin(self) -> None:
         """Begin the sessions of `clients` clients, or else random arrivals. Raises UsageError if the peers cannot serve the

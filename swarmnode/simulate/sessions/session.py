@@ -52,9 +52,6 @@ class SimulatedExecutor:
         self._busy = False
         self._stopped = False
 
-    def __repr__(self) -> str:
-        return f"<SimulatedExecutor {self._peer.peer}: {self._scheduler!r}>"
-
     def submit(self, job: SimulatedJob) -> None:
         """Queue `job`; its `done` is called when all its positions have passed, unless the worker is stopped before."""
         self._waiting.setdefault(job.session, deque()).append(job)
@@ -161,9 +158,6 @@ class Session(ABC):
         self._world = owner.world
         self._clock = owner.clock
         self._links = owner.world.links
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.number}: {self.produced} of {self.new_tokens} tokens, epoch {self.epoch}>"
 
     @property
     def client(self) -> PeerId:

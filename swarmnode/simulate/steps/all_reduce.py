@@ -78,9 +78,6 @@ class _Sends:
         self._waiting: list[tuple[float, int, int, Mapping[int, float], Came]] = []
         self._numbers = itertools.count()
 
-    def __repr__(self) -> str:
-        return f"<_Sends, {len(self._waiting)} wait>"
-
     def add(self, at_s: float, sender: int, sizes_bytes: Mapping[int, float], came: Came) -> None:
         """Queue messages from `sender`, ready at `at_s`, that are sent together; `came` is called for each arrival."""
         heapq.heappush(self._waiting, (at_s, next(self._numbers), sender, sizes_bytes, came))
@@ -115,9 +112,6 @@ class _Exchange:
         }
         self._given_s = defaultdict[int, list[float]](list)  # by gatherer: arrival times of the contributors' values
         self._summed_s = defaultdict[int, list[float]](list)  # by owner: arrival times of the clusters' sums
-
-    def __repr__(self) -> str:
-        return f"<_Exchange of {len(self._cluster_of)} members, {len(self._contributors)} contribute>"
 
     def begin(self, now_s: float, sends: _Sends) -> None:
         """Let every contributor send its values to the gatherers of its cluster at `now_s`."""

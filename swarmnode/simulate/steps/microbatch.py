@@ -46,9 +46,6 @@ class Encoder:
         self._slowest_s = 0.0  # longest transfer of all links seen, uncompressed
         self._last_bytes: dict[tuple[int, int], int] = {}  # size of the last message between two peers
 
-    def __repr__(self) -> str:
-        return f"<Encoder {self._mode}, {len(self._controllers)} directions, beat {self.beat_s:.3g} s>"
-
     def size_bytes(self, link: Direction, shape: tuple[int, ...]) -> int:
         """Return the bytes of values of `shape`, encoded for the direction `link`."""
         plain = TensorInfo(Codec.NONE, DType.FLOAT32, shape)
@@ -131,9 +128,6 @@ class SimulatedMicrobatch(Passage):
         self.number = number
         self.route = list(route)
         self._training = training
-
-    def __repr__(self) -> str:
-        return f"<SimulatedMicrobatch of microbatch {self.number}: {len(self.counted)} of {len(self.route)} hops have counted it>"
 
     def start(self, place: int) -> None:
         """Send the samples from the trainer, whose index in the links is `place`, to the first hop."""

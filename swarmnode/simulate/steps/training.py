@@ -139,9 +139,6 @@ class Training:
         self._last_step_s = 0.0
         self._seen: dict[int, int] = {}  # unit -> bit mask of the microbatches counted in this step
 
-    def __repr__(self) -> str:
-        return f"<Training step {self.step}, {len(self._stages)} stages, {self._ledger!r}>"
-
     @property
     def has_learnt(self) -> bool:
         """Whether a step has been completed."""

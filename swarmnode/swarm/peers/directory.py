@@ -94,9 +94,6 @@ class DhtMeter:
         self._seconds = {operation: Histogram() for operation in (GET, STORE)}
         self._failures = Counter(dict.fromkeys((GET, STORE), 0))
 
-    def __repr__(self) -> str:
-        return f"<DhtMeter {self._seconds}, {self._failures.total()} failed>"
-
     @contextmanager
     def timing(self, operation: str) -> Iterator[None]:
         """Measure one operation as a context. A cancelled operation does not count as failed."""
@@ -171,10 +168,6 @@ class Directory:
         self._moved = asyncio.Event()  # set and replaced at every change
         self._closed = False
         self._tasks = Tasks("directory", on_crash=on_crash)
-
-    def __repr__(self) -> str:
-        own = "looking on" if self._own is None else repr(self._own)
-        return f"<Directory {self.swarm_id.hex()[:12]} revision {self.revision}, {self._peer_table!r}, {own}>"
 
     async def start(self) -> None:
         """Read the swarm once, then keep reading and publishing until `close`."""

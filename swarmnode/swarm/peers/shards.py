@@ -156,9 +156,6 @@ class ShardSampling:
         self._random = random.Random(peer)
         self._reads = 0
 
-    def __repr__(self) -> str:
-        return f"<ShardSampling of about {self.peers:.0f} peers in a {'large' if self.large else 'small'} swarm>"
-
     @property
     def large(self) -> bool:
         """Whether the swarm is too large to read everything."""

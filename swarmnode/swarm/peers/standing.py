@@ -127,9 +127,6 @@ class Standing:
         self._peers = read_kept(path, dict[PeerId, PeerStanding], max_bytes=MAX_FILE_BYTES) or {}
         self._changed = False
 
-    def __repr__(self) -> str:
-        return f"<Standing of {len(self._peers)} peers, {len(self.shunned)} shunned>"
-
     @property
     def shunned(self) -> frozenset[PeerId]:
         """Peers that are excluded now, because they were found to compute falsely."""

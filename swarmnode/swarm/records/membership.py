@@ -138,9 +138,6 @@ class InviteUses:
     def __init__(self) -> None:
         self._by_invite: dict[bytes, dict[bytes, dict[PeerId, InviteUse]]] = {}
 
-    def __repr__(self) -> str:
-        return f"<InviteUses of {len(self._by_invite)} invites by {sum(map(len, self._by_invite.values()))} users>"
-
     def __iter__(self) -> Iterator[InviteUse]:
         everyone = [peers for users in self._by_invite.values() for peers in users.values()]
         return (use for peers in everyone for use in list(peers.values()))

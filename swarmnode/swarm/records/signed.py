@@ -81,9 +81,6 @@ class SignedRecord(Generic[Content]):
         self._fields = content.__struct_fields__
         self._decoder = msgspec.msgpack.Decoder(content)
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name} of up to {self._max_bytes} bytes>"
-
     def check(self, content: Content) -> None:
         """Raise ValueError if a content to be signed is out of its bounds, which is a bug of the caller."""
         try:

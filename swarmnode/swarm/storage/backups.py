@@ -53,9 +53,6 @@ class BackupFolder:
             for run in stored_runs(folder)[:1]:
                 self._stores[folder.name] = StateStore(folder, run, KEPT_STEPS)
 
-    def __repr__(self) -> str:
-        return f"<BackupFolder {self._folder.name} of {len(self._stores)} writers>"
-
     def close(self) -> None:
         """Release the folders for other processes."""
         for store in self._stores.values():

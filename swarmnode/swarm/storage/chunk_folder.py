@@ -30,9 +30,6 @@ class ChunkFolder:
         self._checked: dict[str, set[int]] = {}  # chunks of each file that this process has hashed
         self._beginning = threading.Lock()
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.folder.name} with {used_bytes(self.folder) / 1e6:.0f} MB>"
-
     def path(self, file: FileContent) -> Path:
         """Return the path of `file` in the folder; until all chunks are there, the file on disk has holes."""
         return self.folder / file.name

@@ -108,9 +108,6 @@ class JoinedSwarms:
     def __init__(self, home: Path) -> None:
         self._folder = home / FOLDER
 
-    def __repr__(self) -> str:
-        return f"<JoinedSwarms {', '.join(self.names())}>"
-
     def names(self) -> list[str]:
         """Return the names of all joined and founded swarms, sorted."""
         return sorted({path.stem for path in self._folder.glob("*") if path.suffix in (SUFFIX, LINK)})

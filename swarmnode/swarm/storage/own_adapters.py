@@ -184,9 +184,6 @@ class OwnAdapters:
         self._folder = home / FOLDER / folder_name(swarm)
         self._hashed: dict[Path, OwnAdapter] = {}
 
-    def __repr__(self) -> str:
-        return f"<OwnAdapters in {self._folder}>"
-
     def all(self) -> list[OwnAdapter]:
         """Return the added adapters in the order of their names. A damaged one is left out. Files are hashed once."""
         found = []
@@ -244,9 +241,6 @@ class BlockedAdapters:
 
     def __init__(self, home: Path) -> None:
         self._path = home / FOLDER / BLOCKED_NAME
-
-    def __repr__(self) -> str:
-        return f"<BlockedAdapters in {self._path}>"
 
     def ids(self) -> frozenset[str]:
         """Return the blocked ids; empty if there is no list."""

@@ -71,9 +71,6 @@ class ReceiptFolder:
                 self._kept[receipt.client, receipt.since] = receipt
         self._bound()
 
-    def __repr__(self) -> str:
-        return f"<ReceiptFolder of {len(self._kept)} receipts for {self._worker[-8:]}>"
-
     @property
     def receipts(self) -> list[Receipt]:
         """Receipts that are recent enough to count now."""

@@ -56,9 +56,6 @@ class ManifestCache:
     def __init__(self, home: Path) -> None:
         self._folder = home / FOLDER
 
-    def __repr__(self) -> str:
-        return f"<ManifestCache {self._folder}>"
-
     def get(self, swarm: bytes) -> bytes | None:
         """Return the manifest of the swarm with this id; None if it is missing or damaged."""
         with contextlib.suppress(OSError):
@@ -91,9 +88,6 @@ class KnownPeers:
         self.path = path
         self._peers = read_kept(path, dict[PeerId, KnownPeer], max_bytes=MAX_PEERS_FILE_BYTES) or {}
         self._changed = False
-
-    def __repr__(self) -> str:
-        return f"<KnownPeers {len(self._peers)} in {self.path.name}>"
 
     def addresses(self) -> list[str]:
         """Return all known multiaddrs, those of the peers seen last first."""
@@ -133,9 +127,6 @@ class MembershipFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._content = read_kept(path, _Content, max_bytes=MAX_MEMBERSHIP_BYTES) or _Content()
-
-    def __repr__(self) -> str:
-        return f"<MembershipFile {self.path.name}>"
 
     @property
     def certificate(self) -> bytes:

@@ -71,11 +71,6 @@ class StateStore:
         except OSError as error:
             raise disk_error(root, error) from error
 
-    def __repr__(self) -> str:
-        return (
-            f"<StateStore of run {self.run.id.hex()[:8]}: steps {', '.join(map(str, sorted(self._steps))) or 'none'}>"
-        )
-
     def _keep_run(self) -> None:
         """Write the settings of the training run beside its states, if their file is missing or damaged: an export reads them."""
         path, described = self.folder / RUN_FILE, encode_run(self.run)

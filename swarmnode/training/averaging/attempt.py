@@ -92,9 +92,6 @@ class OutgoingSums:
         self._sums: dict[int, Encoded] = {}
         self._changed = asyncio.Condition()
 
-    def __repr__(self) -> str:
-        return f"<OutgoingSums, {self._first} of {len(self._parts)} taken by all, {len(self._sums)} here>"
-
     def hands_on(self, part: int) -> bool:
         """Return whether this member passes on the sum of a part."""
         return part in self._place

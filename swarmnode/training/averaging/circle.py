@@ -95,10 +95,6 @@ class Duties:
             gatherers = {cluster: owners[place] for cluster, place in part.gatherers.items()}
             self._note(number, part.place, owners[part.owner], gatherers, contributes=peer in circle.weights)
 
-    def __repr__(self) -> str:
-        taken = sum(map(len, self.takes.values()))
-        return f"<Duties of {self._peer}: {len(self.gathers)} parts to add up, {taken} sums to take>"
-
     @property
     def owners(self) -> list[PeerId]:
         """The owners that receive its cluster's sums, because other clusters contribute to their parts as well; perhaps itself."""

@@ -84,10 +84,6 @@ class Progress:
         self._acted_at_s = self._excused_at_s = self._clock()
         self._waiters: list[asyncio.Future[None]] = []  # in order of arrival
 
-    def __repr__(self) -> str:
-        state = "failed" if self.failure else "awaited" if self._waiters else "idle"
-        return f"<Progress of {self.peer}: {state}, did something {self._clock() - self._acted_at_s:.1f} s ago>"
-
     def acted(self) -> None:
         """Record that the partner sent or granted a part, so that its patience starts anew."""
         self._acted_at_s = self._excused_at_s = self._clock()
@@ -161,11 +157,6 @@ class Partner:
         self._outgoing: Channel | None = None  # its pulls
         self._asked_for = {False: 0, True: 0}  # chunks that we may still send
         self._sending = asyncio.Lock()
-
-    def __repr__(self) -> str:
-        waiting = sum(map(len, self._chunks.values()))
-        granted, asked_for = (f"{of[False]} + {of[True]}" for of in (self._granted, self._asked_for))
-        return f"<Partner {self.peer}: {waiting} chunks here, {granted} granted, {asked_for} may be sent>"
 
     # -- receiving
 
@@ -301,9 +292,6 @@ class EarlyPulls:
 
     def __init__(self) -> None:
         self._pulls: dict[PeerId, _EarlyPull] = {}
-
-    def __repr__(self) -> str:
-        return f"<EarlyPulls of {len(self._pulls)} peers>"
 
     def __len__(self) -> int:
         return len(self._pulls)

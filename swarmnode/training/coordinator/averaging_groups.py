@@ -43,9 +43,6 @@ class WarmStarts:
     def __init__(self) -> None:
         self._had: dict[tuple[tuple[int, ...], int], Had] = {}
 
-    def __repr__(self) -> str:
-        return f"<WarmStarts of {len(self._had)} groups>"
-
     def clear(self) -> None:
         """Forget which members remember their last sums, since they may have lost them."""
         self._had.clear()
@@ -92,9 +89,6 @@ class AveragingGroups:
         self.clusters = AveragingClusters()
         self.warm_starts = WarmStarts()
         self._received_bps: dict[PeerId, dict[PeerId, float]] = {}  # by receiver and sender
-
-    def __repr__(self) -> str:
-        return f"<AveragingGroups, {self.clusters!r}, rates of {len(self._received_bps)} members>"
 
     def hear(self, peer: PeerId, rates: Iterable[PathRate]) -> None:
         """Record how fast the parts of other members reached `peer`. Earlier rates of members that are not in `rates` stay."""

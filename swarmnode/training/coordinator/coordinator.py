@@ -61,9 +61,6 @@ class Rendezvous:
         self._began_s = clock()
         self._missing_since_s: float | None = None
 
-    def __repr__(self) -> str:
-        return f"<Rendezvous, {len(self.missing)} of {self._units} units missing>"
-
     @property
     def waited(self) -> bool:
         """Whether ANSWERS_S have passed: stages that have not answered are not waited for if the others hold all layers."""
@@ -139,9 +136,6 @@ class Coordinator:
         self._advancing = False
         self._tasks = Tasks("coordinator", on_crash=lambda _error: resigned(self.term))
         self._set_term(term)
-
-    def __repr__(self) -> str:
-        return f"<Coordinator of term {self.term}, {self._machine.phase.name}, {self._worker_group!r}, {self._step_loop!r}>"
 
     def start(self) -> None:
         """Start the periodic check of deadlines and events."""

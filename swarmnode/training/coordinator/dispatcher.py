@@ -69,9 +69,6 @@ class TrainerConnections:
         self.history: deque[StepReport] = deque(maxlen=HISTORY_STEPS)
         self._lines: dict[Channel, TrainerLine] = {}
 
-    def __repr__(self) -> str:
-        return f"<TrainerConnections of {len(self._lines)} trainers, {len(self.history)} steps told>"
-
     def __iter__(self) -> Iterator[TrainerLine]:
         return iter(list(self._lines.values()))
 

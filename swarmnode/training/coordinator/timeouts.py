@@ -35,9 +35,6 @@ class FailedAttempts:
         self._told_by: defaultdict[int, set[PeerId]] = defaultdict(set)
         self.code = 0  # of the latest failure
 
-    def __repr__(self) -> str:
-        return f"<FailedAttempts at {dict(self._by_stage)}>"
-
     @property
     def peers(self) -> set[PeerId]:
         """Peers whose stages have failed attempts at work."""
@@ -80,9 +77,6 @@ class Strikes:
         self._backoff = Backoff(clock)
         self._in_a_row: Counter[PeerId] = Counter()
         self._banned: dict[PeerId, None] = {}
-
-    def __repr__(self) -> str:
-        return f"<Strikes {dict(self._in_a_row)}>"
 
     def strike(self, peer: PeerId) -> int:
         """Record a failure of `peer` and return its number of consecutive failures. Failures during the pause after an
@@ -143,9 +137,6 @@ class AnswerTimes:
     def __init__(self) -> None:
         self._taken: defaultdict[FrameKind, Expectation] = defaultdict(Expectation)
         self._stretch: defaultdict[FrameKind, float] = defaultdict(lambda: 1.0)
-
-    def __repr__(self) -> str:
-        return f"<AnswerTimes {dict(self._taken)}>"
 
     def note(self, kind: FrameKind, seconds: float) -> None:
         """Record that an answer of this kind took `seconds`. Ends the stretching of its deadline."""

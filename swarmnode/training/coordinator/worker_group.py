@@ -41,9 +41,6 @@ class Loopback:
         self.open = True
         self._other: Loopback = self
 
-    def __repr__(self) -> str:
-        return f"<Loopback of {self.peer} {'open' if self.open else 'closed'}>"
-
     @classmethod
     def pair(cls, peer: PeerId) -> tuple[Loopback, Loopback]:
         """Create the two ends of a new conversation."""

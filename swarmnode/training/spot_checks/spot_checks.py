@@ -63,9 +63,6 @@ class Suspicions:
         self._standing = standing
         self._by_author: dict[PeerId, tuple[PeerId, list[str]]] = {}  # accused peer, and the results of checks of it
 
-    def __repr__(self) -> str:
-        return f"<Suspicions of {len(self._by_author)} authors>"
-
     def __len__(self) -> int:
         return len(self._by_author)
 

@@ -154,11 +154,6 @@ class StepRecords:
         self._kept: dict[Place, KeptMicrobatch] = {}
         self._step: tuple[bytes, int] = (b"", 0)  # run and step
 
-    def __repr__(self) -> str:
-        return (
-            f"<StepRecords of {len(self._kept)} microbatches of step {self._step[1]}, {self.size_bytes / 1e6:.1f} MB>"
-        )
-
     @property
     def size_bytes(self) -> int:
         """Bytes of all kept records."""

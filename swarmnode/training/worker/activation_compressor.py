@@ -58,9 +58,6 @@ class LinkDurations:
         self._now_s: dict[Way, float] = {}
         self._before_s: dict[Way, float] = {}
 
-    def __repr__(self) -> str:
-        return f"<LinkDurations of {len(self._now_s)} ways, the longest {self.slowest_s:.3g} s>"
-
     @property
     def slowest_s(self) -> float:
         """The longest time of a link, in seconds; 0 if none is known."""
@@ -98,9 +95,6 @@ class ErrorFeedback:
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
         self._left: OrderedDict[Link, _LeftOver] = OrderedDict()
-
-    def __repr__(self) -> str:
-        return f"<ErrorFeedback of {len(self._left)} links>"
 
     def encode(self, values: Sequence[Tensor], link: Link, choice: Choice) -> Encoded:
         """Encode the values plus the part left out before, and keep the part left out now. Returns descriptors and payloads."""
@@ -168,9 +162,6 @@ class ActivationCompressor:
         self._asked = self._in_force = self._own
         self._controllers: dict[Link, Controller] = {}
         self._choices: dict[Link, Choice] = {}
-
-    def __repr__(self) -> str:
-        return f"<ActivationCompressor {self._in_force.rule}, {len(self._choices)} links, beat {self._beat_s:.3g} s>"
 
     @property
     def choices(self) -> Mapping[Link, Choice]:

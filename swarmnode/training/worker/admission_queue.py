@@ -34,9 +34,6 @@ class AdmissionQueue:
         self._released: set[int] = set()  # leases of this step whose FORWARD may still arrive
         self._taken: set[int] = set()  # places that were taken in this step: each may be used once
 
-    def __repr__(self) -> str:
-        return f"<AdmissionQueue of {len(self._microbatches)} in flight, {len(self._waiting)} waiting>"
-
     def is_released(self, lease: int) -> bool:
         """Return whether the coordinator has called back this lease in the current step."""
         return lease in self._released

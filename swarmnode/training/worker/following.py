@@ -44,9 +44,6 @@ class Following:
         self._tasks = Tasks("following", on_crash=on_crash)
         self._watch: asyncio.Task[None] | None = None
 
-    def __repr__(self) -> str:
-        return f"<Following {self.coordinator or 'nobody'}, term {self.term}>"
-
     def accepts(self, line: Line, body: Lead) -> bool:
         """Follow the sender of a LEAD and return True, or return False if it must not be followed.
 
@@ -111,9 +108,6 @@ class LeadClaims:
     def __init__(self, following: Following) -> None:
         self._following = following
         self._channels: dict[Channel, None] = {}  # oldest first
-
-    def __repr__(self) -> str:
-        return f"<LeadClaims, {len(self._channels)} open>"
 
     def add(self, channel: Channel) -> None:
         """Keep a conversation whose first LEAD has been answered, and close those beyond the limits."""

@@ -70,10 +70,6 @@ class TrainingMemory:
         self._microbatches: dict[int, Reservation] = {}  # by place
         self._for_good[Account.WEIGHTS].count(segment_bytes(segment))
 
-    def __repr__(self) -> str:
-        size = self._microbatch_bytes / 1e6
-        return f"<TrainingMemory {len(self._microbatches)} microbatches of {size:.1f} MB, {self.ledger!r}>"
-
     def begin(self, run: Run) -> bool:
         """Reserve memory for a run. Returns whether activations must be recomputed, because the graphs of IN_FLIGHT
         microbatches do not fit.

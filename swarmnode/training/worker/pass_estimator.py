@@ -49,9 +49,6 @@ class UnitTime:
         self._one_way_s = 0.0
         self._passes = 0
 
-    def __repr__(self) -> str:
-        return f"<UnitTime {self.unit_s:.4f} s, {self.expected_s:.4f} s expected>"
-
     @property
     def unit_s(self) -> float:
         """The timed seconds, else the expected ones; 0 before either is known."""

@@ -87,9 +87,6 @@ class MissedSteps:
         self._steps: deque[MissedStep] = deque()
         self._forgotten_until = 0  # earlier steps have passed and are not here
 
-    def __repr__(self) -> str:
-        return f"<MissedSteps {[missed.step for missed in self._steps]}>"
-
     def __len__(self) -> int:
         return len(self._steps)
 
@@ -151,9 +148,6 @@ class StageState:
         self._learner: DeviceLearners | None = None
         self._missed = MissedSteps(parts.ledger)
         self._meetings: dict[int, asyncio.Future[None]] = {}  # steps to be written down when they come
-
-    def __repr__(self) -> str:
-        return f"<StageState {self.condition.name} at step {self.step}, {self._missed!r}>"
 
     def agree(self, agreed: Agreed, groups: Iterable[Group]) -> None:
         """Record the result of an all-reduce, and for each block the replicas that took part."""

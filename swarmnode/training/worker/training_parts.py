@@ -124,9 +124,6 @@ class TrainingParts:
         self._replica_of: dict[int, int] = {}  # by microbatch index
         self._in_flight: dict[int, int] = {}  # replica by place
 
-    def __repr__(self) -> str:
-        return f"<TrainingParts {[list(replica) for replica in self.replicas]}>"
-
     def __iter__(self) -> Iterator[TrainingPart]:
         return (part for replica in self.replicas for part in replica)
 

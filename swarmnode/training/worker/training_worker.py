@@ -77,9 +77,6 @@ class Restoration:
         self._blocks: Sequence[int] = sorted({*segment.parameters(), *range(segment.start, segment.end)})
         self._tasks = Tasks("restoration", on_crash=host.supervisor.ends_peer)
 
-    def __repr__(self) -> str:
-        return f"<Restoration of blocks {list(self._blocks)}>"
-
     def start(self) -> None:
         """Start to watch whether a restoration is needed."""
         self._tasks.spawn(self._watch(), "watch")
@@ -136,9 +133,6 @@ class StepTime:
 
     def __init__(self) -> None:
         self._first = self._last = (0, 0.0)  # step, and its time
-
-    def __repr__(self) -> str:
-        return f"<StepTime {self.step_s:.3f} s, at step {self._last[0]}>"
 
     @property
     def step_s(self) -> float:

@@ -198,9 +198,6 @@ class VectorEncoder:
         self._codec = codec
         self._rest_N: Tensor | None = None
 
-    def __repr__(self) -> str:
-        return f"<VectorEncoder {self._codec.name} of {len(self._layout.tensors)} tensors>"
-
     def encode(self, vector_N: Tensor) -> tuple[bytes, Tensor]:
         """Return the bytes of a vector, and the vector that a receiver reads from them."""
         wanted_N = vector_N if self._rest_N is None else vector_N + self._rest_N

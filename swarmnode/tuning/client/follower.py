@@ -128,9 +128,6 @@ class TuningFollower:
         self._coming = bytearray()  # of the mean
         self._state: ComingState  # the leader's
 
-    def __repr__(self) -> str:
-        return f"<TuningFollower of {self._ticket.leader} at step {self._step}>"
-
     @classmethod
     async def join(cls, peer: LocalPeer, ticket: Ticket) -> TuningFollower:
         """Call the leader, and take over its settings. Raises LeaderLost if it cannot be reached, or refuses this trainer."""

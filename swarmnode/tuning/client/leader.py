@@ -118,9 +118,6 @@ class TuningLeader:
         links = patient(peer.link_config)
         self._board = Switchboard(peer.network, COTUNE_PROTOCOL, peer.hello, links, accept=self._accept)
 
-    def __repr__(self) -> str:
-        return f"<TuningLeader {self.adapter.hex()[:8]} of {self.trainers} trainers, after step {self._ended_step}>"
-
     @property
     def trainers(self) -> int:
         """Number of trainers that take part or wait to do so, this one included."""

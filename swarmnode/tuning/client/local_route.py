@@ -30,9 +30,6 @@ class LocalRoute:
     def __init__(self, parts: AdapterParts) -> None:
         self._parts = parts
 
-    def __repr__(self) -> str:
-        return f"<LocalRoute {self._parts!r}>"
-
     @property
     def sizes(self) -> list[tuple[HopSpec, AdapterOpened]]:
         """Bytes that the adapter takes; the only hop is this process."""
@@ -98,9 +95,6 @@ class LocalOpener:
         self._device = TuningDevice(span, executor, TuningPace(executor, 1.0, lambda: False))
         self._recipe = recipe
         self._size = size
-
-    def __repr__(self) -> str:
-        return f"<LocalOpener on {self._device.span!r}>"
 
     async def open(self, state: AdapterState | None) -> LocalRoute:
         """Open the adapter here. Raises Full if there is no memory."""

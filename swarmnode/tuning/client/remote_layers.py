@@ -67,9 +67,6 @@ class RemoteLayers:
         self._number = 0  # of the next microbatch
         self._failures = 0  # since the last pass that a route finished
 
-    def __repr__(self) -> str:
-        return f"<RemoteLayers on {self._route!r}, {len(self._pending)} in flight>"
-
     async def start(self) -> dict[str, Tensor]:
         """Open the adapter, and return its weights before any update. Raises NoRoute, Busy, UsageError."""
         async with self._lock:

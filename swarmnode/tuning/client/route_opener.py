@@ -115,9 +115,6 @@ class SwarmRoutes:
         self._last: PeerError | NetworkDown | None = None
         self._without_since_s: float | None = None  # when the search for the next route began
 
-    def __repr__(self) -> str:
-        return f"<SwarmRoutes at epoch {self._epoch}, {self._blame!r}>"
-
     async def open(self, state: AdapterState | None) -> TunedRoute:
         """Open the adapter on the best route. Raises PeerError if a hop fails, NoRoute or Busy if none is found in `patience_s`,
         NoRoute at once if all routes lead through machines that can never have room."""

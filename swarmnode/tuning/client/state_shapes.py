@@ -85,9 +85,6 @@ class ComingState:
         self._units = units
         self._file = bytearray()  # the beginning of the next one
 
-    def __repr__(self) -> str:
-        return f"<ComingState of {len(self.files)} of {len(self._units)} files>"
-
     @property
     def is_complete(self) -> bool:
         """Whether all files are here."""

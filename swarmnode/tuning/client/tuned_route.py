@@ -122,10 +122,6 @@ class TunedRoute:
         self._answered = False
         self._next_step = 0  # that the last UPDATE begins
 
-    def __repr__(self) -> str:
-        peers = " ".join(f"{hop.peer[-8:]} {hop.start}:{hop.end}" for hop in self.request.route)
-        return f"<TunedRoute {peers}, epoch {self.request.epoch}>"
-
     @classmethod
     async def open(
         cls, board: Switchboard, request: OpenAdapter, shapes: StateShapes, state: AdapterState | None

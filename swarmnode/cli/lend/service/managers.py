@@ -46,9 +46,6 @@ done
 class ScheduledTask:
     """Windows' task scheduler, which starts the node when the user logs in. WSL provides `schtasks.exe` and `wsl.exe`."""
 
-    def __repr__(self) -> str:
-        return f"<ScheduledTask {TASK.format('*')}>"
-
     def write(self, service: Service) -> list[Path]:
         """Write the script that the task runs; see ServiceManager."""
         script, log = _script(service.name), shlex.quote(str(_task_log(service.name)))
@@ -98,9 +95,6 @@ def _task_log(name: str) -> Path:
 
 class Launchd:
     """launchd of macOS: agents are property lists in ~/Library/LaunchAgents."""
-
-    def __repr__(self) -> str:
-        return f"<Launchd {_agent('*')}>"
 
     def write(self, service: Service) -> list[Path]:
         """Write the agent's property list; see ServiceManager."""
@@ -174,9 +168,6 @@ def _target(name: str) -> str:
 
 class Systemd:
     """systemd of the user: one unit file for all services, and a file of options for each."""
-
-    def __repr__(self) -> str:
-        return f"<Systemd {self._unit}>"
 
     @property
     def _unit(self) -> Path:

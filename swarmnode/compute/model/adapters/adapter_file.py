@@ -296,9 +296,6 @@ class AdapterFile:
         self.base_layers: dict[str, str] = {}  # tensors of the model itself in the file, and their modules
         self.layers: Mapping[str, Entry] = self._pair()
 
-    def __repr__(self) -> str:
-        return f"<AdapterFile {self.weights} of rank {self.config.rank}, {len(self.layers)} layers>"
-
     def _pair(self) -> dict[str, Entry]:
         sides: dict[str, dict[str, str]] = {}
         replaced: dict[str, dict[str, str]] = {}

@@ -204,9 +204,6 @@ class SpanAdapters:
         self._positions = 0
         self._shared: OrderedDict[tuple[str, ...], SharedPass] = OrderedDict()  # the least recently used first
 
-    def __repr__(self) -> str:
-        return f"<SpanAdapters {', '.join(self._loaded) or 'none'}>"
-
     def __contains__(self, name: str) -> bool:
         return name in self._loaded
 

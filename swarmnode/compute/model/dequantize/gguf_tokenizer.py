@@ -244,9 +244,6 @@ class GgufTokenizer:
             self._check_length("ggml.token_type", types)
             self._types = types
 
-    def __repr__(self) -> str:
-        return f"<GgufTokenizer of {len(self.tokens)} tokens>"
-
     def _said(self, key: str) -> Any:
         field = self._fields.get(PREFIX + key)
         return None if field is None else field.contents()

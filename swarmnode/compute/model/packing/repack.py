@@ -212,9 +212,6 @@ class FolderPack:
         for form in set(self.choice.forms.values()):
             check_format(form)
 
-    def __repr__(self) -> str:
-        return f"<FolderPack of {self._checkpoint.path}, {len(self._matrices)} matrices>"
-
     def _end(self, name: str) -> str:
         """Return the role of the embedding and the head; empty for other matrices."""
         is_embedding = name == f"{self._family.input_embedding}.weight"
@@ -371,9 +368,6 @@ class GgufRepack:
             self._check_plain()
         for form in set(self.choice.forms.values()):
             check_format(form)
-
-    def __repr__(self) -> str:
-        return f"<GgufRepack of {self.file}, {len(self._tensors)} tensors>"
 
     def _check_plain(self) -> None:
         """Raise UsageError if a matrix is packed already, and would be rounded a second time."""

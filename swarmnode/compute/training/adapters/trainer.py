@@ -39,9 +39,6 @@ class KeptStorage:
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
         self._kept: dict[int, tuple[int, Tensor]] = {}
 
-    def __repr__(self) -> str:
-        return f"<KeptStorage of {self.size_bytes} bytes>"
-
     @property
     def size_bytes(self) -> int:
         """Bytes of all kept storages."""
@@ -162,9 +159,6 @@ class AdapterTrainer:
         self._size: ActivationSize | None = None
         if starts:
             drain(self.start_by_piece())
-
-    def __repr__(self) -> str:
-        return f"<AdapterTrainer {self.name} ({self.recipe.method}) of {self.span!r}, {self._weights!r}>"
 
     @property
     def step_number(self) -> int:

@@ -57,9 +57,6 @@ class CentredClipping:
         self.comparison = GradientComparison(seed)
         self._usual_square = 0.0  # square of the distance of honest members, per element
 
-    def __repr__(self) -> str:
-        return f"<CentredClipping, usual distance {math.sqrt(self._usual_square):.3g}, {self.comparison!r}>"
-
     def reduce(self, part: slice, received: Sequence[Contribution]) -> Tensor:
         """Return the sum_M of at least `LEAST_MEMBERS` contributions, in their order; see `parts.reduce_part`.
 
@@ -121,9 +118,6 @@ class GradientComparison:
     def __init__(self, seed: bytes) -> None:
         self._seed = seed
         self.clear()
-
-    def __repr__(self) -> str:
-        return f"<GradientComparison over {self.elements} elements>"
 
     def clear(self) -> None:
         """Forget all values, before another attempt at the same all-reduce."""
@@ -233,9 +227,6 @@ class OutlierDetector:
         self._attempt: list[CentredClipping] = []  # used in this attempt
         self._members: set[str] = set()  # members of the attempt's groups, contributors or not
         self._histories: dict[str, History] = {}
-
-    def __repr__(self) -> str:
-        return f"<OutlierDetector {self._histories}>"
 
     def begin(self) -> None:
         """Forget the values of the attempt before, as the all-reduce is tried again."""

@@ -42,9 +42,6 @@ class Permutation:
         self._mask = (1 << self._half) - 1
         self._keys = [hashlib.blake2b(key, salt=bytes([number]), digest_size=16).digest() for number in range(ROUNDS)]
 
-    def __repr__(self) -> str:
-        return f"<Permutation of {self.count}>"
-
     def __call__(self, number: int) -> int:
         """Return the image of `number`. Raises ValueError if it is out of range."""
         if not 0 <= number < self.count:
@@ -141,9 +138,6 @@ class TokenBatches(Batches):
         digest.update(np.ascontiguousarray(tokens_N, dtype="<u4").data)
         self.fingerprint = digest.digest()
 
-    def __repr__(self) -> str:
-        return f"<TokenBatches of {len(self._tokens_N)} tokens, {self.fingerprint.hex()[:12]}>"
-
     def samples(self, run: Run) -> int:
         """Return the number of windows that do not overlap. Raises UsageError if the data is shorter than one."""
         return self._count(run.sequence)
@@ -234,9 +228,6 @@ class ArrayBatches(WeighedBatches):
             digest.update(np.ascontiguousarray(array).data)
         self.fingerprint = digest.digest()
 
-    def __repr__(self) -> str:
-        return f"<ArrayBatches of {', '.join(self._arrays)}, {self.fingerprint.hex()[:12]}>"
-
     def samples(self, run: Run) -> int:
         return len(next(iter(self._arrays.values())))
 
@@ -303,9 +294,6 @@ class SampleBatches(WeighedBatches):
         self.content, self._vocabulary = rows, vocabulary
         self.fingerprint = rows.fingerprint
         self._labels_N = (rows.labels_NT != NO_LABEL).sum(axis=1)
-
-    def __repr__(self) -> str:
-        return f"<SampleBatches of {len(self._labels_N)} rows, {self.fingerprint.hex()[:12]}>"
 
     def samples(self, run: Run) -> int:
         """Return the number of rows."""
