@@ -35,8 +35,8 @@ from swarmnode.swarm.storage.content import PACKED_NAME, is_weights
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
+    from swarmnode.links.link_config import PeerVersions
     from swarmnode.measuring.bandwidth import Bandwidth
-    from swarmnode.net.links.link_config import PeerVersions
 
 
 MEMORY_LEAST_BYTES = 2 << 30

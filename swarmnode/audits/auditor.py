@@ -25,11 +25,11 @@ from swarmnode.codec.messages import Mode
 from swarmnode.codec.sampling import Sampling
 from swarmnode.config import ClientConfig
 from swarmnode.errors import NoRoute, SwarmnodeError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
 from swarmnode.plan.audits.selection import AuditBudget, SessionCost, cost_of

@@ -21,8 +21,8 @@ from swarmnode.codec.messages import Want
 from swarmnode.config import ClientConfig
 from swarmnode.decisions import Topic
 from swarmnode.errors import NoRoute, SwarmnodeError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
 from swarmnode.peer.paths import ObservedLatency

@@ -17,8 +17,8 @@ from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import StateEntry
 from swarmnode.compute.training.snapshot import gather, write_language_model, write_module
 from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.host import Host
 from swarmnode.swarm.records.manifest import CAUSAL_LM
 from swarmnode.swarm.records.run import Run, decode_run

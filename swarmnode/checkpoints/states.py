@@ -22,8 +22,8 @@ from swarmnode.errors import (
     ProtocolError,
     refusal,
 )
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import LocalPeer, ask
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.swarm.storage.backups import BackupFolder

@@ -24,11 +24,12 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Hello, Revocations
 from swarmnode.errors import ErrorCode, LocalError, NotAdmitted, PeerError, PeerRefused, ProtocolError, SwarmnodeError
 from swarmnode.files import lock_in_turn
+from swarmnode.links.link import Link
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.link_statistics import protocol_name
 from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.net.interfaces import Network, PeerId, Stream
-from swarmnode.net.links.link import Link
-from swarmnode.net.links.link_config import Gate, GuardedLink, LinkConfig
-from swarmnode.net.measuring.link_statistics import protocol_name
+from swarmnode.net.network_config import Gate, GuardedLink
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers.record_validation import NOTICE_LIFE_S, due, notice_keys, take_in
 from swarmnode.swarm.records.announcement import Announcement

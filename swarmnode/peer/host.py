@@ -31,6 +31,9 @@ from swarmnode.errors import (
     ProtocolError,
     UsageError,
 )
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.rate_limiter import RateLimiter
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.membership.access_control import access_control_of
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -38,9 +41,7 @@ from swarmnode.net.addressing.addresses import is_loopback, peer_of, without_pee
 from swarmnode.net.clock import Clock, SteadyTime
 from swarmnode.net.identity import Identity, IdentitySlot, verify
 from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.links.link_config import OPEN_GATE, LinkConfig
-from swarmnode.net.links.rate_limiter import RateLimiter
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.network_config import OPEN_GATE
 from swarmnode.net.tasks import Supervisor, Tasks, cancel_and_wait
 from swarmnode.peer.completed_work import CompletedWork, HomePeers
 from swarmnode.peer.host_config import HostConfig, network_config

@@ -19,8 +19,8 @@ from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Chunk, Error, GetChunks, GetManifest, ManifestReply
 from swarmnode.errors import ErrorCode, PeerError, ProtocolError
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import MANIFEST_PROTOCOL
 from swarmnode.peer.questions import LocalPeer

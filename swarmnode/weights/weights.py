@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from swarmnode.errors import CheckpointError, PeerRefused
 from swarmnode.files import linked_file
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement, peer_digest

@@ -20,8 +20,8 @@ from swarmnode.checkpoints.votes import Electorate, Votes, all_named, named
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import BackUp, Hello, StateEntry
 from swarmnode.errors import ErrorCode, LocalError, PeerRefused
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.peer.questions import ask
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State

@@ -10,10 +10,10 @@ import pytest
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import GetManifest, Hello, Revocations
 from swarmnode.errors import ErrorCode, PeerError, PeerRefused, ProtocolError
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.membership.access_control import MEMBERSHIP_PROTOCOL, AccessControl
 from swarmnode.net.identity import Identity
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.swarm.peers.record_validation import by_subkey, notice_rules
 from swarmnode.swarm.records.certificate import Role, admit_peer

@@ -18,8 +18,8 @@ from swarmnode.credit import priorities
 from swarmnode.credit.priorities import folder_credits
 from swarmnode.credit.receipts import CREDIT_PROTOCOL, GATHER_S, ReceiptIssuer, ReceiptKeeper
 from swarmnode.errors import ErrorCode, PeerRefused
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.identity import Identity, verify
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.node.node import REPORT_S
 from swarmnode.peer.questions import ask
 from swarmnode.plan.credit import HALF_CREDIT, Credit

@@ -15,11 +15,11 @@ from swarmnode.client.owner_client import OwnerClient, OwnersView, end_membershi
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import GetManifest, Hello, ManifestReply
 from swarmnode.errors import ErrorCode, LocalError, NoRoute, NotAdmitted, PeerError
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.membership.access_control import is_first_use, load_home_key
 from swarmnode.membership.owner import InviteTerms, find_invite, make_invite, newest_list, revoke, with_host_grant
 from swarmnode.net.identity import Identity, SigningKey
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.node.bootstrap import Bootstrap
 from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig

@@ -15,8 +15,8 @@ from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.executor import WorkItem
 from swarmnode.errors import PeerError
 from swarmnode.ledger import MemoryLedger
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.plan.audits.selection import AuditBudget
 from swarmnode.swarm.peers.standing import Standing

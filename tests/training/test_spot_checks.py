@@ -30,9 +30,9 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.ledger import MemoryLedger
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import Answer, ask
 from swarmnode.plan.audits.selection import AuditBudget

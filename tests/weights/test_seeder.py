@@ -10,8 +10,8 @@ import pytest
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Attach, Chunk, GetChunks, Hello
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.peer.host import fetch_manifest
 from swarmnode.peer.questions import ask
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo, encode_manifest

@@ -36,8 +36,7 @@ from swarmnode.net.libp2p.dht import EngineDht
 from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
 from swarmnode.net.libp2p.p2pd_control import AddressGroups, Inbox, P2pdControl
 from swarmnode.net.limits.fair_share import Recent, StreamLimits
-from swarmnode.net.links.link_config import OPEN_GATE, Gate
-from swarmnode.net.network_config import NetworkConfig
+from swarmnode.net.network_config import OPEN_GATE, Gate, NetworkConfig
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.net.transport_stream import TransportStream
 

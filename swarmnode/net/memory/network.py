@@ -35,9 +35,8 @@ from swarmnode.net.interfaces import (
 )
 from swarmnode.net.limits.address_group import address_group
 from swarmnode.net.limits.fair_share import StreamLimits
-from swarmnode.net.links.link_config import OPEN_GATE, Gate
 from swarmnode.net.memory.medium import FakeStream, Island, Medium, connect
-from swarmnode.net.network_config import NetworkConfig
+from swarmnode.net.network_config import OPEN_GATE, Gate, NetworkConfig
 from swarmnode.net.tasks import Supervisor, Tasks, cancel_and_wait
 
 log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from swarmnode.codec.messages import End, Error, Input, Open, Ready, Truncate
 from swarmnode.codec.tensors import PLAIN_CODECS
 from swarmnode.errors import PeerError, PeerLost, refusal
 from swarmnode.ledger import Reservation
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
 
 ENTRY_BYTES = 768  # of Python's objects around one entry of a journal
 OPENING = Deadline(floor_s=2.0, ceiling_s=10.0, slack=8.0)  # for READY, which a peer sends before it computes anything

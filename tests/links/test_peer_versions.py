@@ -7,9 +7,9 @@ import pytest
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.links.link import check_greeting
+from swarmnode.links.link_config import PEERS_KEPT, PeerVersions
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link import check_greeting
-from swarmnode.net.links.link_config import PEERS_KEPT, PeerVersions
 
 SWARM = bytes(32)
 

@@ -10,11 +10,11 @@ from swarmnode.codec.body import VERSION, Body
 from swarmnode.codec.frames import HEADER_BYTES, MAX_PAYLOAD_BYTES, Frame, FrameKind, FrameReader, pack_header
 from swarmnode.codec.messages import Chunk, End, Error, Hello, Output, Ready, encode_body
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError
+from swarmnode.links.link import Link, OnFrame
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.link_statistics import LinkStatistics
 from swarmnode.net.interfaces import Buffer, Stream
 from swarmnode.net.limits.fair_share import FairPace, Pace
-from swarmnode.net.links.link import Link, OnFrame
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.net.memory.virtual_time import VirtualLoop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.net.measuring.link_statistics import FRESH_S, PEERS_KEPT, LinkStatistics
+from swarmnode.links.link_statistics import FRESH_S, PEERS_KEPT, LinkStatistics
 from tests.watch import Watch
 
 

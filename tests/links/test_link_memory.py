@@ -22,9 +22,9 @@ from swarmnode.codec.frames import (
 from swarmnode.codec.messages import Hello, Output
 from swarmnode.errors import ErrorCode, PeerLost, PeerRefused, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger
-from swarmnode.net.links.link import SMALL_BYTES, Link, OnFrame
+from swarmnode.links.link import SMALL_BYTES, Link, OnFrame
 from swarmnode.net.memory.medium import Path
-from tests.net.links.test_link import CONFIG, HELLO, PROTOCOL, Pair, nothing
+from tests.links.test_link import CONFIG, HELLO, PROTOCOL, Pair, nothing
 from tests.net.virtual import in_virtual_time
 
 HUGE = 4 * ALLOCATE_BYTES
@@ -144,7 +144,7 @@ async def test_a_payload_waits_for_memory_a_moment() -> None:
 @in_virtual_time
 async def test_what_a_peer_does_not_take_counts_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It need not hang: it may answer each PING, and read slowly while much is made for it."""
-    monkeypatch.setattr("swarmnode.net.links.link.MAX_UNSENT_BYTES", 16 << 20)
+    monkeypatch.setattr("swarmnode.links.link.MAX_UNSENT_BYTES", 16 << 20)
     ledger = MemoryLedger()
     pair = Pair(Path(latency_s=0.01, bytes_per_s=1e4), replace(CONFIG, ledger=ledger))
     near = await pair.open()

@@ -8,11 +8,11 @@ import pytest
 
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello, Ready
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.link_statistics import Traffic, protocol_name
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.net.measuring.link_statistics import Traffic, protocol_name
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from tests.net.virtual import in_virtual_time

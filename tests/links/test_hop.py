@@ -12,9 +12,9 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Fault, Hello, Input, Mode, Open, Output, Ready
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused
-from swarmnode.net.links.hop import OPENING, Entry, Hop
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.hop import OPENING, Entry, Hop
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from tests.net.virtual import in_virtual_time

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.net.measuring.link_statistics import FRAMES_KEPT, KEPT_S, MEASURED_BYTES, Arrivals, ThroughputMeter
+from swarmnode.links.link_statistics import FRAMES_KEPT, KEPT_S, MEASURED_BYTES, Arrivals, ThroughputMeter
 
 READ_BYTES, FRAME_BYTES = 32 * 1024, 512 * 1024
 LINE_BPS = 20e6

@@ -11,9 +11,9 @@ from swarmnode.codec.body import VERSION, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Hello, Output, Ready
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, PeerRefused
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import Stream
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from tests.net.virtual import in_virtual_time

@@ -11,11 +11,11 @@ from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Ready
 from swarmnode.errors import PeerLost
-from swarmnode.net.links.link import Link
-from swarmnode.net.links.rate_limiter import BURST_S, CLOSE_TIMEOUT_S, RateLimiter
-from swarmnode.net.measuring.link_statistics import ThroughputMeter
+from swarmnode.links.link import Link
+from swarmnode.links.link_statistics import ThroughputMeter
+from swarmnode.links.rate_limiter import BURST_S, CLOSE_TIMEOUT_S, RateLimiter
 from swarmnode.net.memory.medium import Path
-from tests.net.links.test_link import CONFIG, HELLO, Pair, now_s
+from tests.links.test_link import CONFIG, HELLO, Pair, now_s
 from tests.net.virtual import in_virtual_time
 
 RATE_BPS = 8e6

@@ -15,10 +15,10 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Hello
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
 from swarmnode.ledger import MemoryLedger
+from swarmnode.links.link import Link
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link import Link
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.tasks import Tasks
 
 OnFrame = Callable[[Frame, Body], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmnode.codec.frames import MAX_SEQ
-from swarmnode.net.measuring.link_statistics import RoundTrips
+from swarmnode.links.link_statistics import RoundTrips
 from tests.watch import Watch
 
 
