@@ -34,7 +34,7 @@ from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.peer.questions import BUSY_RETRY_S, ask_one
-from swarmnode.plan.audits.judgement import Calibration, Judgement, judge_draws, judge_states, judge_tokens
+from swarmnode.plan.audits import Calibration, Judgement, judge_draws, judge_states, judge_tokens
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.router import Route
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry

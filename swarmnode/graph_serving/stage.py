@@ -35,8 +35,8 @@ from swarmnode.measuring.hardware import Hardware, LentDevice, Workplace
 from swarmnode.measuring.meters import RefusalMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.fair_share import FairShare
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.limits.fair_share import FairShare
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span

@@ -15,12 +15,11 @@ from swarmnode.codec.frames import LARGE_BYTES, MAX_PAYLOAD_BYTES, Frame, FrameK
 from swarmnode.codec.messages import KIND_OF, End, Error, Hello, Ping, Pong, Revocations, decode_body, encode_body
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError, refusal
 from swarmnode.ledger import Account, Full, MemoryLedger
-from swarmnode.links.heartbeat import Heartbeat
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.link_statistics import MEASURED_BYTES, RoundTrips, ThroughputMeter, protocol_name
-from swarmnode.links.rate_limiter import RateLimitedStream
+from swarmnode.links.pacing import Heartbeat, RateLimitedStream
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
-from swarmnode.net.limits.address_group import Claimant
 
 MAX_UNSENT_BYTES = MAX_PAYLOAD_BYTES  # before the last frame: a peer that takes too little is not waited for
 SMALL_BYTES = LARGE_BYTES  # always counted, so that the small frames of sessions need no counting

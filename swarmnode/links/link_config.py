@@ -10,13 +10,12 @@ from swarmnode.codec.body import VERSION
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
 from swarmnode.codec.messages import Hello
 from swarmnode.ledger import MemoryLedger
-from swarmnode.links.heartbeat import HeartbeatConfig
 from swarmnode.links.link_statistics import LinkStatistics, Traffic
-from swarmnode.links.rate_limiter import RateLimiter
+from swarmnode.links.pacing import HeartbeatConfig, RateLimiter
+from swarmnode.net.addressing.addresses import Claimant, owner_of
 from swarmnode.net.deadlines import Deadline
+from swarmnode.net.fair_share import FairPace, Pace, Recent
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant, owner_of
-from swarmnode.net.limits.fair_share import FairPace, Pace, Recent
 from swarmnode.net.network_config import OPEN_GATE, Gate
 from swarmnode.net.tasks import Supervisor
 

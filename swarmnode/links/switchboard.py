@@ -17,8 +17,8 @@ from swarmnode.errors import NetworkDown, PeerError, PeerLost
 from swarmnode.ledger import MemoryLedger
 from swarmnode.links.link import Link
 from swarmnode.links.link_config import LinkConfig
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import Buffer, Network, PeerId, Stream
-from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.tasks import Tasks
 
 OnFrame = Callable[[Frame, Body], None]

@@ -33,9 +33,9 @@ from swarmnode.net.network_config import Gate, GuardedLink
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers.record_validation import NOTICE_LIFE_S, due, notice_keys, take_in
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.certificate import Role, admit_peer, open_certificate, open_grant
+from swarmnode.swarm.records.invite import Role, admit_peer, open_certificate, open_grant
 from swarmnode.swarm.records.membership import CLOCKED, EXPIRED, Membership
-from swarmnode.swarm.storage.issued_invites import AdmittedPeer
+from swarmnode.swarm.storage.owner_files import AdmittedPeer
 from swarmnode.swarm.storage.remembered import MembershipFile
 from swarmnode.swarm.storage.swarmfile import Swarm
 

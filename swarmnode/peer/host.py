@@ -32,7 +32,7 @@ from swarmnode.errors import (
     UsageError,
 )
 from swarmnode.links.link_config import LinkConfig
-from swarmnode.links.rate_limiter import RateLimiter
+from swarmnode.links.pacing import RateLimiter
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.membership.access_control import access_control_of
 from swarmnode.metrics import table
@@ -51,9 +51,9 @@ from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, Announcement, Introduction, State
-from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.invite import Role
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, check_products, swarm_id
-from swarmnode.swarm.storage.issued_invites import issued_invites_path, note_members
+from swarmnode.swarm.storage.owner_files import issued_invites_path, note_members
 from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache, own_name
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.version import __version__

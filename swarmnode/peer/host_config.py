@@ -15,7 +15,7 @@ from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.network_config import LOOPBACK_ANY_PORT, OPEN_GATE, NetworkConfig
 from swarmnode.swarm.peers.record_validation import record_validator
-from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.invite import Role
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:

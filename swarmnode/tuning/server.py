@@ -22,9 +22,9 @@ from swarmnode.links.switchboard import Channel
 from swarmnode.measuring.meters import TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.addressing.addresses import Claimant
+from swarmnode.net.fair_share import FairPace, FairShare, Pace
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.limits.fair_share import FairPace, FairShare, Pace
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span

@@ -24,10 +24,9 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import MANIFEST_PROTOCOL
 from swarmnode.peer.questions import LocalPeer
-from swarmnode.swarm.storage.chunk_folder import HAVE, ChunkFolder
+from swarmnode.swarm.storage.chunk_folder import HAVE, ChunkFolder, WeightCache
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, fault_of_size, matching_hashes
 from swarmnode.swarm.storage.swarmfile import Swarm
-from swarmnode.swarm.storage.weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from swarmnode.links.coordinate import Coordinate, Surveyor
+from swarmnode.links.link_statistics import Coordinate, Surveyor
 
 # One-way delays in ms: Oregon, Virginia, Ohio, Tokyo, Seoul, London, Frankfurt, Ireland.
 DELAY_MS = (

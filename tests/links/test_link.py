@@ -13,8 +13,8 @@ from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, Protoc
 from swarmnode.links.link import Link, OnFrame
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.link_statistics import LinkStatistics
+from swarmnode.net.fair_share import FairPace, Pace
 from swarmnode.net.interfaces import Buffer, Stream
-from swarmnode.net.limits.fair_share import FairPace, Pace
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.net.memory.virtual_time import VirtualLoop

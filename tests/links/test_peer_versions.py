@@ -9,7 +9,7 @@ from swarmnode.codec.messages import Hello
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.links.link import check_greeting
 from swarmnode.links.link_config import PEERS_KEPT, PeerVersions
-from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.addressing.addresses import Claimant
 
 SWARM = bytes(32)
 

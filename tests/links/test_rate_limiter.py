@@ -13,7 +13,7 @@ from swarmnode.codec.messages import Ready
 from swarmnode.errors import PeerLost
 from swarmnode.links.link import Link
 from swarmnode.links.link_statistics import ThroughputMeter
-from swarmnode.links.rate_limiter import BURST_S, CLOSE_TIMEOUT_S, RateLimiter
+from swarmnode.links.pacing import BURST_S, CLOSE_TIMEOUT_S, RateLimiter
 from swarmnode.net.memory.medium import Path
 from tests.links.test_link import CONFIG, HELLO, Pair, now_s
 from tests.net.virtual import in_virtual_time

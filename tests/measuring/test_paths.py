@@ -9,8 +9,8 @@ import pytest
 
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello, Ready
-from swarmnode.links.coordinate import Coordinate
 from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.link_statistics import Coordinate
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.addressing.reachability import Reachability
 from swarmnode.net.memory.medium import Path

@@ -16,7 +16,7 @@ from swarmnode.membership.access_control import MEMBERSHIP_PROTOCOL, AccessContr
 from swarmnode.net.identity import Identity
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.swarm.peers.record_validation import by_subkey, notice_rules
-from swarmnode.swarm.records.certificate import Role, admit_peer
+from swarmnode.swarm.records.invite import Role, admit_peer
 from swarmnode.swarm.records.membership import Membership, nobody, sign_list
 from swarmnode.swarm.storage.remembered import MembershipFile
 from tests.swarm.society import NOW, OWNER, STRANGER, SWARM, Ticket, listed

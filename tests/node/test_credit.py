@@ -24,9 +24,8 @@ from swarmnode.node.node import REPORT_S
 from swarmnode.peer.questions import ask
 from swarmnode.plan.credit import HALF_CREDIT, Credit
 from swarmnode.swarm.records.manifest import CREDIT, TRAIN
-from swarmnode.swarm.records.receipt import Receipt, sign_receipt
+from swarmnode.swarm.records.receipt import Receipt, ReceiptFolder, receipts_of, sign_receipt
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.storage.receipt_folder import ReceiptFolder, receipts_of
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm

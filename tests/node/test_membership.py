@@ -25,9 +25,9 @@ from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.peer.questions import ask
 from swarmnode.swarm.peers.standing import parse_trust
-from swarmnode.swarm.records.certificate import Role, open_grant
+from swarmnode.swarm.records.invite import Role, open_grant
 from swarmnode.swarm.records.manifest import PRIVATE
-from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, note_members, open_admitted_peers
+from swarmnode.swarm.storage.owner_files import IssuedInvites, issued_invites_path, note_members, open_admitted_peers
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time

@@ -30,7 +30,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.peer.paths import ObservedLatency
-from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.plan.view import Span
 from swarmnode.serving.adapters import StageAdapters

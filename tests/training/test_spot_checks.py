@@ -35,7 +35,7 @@ from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import Answer, ask
-from swarmnode.plan.audits.selection import AuditBudget
+from swarmnode.plan.audits import AuditBudget
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.swarm.records.statement import Commitment, sign_commitment

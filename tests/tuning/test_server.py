@@ -46,7 +46,7 @@ from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.switchboard import Switchboard
-from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.serving.session.session_memory import Promise
 from swarmnode.tuning import server

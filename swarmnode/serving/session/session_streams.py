@@ -29,7 +29,7 @@ from swarmnode.errors import NetworkDown, PeerError, PeerLost
 from swarmnode.links.hop import Entry, Hop, until
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import Buffer
-from swarmnode.plan.serving.codec_schedule import coarsest
+from swarmnode.plan.compression import coarsest
 from swarmnode.swarm.records.statement import Edge
 
 ONE_ID = TensorInfo(Codec.NONE, DType.INT64, (1, 1))

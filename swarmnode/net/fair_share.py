@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import PeerId, Stream
-from swarmnode.net.limits.address_group import Claimant
 
 MAX_BUCKETS = 8192
 
