@@ -34,9 +34,9 @@ from swarmnode.swarm.peers.shards import SAMPLE
 from swarmnode.swarm.records.announcement import (
     VERSION,
     Announcement,
-    Hearsay,
     Introduction,
     Machine,
+    ObservedSpeeds,
     PathNews,
     Place,
     Section,
@@ -147,7 +147,7 @@ def sections(span: tuple[int, int]) -> tuple[Section, ...]:
         WorkSpeeds(decode_units_per_s=812.5, prefill_units_per_s=31234.5),
         ServingLoad(sessions=3, cache_tokens_free=65536),
         PathNews(up_bps=4.1e7, down_bps=2.2e8, coordinate=(-1200, 800, 341, 55, 12), reachability=2),
-        Hearsay(unit_us=dict.fromkeys(others, 1230)),
+        ObservedSpeeds(unit_us=dict.fromkeys(others, 1230)),
     )
 
 

@@ -343,7 +343,7 @@ class AuditCase:
         alone = odd_one_out([None if vote is None else not vote for vote in votes])
         if alone is None:
             for peer in suspects:
-                self._referee.standing.come_near(peer)
+                self._referee.standing.halve_trust(peer)
             return False
         text = hashlib.sha256(struct.pack(f"<{judged.at + 1}q", *self.ids[: judged.at + 1])).digest()
         if not self._referee.standing.near_miss(suspects[alone], judged.compared, text):

@@ -106,6 +106,8 @@ class Hop:
                 former.close()  # only now: before the OPEN, END would free the cache of a peer that stays
 
     async def _bind(self, attempt: int, peer: PeerId, body: Open, text: Buffer) -> None:
+        """Bind the hop to `peer` as `open` does. Raises PeerLost also if READY does not come in time; another session's payload may
+        be ahead of it."""
         channel = await self._switchboard.call(
             peer, lambda frame, body: self._hear(attempt, frame, body), lambda error: self._lost(attempt, error)
         )
@@ -116,25 +118,32 @@ class Hop:
         self._ready, self._channel, self._error = ready, channel, None
         try:
             channel.send(body, payload=(text,) if text else ())
-            have = self.had = await _answer(channel, ready)
-            await self._replay(attempt, channel, have)
+            loop = asyncio.get_running_loop()
+            began_s = loop.time()
+            while not ready.done():  # READY tells the positions that the peer holds
+                timeout_s = OPENING.wait_s(rtt_s=None if channel.moving else channel.rtt_s)
+                left_s = began_s + timeout_s - loop.time()
+                if left_s <= 0:
+                    raise PeerLost(f"peer {channel.peer} did not get ready within {timeout_s:.1f} s", peer=channel.peer)
+                # a new link's round trip is not yet known
+                await asyncio.wait([ready], timeout=min(left_s, OPENING.floor_s))
+            have = self.had = ready.result()
+            self._replayed = 0
+            self._check_bound(attempt, channel)  # an error may have arrived together with READY
+            # A peer that missed a truncation holds positions that are not in the journal any more.
+            lacking = min([have, *(entry.start for entry in self.journal if entry.truncate is not None)])
+            while self._replayed < len(self.journal):  # the journal may grow, or be cut, while the link drains
+                entry = self.journal[self._replayed]
+                self._replayed += 1
+                if entry.end > lacking:
+                    _send(channel, entry)
+                    await channel.drain()
+                    self._check_bound(attempt, channel)
+            self._live = True
         except (PeerError, asyncio.CancelledError):
-            self._leave(attempt)
+            if attempt == self._attempt:
+                self.unbind()
             raise
-
-    async def _replay(self, attempt: int, channel: Channel, have: int) -> None:
-        self._replayed = 0
-        self._check_bound(attempt, channel)  # an error may have arrived together with READY
-        # A peer that missed a truncation holds positions that are not in the journal any more.
-        lacking = min([have, *(entry.start for entry in self.journal if entry.truncate is not None)])
-        while self._replayed < len(self.journal):  # the journal may grow, or be cut, while the link drains
-            entry = self.journal[self._replayed]
-            self._replayed += 1
-            if entry.end > lacking:
-                _send(channel, entry)
-                await channel.drain()
-                self._check_bound(attempt, channel)
-        self._live = True
 
     def _check_bound(self, attempt: int, channel: Channel) -> None:
         if attempt != self._attempt:
@@ -240,11 +249,6 @@ class Hop:
             self._ready.exception()  # marks it as retrieved: `open` may have been given up
         return channel
 
-    def _leave(self, attempt: int) -> None:
-        """Unbind the hop, unless a newer attempt has bound it meanwhile."""
-        if attempt == self._attempt:
-            self.unbind()
-
     def _hear(self, attempt: int, frame: Frame, body: Body) -> None:
         if attempt != self._attempt or self._channel is None:
             return
@@ -267,20 +271,6 @@ class Hop:
             self._ready.set_exception(error)
         elif was_live:
             self._on_fault(error)
-
-
-async def _answer(channel: Channel, ready: asyncio.Future[int]) -> int:
-    """Return the positions that the peer holds, from READY. Raises PeerLost if it does not come in time; another session's payload
-    may be ahead of it."""
-    loop = asyncio.get_running_loop()
-    began_s = loop.time()
-    while not ready.done():
-        timeout_s = OPENING.wait_s(rtt_s=None if channel.moving else channel.rtt_s)
-        left_s = began_s + timeout_s - loop.time()
-        if left_s <= 0:
-            raise PeerLost(f"peer {channel.peer} did not get ready within {timeout_s:.1f} s", peer=channel.peer)
-        await asyncio.wait([ready], timeout=min(left_s, OPENING.floor_s))  # a new link's round trip is not yet known
-    return ready.result()
 
 
 def until(entries: Iterable[Entry], to: int) -> Iterator[Entry]:

@@ -89,16 +89,6 @@ MAX_PAUSE_S = 0.25  # without reading a peer that sends too much: less than its 
 KNOWN_KINDS = frozenset(int(kind) for kind in FrameKind)
 
 
-def read_greeting(frame: Frame, peer: PeerId) -> Hello:
-    """Return the HELLO in a peer's first frame. Raises ProtocolError if the frame is another one, PeerRefused if it is ERROR."""
-    body = decode_body(frame.kind, frame.body) if frame.kind in (FrameKind.HELLO, FrameKind.ERROR) else None
-    if isinstance(body, Error):
-        raise refusal(body.code, retry_s=body.retry_s, peer=peer)
-    if not isinstance(body, Hello):
-        raise ProtocolError("its first frame on a link is not HELLO", peer=peer)
-    return body
-
-
 def check_greeting(theirs: Hello, ours: Hello, peer: PeerId) -> None:
     """Raise ProtocolError if the peer and this one have no protocol version in common, or the peer is of another swarm."""
     (oldest, newest), (our_oldest, our_newest) = theirs.spoken, ours.spoken
@@ -221,11 +211,18 @@ class Link:
         self._config.peer_versions.greeted(self.claimant, theirs)
 
     async def _handshake(self, rtt_s: float | None) -> Hello:
+        """Return the HELLO in the peer's first frame. Raises ProtocolError if the frame is another one, PeerRefused if it is ERROR,
+        PeerLost if none comes in time."""
         try:
             frame = await asyncio.wait_for(self._first_frame(), self._config.connecting.wait_s(rtt_s=rtt_s))
         except asyncio.TimeoutError:
             raise PeerLost(f"peer {self.peer} did not greet in time", peer=self.peer) from None
-        return read_greeting(frame, self.peer)
+        body = decode_body(frame.kind, frame.body) if frame.kind in (FrameKind.HELLO, FrameKind.ERROR) else None
+        if isinstance(body, Error):
+            raise refusal(body.code, retry_s=body.retry_s, peer=self.peer)
+        if not isinstance(body, Hello):
+            raise ProtocolError("its first frame on a link is not HELLO", peer=self.peer)
+        return body
 
     async def _first_frame(self) -> Frame:
         while True:
@@ -374,7 +371,13 @@ class Link:
                 if self._throughput_meter.rate_bps:
                     self._config.link_statistics.received(self.peer, self._throughput_meter.rate_bps)
             elif isinstance(body, Pong):
-                self._hear_pong(frame.seq, body)
+                if body.received_bps:
+                    self.bandwidth_bps = body.received_bps
+                    self._config.link_statistics.sent(self.peer, body.received_bps)
+                sample_s = self._round_trips.pong(frame.seq)
+                if sample_s is not None:
+                    self._config.traffic.record_round_trip(self._protocol, sample_s)
+                    self._config.link_statistics.round_trip(self.peer, sample_s)
             elif isinstance(body, End):
                 return True
             elif isinstance(body, Revocations):
@@ -400,17 +403,18 @@ class Link:
             return
         heartbeat, now_s = self._heartbeat, self._loop.time()
         self._sending.count()
-        if expected_at is not None and heartbeat.slept(now_s - expected_at):
-            heartbeat.heard(now_s)
-        heartbeat.heard_elsewhere(self._config.link_statistics.heard_at_s(self.peer))
-        silence_s = heartbeat.too_long_s(now_s, self.silence_limit_s)
+        late_s = 0.0 if expected_at is None else now_s - expected_at
+        elsewhere_s = self._config.link_statistics.heard_at_s(self.peer)
+        silence_s = heartbeat.too_long_s(now_s, self.silence_limit_s, late_s=late_s, elsewhere_s=elsewhere_s)
         if silence_s is not None:
             self._fail(PeerLost(f"peer {self.peer} hangs: silent for {silence_s:.1f} s", peer=self.peer))
             return
         if heartbeat.wants_sign(self._sending.total_bytes):
             self.send(Pong(self._throughput_meter.rate_bps or 0.0))  # answers no PING in particular
         if not self._round_trips.begun or self._unasked_bytes or heartbeat.wants_ping(now_s):
-            self._send_ping(now_s)
+            heartbeat.pinged_at_s = now_s
+            self.send(Ping(), seq=self._round_trips.ping(queued_bytes=self._unasked_bytes))
+            self._unasked_bytes = 0
         self._tick_at(now_s + (self._config.heartbeat.busy_s if self._reader.pending_bytes else heartbeat.beat_s))
 
     def _tick_at(self, at_s: float) -> None:
@@ -427,20 +431,6 @@ class Link:
     def _came(self) -> None:
         self._heartbeat.came(self._sending.total_bytes)
         self._tick_soon()
-
-    def _send_ping(self, now_s: float) -> None:
-        self._heartbeat.pinged(now_s)
-        self.send(Ping(), seq=self._round_trips.ping(queued_bytes=self._unasked_bytes))
-        self._unasked_bytes = 0
-
-    def _hear_pong(self, seq: int, pong: Pong) -> None:
-        if pong.received_bps:
-            self.bandwidth_bps = pong.received_bps
-            self._config.link_statistics.sent(self.peer, pong.received_bps)
-        sample_s = self._round_trips.pong(seq)
-        if sample_s is not None:
-            self._config.traffic.note_round_trip(self._protocol, sample_s)
-            self._config.link_statistics.round_trip(self.peer, sample_s)
 
     # -- the end
 

@@ -73,15 +73,12 @@ class ThroughputMeter:
             next_bytes = pending_bytes if pending_bytes < read_bytes else 0  # of the next frame
             self._bytes += read_bytes - next_bytes
             if pending_bytes < read_bytes:  # the frame is complete: the measurement ends
-                self._finish(self._began_s, self._arrivals.total_bytes - self._before_bytes - next_bytes)
+                began_s, self._began_s = self._began_s, None
+                if self._bytes >= MEASURED_BYTES:
+                    now_s, came_bytes = self._clock(), self._arrivals.total_bytes - self._before_bytes - next_bytes
+                    self._arrivals.measured(came_bytes * 8 / max(now_s - began_s, SHORTEST_S), now_s)
         if self._began_s is None and pending_bytes:
             self._began_s, self._bytes, self._before_bytes = self._clock(), 0, self._arrivals.total_bytes
-
-    def _finish(self, began_s: float, came_bytes: int) -> None:
-        self._began_s = None
-        if self._bytes >= MEASURED_BYTES:
-            now_s = self._clock()
-            self._arrivals.measured(came_bytes * 8 / max(now_s - began_s, SHORTEST_S), now_s)
 
 
 class Traffic:
@@ -97,7 +94,7 @@ class Traffic:
         """Bytes sent and received."""
         return self.sent_bytes.total() + self.received_bytes.total()
 
-    def note_round_trip(self, protocol: str, seconds: float) -> None:
+    def record_round_trip(self, protocol: str, seconds: float) -> None:
         """Record a round trip of a ping in seconds."""
         self._round_trips.setdefault(protocol, Histogram()).observe(seconds)
 
@@ -197,6 +194,9 @@ class PathMeasurement:
         return statistics.median_low(self.rtts_s) if self.rtts_s else None
 
 
+UNMEASURED = PathMeasurement()
+
+
 class LinkStatistics:
     """Measurements of the paths to peers, shared by all links of a node. The peer updated least recently is forgotten first.
 
@@ -220,20 +220,18 @@ class LinkStatistics:
 
     def round_trip(self, peer: PeerId, rtt_s: float) -> None:
         """Record a round trip of `rtt_s` seconds to `peer`."""
-        path_measurement = self._of(peer)
-        path_measurement.rtts_s.append(rtt_s)
-        if self.on_rtt is not None and path_measurement.rtt_s is not None:
-            self.on_rtt(peer, path_measurement.rtt_s)
+        path = self._of(peer)
+        path.rtts_s.append(rtt_s)
+        if self.on_rtt is not None and path.rtt_s is not None:
+            self.on_rtt(peer, path.rtt_s)
 
     def heard(self, peer: PeerId, now_s: float) -> None:
         """Record that data of the peer arrived at `now_s` on the event loop's clock, on any link with it."""
-        path_measurement = self._peers.get(peer)
-        (self._of(peer) if path_measurement is None else path_measurement).heard_at_s = now_s
+        (self._peers.get(peer) or self._of(peer)).heard_at_s = now_s  # a peer that is known does not become the latest
 
     def heard_at_s(self, peer: PeerId) -> float:
         """Return the time of the last data of the peer on the event loop's clock; minus infinity if there was none."""
-        path_measurement = self._peers.get(peer)
-        return float("-inf") if path_measurement is None else path_measurement.heard_at_s
+        return self._peers.get(peer, UNMEASURED).heard_at_s
 
     def arrivals(self, peer: PeerId) -> Arrivals:
         """Return the counts of the peer's data, which all links with it share."""
@@ -241,28 +239,24 @@ class LinkStatistics:
 
     def rtt_s(self, peer: PeerId) -> float | None:
         """Return the median round trip to a peer in seconds; None if unmeasured."""
-        path_measurement = self._peers.get(peer)
-        return None if path_measurement is None else path_measurement.rtt_s
+        return self._peers.get(peer, UNMEASURED).rtt_s
 
     def expected_rtt_s(self, peer: PeerId) -> float | None:
         """Return the expected round trip to a peer in seconds: measured, else guessed, else the median of all measured peers; None
         if there are none."""
-        rtt_s = self.rtt_s(peer)
-        if rtt_s is None:
-            rtt_s = self._guess(peer)
-        if rtt_s is None:
-            rtt_s = statistics.median_high(others) if (others := self.rtts_s().values()) else None
-        return rtt_s
+        if (rtt_s := self.rtt_s(peer)) is not None or (rtt_s := self._guess(peer)) is not None:
+            return rtt_s
+        return statistics.median_high(others) if (others := self.rtts_s().values()) else None
 
     def sent(self, peer: PeerId, rate_bps: float) -> None:
         """Record that the peer received large frames at `rate_bps`."""
-        path_measurement = self._of(peer)
-        path_measurement.up_bps, path_measurement.up_at_s = rate_bps, self._clock()
+        path = self._of(peer)
+        path.up_bps, path.up_at_s = rate_bps, self._clock()
 
     def received(self, peer: PeerId, rate_bps: float) -> None:
         """Record that large frames of the peer arrived at `rate_bps`."""
-        path_measurement = self._of(peer)
-        path_measurement.down_bps, path_measurement.down_at_s = rate_bps, self._clock()
+        path = self._of(peer)
+        path.down_bps, path.down_at_s = rate_bps, self._clock()
 
     def rtts_s(self, most: int | None = None) -> dict[PeerId, float]:
         """Return the round trips to at most `most` peers (None: all), those measured last first."""
@@ -271,9 +265,8 @@ class LinkStatistics:
 
     def up_bps_to(self, peer: PeerId) -> float:
         """Return the rate at which the peer lately received large frames, in bits/s; 0 if there is no fresh measurement."""
-        path_measurement = self._peers.get(peer)
-        is_fresh = path_measurement is not None and path_measurement.up_at_s >= self._clock() - FRESH_S
-        return path_measurement.up_bps if path_measurement is not None and is_fresh else 0.0
+        path = self._peers.get(peer, UNMEASURED)
+        return path.up_bps if path.up_at_s >= self._clock() - FRESH_S else 0.0
 
     def ups_bps(self, most: int) -> dict[PeerId, float]:
         """Return `up_bps_to` of at most `most` peers with a fresh measurement, those measured last first."""
@@ -308,8 +301,8 @@ class LinkStatistics:
         return ranked[len(ranked) // 4] if ranked else 0.0
 
     def _of(self, peer: PeerId) -> PathMeasurement:
-        path_measurement = self._peers[peer] = self._peers.get(peer) or PathMeasurement()
-        return path_measurement
+        path = self._peers[peer] = self._peers.get(peer) or PathMeasurement()
+        return path
 
 
 STEP_MS = 0.1  # unit of the integers of an announced coordinate
@@ -345,20 +338,15 @@ class Coordinate:
         weight = ERROR_WEIGHT * sureness
         error = min(MAX_ERROR, relative_error * weight + self.error * (1 - weight))
         pull_ms = MOVE_WEIGHT * sureness * (rtt_ms - estimate_ms)
-        return self._pushed(other, pull_ms, direction, max(error, 0.01))
-
-    def _pushed(self, other: Coordinate, push_ms: float, direction: Sequence[float], error: float) -> Coordinate:
-        """Return the coordinate moved by `push_ms` away from `other`: along the line between the points and, in proportion,
-        upwards."""
         away = [mine - theirs for mine, theirs in zip(self.place, other.place, strict=True)]
         distance_ms = math.hypot(*away)
         if distance_ms < 1e-6:
             away, distance_ms = list(direction), math.hypot(*direction)
         heights_ms = self.height_ms + other.height_ms
         length_ms = distance_ms + heights_ms
-        x, y, z = (mine + push_ms * part / length_ms for mine, part in zip(self.place, away, strict=True))
-        height_ms = max(SMALLEST_HEIGHT_MS, self.height_ms + push_ms * heights_ms / length_ms)
-        return Coordinate((x, y, z), height_ms, error)
+        x, y, z = (mine + pull_ms * part / length_ms for mine, part in zip(self.place, away, strict=True))
+        height_ms = max(SMALLEST_HEIGHT_MS, self.height_ms + pull_ms * heights_ms / length_ms)
+        return Coordinate((x, y, z), height_ms, max(error, 0.01))
 
     def packed(self) -> tuple[int, ...]:
         """Return the announced form: x, y, z and height in steps of 0.1 ms, and the error in percent."""
@@ -374,7 +362,7 @@ class Coordinate:
         return cls((x, y, z), max(height_ms, SMALLEST_HEIGHT_MS), max(numbers[4] / 100, 0.01))
 
 
-class Surveyor:
+class OwnCoordinate:
     """Keeper of this peer's own coordinate, updated from the round trips that links measure."""
 
     def __init__(self, seed: object) -> None:

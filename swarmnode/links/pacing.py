@@ -39,7 +39,7 @@ class Heartbeat:
         self._paced = paced
         self._heard_at_s = now_s
         self._silent_since_s: float | None = now_s  # None: nothing has left that the peer could answer
-        self._pinged_at_s = 0.0
+        self.pinged_at_s = 0.0
         self._owes_sign = False  # whether data arrived and nothing was sent since
         self._sent_bytes = 0  # sum of the bytes sent when it arrived
 
@@ -47,11 +47,6 @@ class Heartbeat:
         """Record that something arrived from the peer at `now_s`."""
         self._heard_at_s = now_s
         self._silent_since_s = None if self._paced else now_s
-
-    def heard_elsewhere(self, at_s: float) -> None:
-        """Note a sign of life on another link with the peer: an answer on this link may queue behind the data there."""
-        if self._silent_since_s is not None and at_s > self._silent_since_s:
-            self.heard(at_s)
 
     def left(self, now_s: float) -> None:
         """Note that data which was held back has been sent: an answer may be expected from now on."""
@@ -74,17 +69,18 @@ class Heartbeat:
     @property
     def beat_s(self) -> float:
         """Seconds to the next beat: few while something is expected of the peer or owed to it, else until the next ping."""
-        asked = self._pinged_at_s > self._heard_at_s
+        asked = self.pinged_at_s > self._heard_at_s
         return self._config.busy_s if self.busy or self._owes_sign or asked else self._config.idle_s
 
-    def slept(self, late_s: float) -> bool:
-        """Return whether a beat that is `late_s` seconds late shows that this process slept (suspended, or a blocked event
-        loop)."""
-        return late_s > self._config.min_silence_s / 2
+    def too_long_s(self, now_s: float, limit_s: float, *, late_s: float, elsewhere_s: float) -> float | None:
+        """Return the seconds of the peer's silence if they are more than `limit_s` (and an idle interval, if not busy); else None.
 
-    def too_long_s(self, now_s: float, limit_s: float) -> float | None:
-        """Return the seconds of the peer's silence if they are more than `limit_s` (and an idle interval, if not busy); else
-        None."""
+        `late_s`: how late this beat is. `elsewhere_s`: the last sign of life on another link with the peer.
+        """
+        if late_s > self._config.min_silence_s / 2:  # this process slept (suspended, or a blocked event loop)
+            self.heard(now_s)
+        if self._silent_since_s is not None and elsewhere_s > self._silent_since_s:
+            self.heard(elsewhere_s)  # an answer on this link may queue behind the data there
         silence_s = 0.0 if self._silent_since_s is None else now_s - self._silent_since_s
         patience_s = limit_s + (0.0 if self.busy else self._config.idle_s)
         return silence_s if silence_s > patience_s else None
@@ -92,11 +88,7 @@ class Heartbeat:
     def wants_ping(self, now_s: float) -> bool:
         """Return whether the peer should be pinged now."""
         due_s = 0.9 * (self._config.busy_s if self.busy else self._config.idle_s)
-        return now_s - self._heard_at_s >= due_s and now_s - self._pinged_at_s >= due_s
-
-    def pinged(self, now_s: float) -> None:
-        """Record that a ping was sent at `now_s`."""
-        self._pinged_at_s = now_s
+        return now_s - self._heard_at_s >= due_s and now_s - self.pinged_at_s >= due_s
 
     def wants_sign(self, sent_bytes: int) -> bool:
         """Return whether to send a sign of life at this beat: data arrived since the last one, and nothing was sent since."""
@@ -155,25 +147,20 @@ class RateLimitedStream(Stream):
     async def _run(self) -> None:
         with suppress(PeerLost):  # the reader of the stream gets it
             while self._waiting:
-                piece = self._next_piece()
+                piece: list[Buffer] = []
+                room_bytes = PACED_BYTES
+                while self._waiting and room_bytes > 0:
+                    view = self._waiting.popleft()
+                    piece.append(view[:room_bytes])
+                    if len(view) > room_bytes:
+                        self._waiting.appendleft(view[room_bytes:])
+                    room_bytes -= len(view)
                 size_bytes = sum(map(len, piece))
                 await asyncio.sleep(self._rate_limiter.reserve(size_bytes))
                 self._waiting_bytes -= size_bytes
                 self._stream.write(piece)
                 self._on_left()
                 await self._stream.drain()
-
-    def _next_piece(self) -> list[Buffer]:
-        """Return the next buffers, together at most one piece."""
-        piece: list[Buffer] = []
-        room_bytes = PACED_BYTES
-        while self._waiting and room_bytes > 0:
-            view = self._waiting.popleft()
-            piece.append(view[:room_bytes])
-            if len(view) > room_bytes:
-                self._waiting.appendleft(view[room_bytes:])
-            room_bytes -= len(view)
-        return piece
 
     @property
     def unsent_bytes(self) -> int:

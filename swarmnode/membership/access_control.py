@@ -133,7 +133,7 @@ class AccessControl(Gate):
     def heard(self, link: GuardedLink, number: int, revocations: bytes) -> None:
         ours = self.membership.revocations.number
         if revocations:
-            if self.membership.take_list(revocations):
+            if self.membership.adopt_list(revocations):
                 self._spread(link)
         elif number != ours and not link.closed:
             older = number < ours
@@ -320,7 +320,7 @@ class AccessControl(Gate):
         Raises ProtocolError if the list is not the owner's.
         """
         await asyncio.gather(*map(self.introduce, peers), return_exceptions=True)
-        if self.membership.take_list(revocations):
+        if self.membership.adopt_list(revocations):
             self._spread()
         links = list(self._links)
         await asyncio.gather(*(link.drain() for link in links), return_exceptions=True)
@@ -354,7 +354,7 @@ def access_control_of(
     access_control = AccessControl(membership, file, clock=clock, on_crash=on_crash)
     if swarm.revocations:
         with contextlib.suppress(ProtocolError):  # a list that is not the owner's is ignored
-            membership.take_list(swarm.revocations)
+            membership.adopt_list(swarm.revocations)
     access_control.check_welcome(peer, swarm.name, needs, expiry_is_final=needs is Role.CLIENT)
     with contextlib.suppress(ProtocolError):  # a node whose clock is wrong is admitted later
         membership.admit(peer, certificate, clock())  # this peer is a member in its own table, too

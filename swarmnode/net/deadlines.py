@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
+
+MOST_PAUSES = 8192  # peers whose failures are remembered at once
 
 
 @dataclass(frozen=True)
@@ -66,32 +69,27 @@ class Expectation:
     DEVIATIONS = 4
 
     def __init__(self) -> None:
-        self._mean: float | None = None
+        self.mean: float | None = None  # smoothed, of the samples; None before the first
         self._deviation = 0.0
 
     def note(self, sample: float) -> None:
         """Update the moving mean and deviation by one more `sample`."""
-        if self._mean is None:
-            self._mean, self._deviation = sample, sample / 2
+        if self.mean is None:
+            self.mean, self._deviation = sample, sample / 2
             return
-        self._deviation += self.DEVIATION_GAIN * (abs(sample - self._mean) - self._deviation)
-        self._mean += self.MEAN_GAIN * (sample - self._mean)
-
-    @property
-    def mean(self) -> float | None:
-        """Smoothed mean of the samples; None before the first."""
-        return self._mean
+        self._deviation += self.DEVIATION_GAIN * (abs(sample - self.mean) - self._deviation)
+        self.mean += self.MEAN_GAIN * (sample - self.mean)
 
     @property
     def bound(self) -> float | None:
         """Mean plus DEVIATIONS mean deviations; None before the first sample."""
-        return None if self._mean is None else self._mean + self.DEVIATIONS * self._deviation
+        return None if self.mean is None else self.mean + self.DEVIATIONS * self._deviation
 
 
 class Backoff:
     """Exponential back-off by peer: a pause that grows with each failure in a row; a success resets it.
 
-    A peer also starts anew if its last pause ended more than `forget_s` seconds ago.
+    A peer also starts anew if its last pause ended more than `forget_s` seconds ago, or if `most` other peers failed since.
     """
 
     def __init__(
@@ -102,13 +100,14 @@ class Backoff:
         factor: float = 2.0,
         ceiling_s: float = 30.0,
         forget_s: float = 300.0,
+        most: int = MOST_PAUSES,
     ) -> None:
         self._clock = clock
         self._first_s = first_s
         self._factor = factor
         self._ceiling_s = ceiling_s
         self._forget_s = forget_s
-        self._pauses: dict[PeerId, tuple[float, float]] = {}  # the last pause, and until when it lasts
+        self._pauses: Recent[PeerId, tuple[float, float]] = Recent(most)  # the last pause, and until when it lasts
 
     def __repr__(self) -> str:
         return f"<Backoff from {len(self.resting)} of {len(self._pauses)} peers>"
@@ -116,10 +115,11 @@ class Backoff:
     def failed(self, peer: PeerId, *, at_least_s: float = 0.0) -> float:
         """Record a failure of `peer` and return the seconds of its pause, at least `at_least_s` (the time in a BUSY answer,
         say)."""
-        self._forget_old()
-        known = self._pauses.get(peer)
-        pause_s = self._first_s if known is None else min(self._ceiling_s, known[0] * self._factor)
-        self._pauses[peer] = (pause_s, self._clock() + max(pause_s, at_least_s))
+        now_s = self._clock()
+        last_s, until_s = self._pauses.get(peer, (0.0, 0.0))
+        is_new = peer not in self._pauses or until_s <= now_s - self._forget_s
+        pause_s = self._first_s if is_new else min(self._ceiling_s, last_s * self._factor)
+        self._pauses[peer] = (pause_s, now_s + max(pause_s, at_least_s))
         return max(pause_s, at_least_s)
 
     def succeeded(self, peer: PeerId) -> None:
@@ -136,7 +136,3 @@ class Backoff:
         """Peers that are not used now, because they failed lately."""
         now_s = self._clock()
         return frozenset(peer for peer, (_, until_s) in self._pauses.items() if until_s > now_s)
-
-    def _forget_old(self) -> None:
-        long_ago_s = self._clock() - self._forget_s
-        self._pauses = {peer: known for peer, known in self._pauses.items() if known[1] > long_ago_s}

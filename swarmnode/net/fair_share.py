@@ -196,6 +196,6 @@ class CountedStream(Stream):
         if self.limits is not None:
             self.limits.let_in(self)
 
-    def give_place_up(self) -> None:
+    def release_place(self) -> None:
         if self.limits is not None:
             self.limits.leave(self)

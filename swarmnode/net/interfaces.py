@@ -37,7 +37,7 @@ class Stream(ABC):
     def let_in(self) -> None:  # noqa: B027  # most streams are not counted
         """Note that the peer that opened the stream has been admitted: the stream no longer counts among those of strangers."""
 
-    def give_place_up(self) -> None:  # noqa: B027  # as above
+    def release_place(self) -> None:  # noqa: B027  # as above
         """Note that the stream is about to end, so that it no longer counts against the limit of streams: another one takes its
         place."""
 

@@ -92,7 +92,11 @@ class RoutingTable:
             return None  # this peer itself
         bucket, now_s = self._buckets.setdefault(number, {}), self._clock()
         if peer not in bucket and len(bucket) >= BUCKET_PEERS:
-            crowding = self._crowding(bucket, group)
+            # of a group with more than its share the latest peer gives way to one of a group with less, or of none
+            sizes = Counter(known.group for known in bucket.values() if is_wide(known.group))
+            has_less = not is_wide(group) or sizes[group] < GROUP_PEERS
+            over = (one for one in reversed(bucket) if has_less and sizes[bucket[one].group] > GROUP_PEERS)
+            crowding = next(over, None)
             if crowding is None:
                 longest = next(iter(bucket))
                 return longest if now_s - bucket[longest].heard_s >= DOUBTFUL_S else None
@@ -115,14 +119,6 @@ class RoutingTable:
 
     def _bucket_of(self, peer: PeerId) -> int:
         return (node_id(peer) ^ self._own).bit_length()
-
-    @staticmethod
-    def _crowding(bucket: dict[PeerId, _Known], newcomer: str) -> PeerId | None:
-        """Return the latest peer of a group with more than its share if the newcomer's group has less; else None."""
-        sizes = Counter(known.group for known in bucket.values() if is_wide(known.group))
-        if is_wide(newcomer) and sizes[newcomer] >= GROUP_PEERS:
-            return None
-        return next((peer for peer in reversed(bucket) if sizes[bucket[peer].group] > GROUP_PEERS), None)
 
 
 def diverse(peers: Iterable[PeerId], groups: Mapping[PeerId, str], count: int) -> list[PeerId]:
@@ -238,15 +234,6 @@ class _Search:
         """Whether a peer that was asked may still answer."""
         return len(self.asked) > len(self.answered) + len(self.silent)
 
-    def take(self, found: FoundThere, named_by: str, *, own: PeerId) -> None:
-        for subkey, record in found.records.items():
-            known = self.records.get(subkey)
-            if known is None or known.expires_at < record.expires_at:
-                self.records[subkey] = record
-        for peer in found.nearer[:BUCKET_PEERS]:
-            if peer != own and (peer in self.known or len(self.known) < MAX_KNOWN):
-                self.known.setdefault(peer, set()).add(named_by)
-
 
 class LookUp:
     """Look-up of some keys by the peer `own`. `kept` has the records that `own` keeps under each key; the look-up starts with
@@ -344,10 +331,16 @@ class LookUp:
             search = self._searches[key]
             if found is None:
                 search.silent.add(peer)
-            else:
-                search.answered.add(peer)
-                search.take(found[number], group, own=self._own)
-                search.done = self._has_enough(key, search)
+                continue
+            search.answered.add(peer)
+            for subkey, record in found[number].records.items():
+                known = search.records.get(subkey)
+                if known is None or known.expires_at < record.expires_at:
+                    search.records[subkey] = record
+            for named in found[number].nearer[:BUCKET_PEERS]:
+                if named != self._own and (named in search.known or len(search.known) < MAX_KNOWN):
+                    search.known.setdefault(named, set()).add(group)
+            search.done = self._has_enough(key, search)
 
 
 MAX_RECORDS = 4096
@@ -405,37 +398,29 @@ class RecordStore:
         there is no room."""
         if len(value) > MAX_RECORD_BYTES or len(subkey) > MAX_SUBKEY_BYTES or expires_at <= self._clock():
             return False
-        known = self._keys.get(key, {}).get(subkey)
+        slot, known = (key, subkey), self._keys.get(key, {}).get(subkey)
         if known is not None and known.expires_at >= expires_at:
             return False
-        if known is None and not self._take_place((key, subkey), claimant):
-            return False
-        if known is not None and subkey == claimant.peer.encode():  # counts for its author, whichever peer brought it
-            self._all.move((key, subkey), claimant)
-            self._of_key[key].move((key, subkey), claimant)
+        if known is None:
+            # Expired records are removed first; else each record of a flood would cost a look at all records.
+            if len(self._all) >= MAX_RECORDS and self._clock() >= self._soonest_end:
+                for other in list(self._keys):
+                    self._expire(other)
+                ends = (record.expires_at for records in self._keys.values() for record in records.values())
+                self._soonest_end = min(ends, default=math.inf)
+            self._expire(key)
+            for shares in (self._of_key.setdefault(key, FairShare(MAX_SUBKEYS)), self._all):
+                yielding = shares.take(slot, claimant)
+                if yielding is not None:
+                    self._remove(yielding)
+                if yielding == slot:
+                    return False
+        elif subkey == claimant.peer.encode():  # counts for its author, whichever peer brought it
+            self._all.move(slot, claimant)
+            self._of_key[key].move(slot, claimant)
         self._keys.setdefault(key, {})[subkey] = Record(value, expires_at)
         self._soonest_end = min(self._soonest_end, expires_at)
         return True
-
-    def _take_place(self, slot: Slot, claimant: Claimant) -> bool:
-        if len(self._all) >= MAX_RECORDS:
-            self._expire_all()
-        self._expire(slot[0])
-        for shares in (self._of_key.setdefault(slot[0], FairShare(MAX_SUBKEYS)), self._all):
-            yielding = shares.take(slot, claimant)
-            if yielding is not None:
-                self._remove(yielding)
-            if yielding == slot:
-                return False
-        return True
-
-    def _expire_all(self) -> None:
-        if self._clock() < self._soonest_end:  # else each record of a flood would cost a look at all records
-            return
-        for key in list(self._keys):
-            self._expire(key)
-        ends = (record.expires_at for records in self._keys.values() for record in records.values())
-        self._soonest_end = min(ends, default=math.inf)
 
     def _expire(self, key: int) -> None:
         now = self._clock()

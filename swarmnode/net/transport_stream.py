@@ -25,11 +25,11 @@ class TransportStream(CountedStream):
         self._lost: BaseException | None = None
         self._paused_reading = False
         self._writable: asyncio.Future[None] | None = None
-        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self.closed: asyncio.Future[None] = self._loop.create_future()  # done once the connection is gone
 
     @property
     def _state(self) -> str:
-        return "closed" if self._closed.done() else "ended" if self._ended else "open"
+        return "closed" if self.closed.done() else "ended" if self._ended else "open"
 
     # -- asyncio's side
 
@@ -42,7 +42,7 @@ class TransportStream(CountedStream):
         """Note the end of the connection, and wake waiting writers, which then see it; called by asyncio."""
         self._ended = True
         self._lost = self._lost or error
-        for future in (self._closed, self._writable):
+        for future in (self.closed, self._writable):
             if future is not None and not future.done():
                 future.set_result(None)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.measuring_messages import MAX_UNIT_US
-from swarmnode.links.link_statistics import MAX_ERROR, Coordinate, LinkStatistics, Surveyor
+from swarmnode.links.link_statistics import MAX_ERROR, Coordinate, LinkStatistics, OwnCoordinate
 from swarmnode.net.addressing.addresses import home_of
 from swarmnode.net.addressing.reachability import Evidence, Reachability, conclude, own_interfaces
 from swarmnode.net.fair_share import Recent
@@ -18,7 +18,7 @@ from swarmnode.swarm.records.announcement import (
     MAX_RTTS,
     MAX_UNIT_TIMES,
     Announcement,
-    Hearsay,
+    ObservedSpeeds,
     PathNews,
     peer_digest,
 )
@@ -63,10 +63,10 @@ class ObservedLatency:
         seen = self._seen.get(peer)
         return None if seen is None or self._clock() - seen.at_s > FRESH_S else seen.unit_s
 
-    def section(self) -> Hearsay:
+    def section(self) -> ObservedSpeeds:
         """Return the section for the announcement: microseconds per layer, by the digests of the peers."""
         seen = self.units_s(most=MAX_UNIT_TIMES)
-        return Hearsay(
+        return ObservedSpeeds(
             unit_us={peer_digest(peer): max(1, min(round(unit_s * 1e6), MAX_UNIT_US)) for peer, unit_s in seen.items()}
         )
 
@@ -86,7 +86,7 @@ class Paths:
         )
         self._peer = peer
         self.reachability = Reachability.UNKNOWN
-        self._surveyor = Surveyor(peer)
+        self._surveyor = OwnCoordinate(peer)
         self._known = known
 
     def __repr__(self) -> str:

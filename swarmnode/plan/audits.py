@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tensors import Codec
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement, State
 
@@ -137,7 +137,7 @@ class Calibration:
     """Measured ratio of one model's noise to the table's. `of` maps each peer to its last ratio of medians, so that each peer has
     one voice; the median over peers decides."""
 
-    of: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)
+    of: Recent[PeerId, float] = field(default_factory=lambda: Recent(MAX_VOICES))
 
     def note(self, peer: PeerId, number_format: str, codec: Codec, deviations: Sequence[float], *, units: int) -> None:
         """Record the `deviations` of a segment of `peer` that was judged right, `units` layers into the model.
@@ -146,9 +146,6 @@ class Calibration:
         ratio = None if _is_packed(number_format) else _ratio(number_format, codec, deviations, units)
         if ratio is not None:
             self.of[peer] = ratio
-            self.of.move_to_end(peer)
-            if len(self.of) > MAX_VOICES:
-                self.of.popitem(last=False)
 
     @property
     def most(self) -> float:
@@ -264,35 +261,28 @@ def second_route(
 ) -> tuple[HopSpec, ...] | None:
     """Return `route` with each hop moved to a random other peer that can replace it; None if no hop has a replica.
 
-    The choice is random so that no peer can arrange its auditor. A hop without a replica keeps its peer. Peers in `avoid` are
-    never chosen as replicas.
+    A replica is ready, holds the hop's layers and announces the same number format as the hop's peer, which `peers` must have. The
+    choice is random so that no peer can arrange its auditor. A hop without a replica keeps its peer. Peers in `avoid` are never
+    chosen as replicas.
     """
     used: set[PeerId] = {hop.peer for hop in route}
     second: list[HopSpec] = []
     for hop in route:
+        original = peers.get(hop.peer)
         able = [
             peer.peer
             for peer in peers.values()
-            if peer.peer not in used and peer.peer not in avoid and can_replace(hop, peer, peers)
+            if original is not None
+            and peer.peer not in {*used, *avoid}
+            and peer.life is State.READY
+            and peer.span[0] <= hop.start
+            and hop.end <= peer.span[1]
+            and peer.number_format == original.number_format
         ]
         chosen = random.choice(sorted(able)) if able else hop.peer
         used.add(chosen)
         second.append(HopSpec(chosen, hop.start, hop.end))
     return tuple(second) if any(new.peer != old.peer for new, old in zip(second, route, strict=True)) else None
-
-
-def can_replace(hop: HopSpec, peer: Announcement, peers: Mapping[PeerId, Announcement]) -> bool:
-    """Return whether `peer` is ready, holds the hop's layers and announces the same number format as the hop's peer.
-
-    Returns False if `peers` does not hold the hop's peer."""
-    original = peers.get(hop.peer)
-    return (
-        original is not None
-        and peer.life is State.READY
-        and peer.span[0] <= hop.start
-        and hop.end <= peer.span[1]
-        and peer.number_format == original.number_format
-    )
 
 
 @dataclass(frozen=True)
@@ -322,11 +312,6 @@ class AuditBudget:
         self._burst = burst
         self._spent_s = 0.0
         self._earned_s = 0.0
-
-    @property
-    def spent_share(self) -> float:
-        """Cost of audits as a share of the cost of served sessions; 0 before any was served."""
-        return self._spent_s / self._earned_s * self.share if self._earned_s else 0.0
 
     def chance(self, cost: SessionCost, trust: float) -> float:
         """Count the session as served and return the probability of an audit for it; 0 if the budget is spent. `trust` is the

@@ -110,31 +110,23 @@ class Controller:
         else:
             self._wishes = 0
         if self._wishes >= HURRY:
-            self._move(self._wanted)
+            self._rung, self._wishes = self._wanted, 0
         elif self._wishes <= -PATIENCE:
-            self._move(self._rung - 1)
-        self.choice = Choice(self._ladder[self._rung], self._reason(look))
-
-    def _move(self, rung: int) -> None:
-        self._rung, self._wishes = rung, 0
+            self._rung, self._wishes = self._rung - 1, 0
+        assert look.bandwidth_bps
+        codec, plain_bytes = self._ladder[self._rung], encoded_bytes(look.values, Codec.NONE)
+        reason = (
+            f"{plain_bytes / 1e6:.2f} MB at {look.bandwidth_bps / 1e6:.3g} Mbit/s take "
+            f"{plain_bytes * 8 / look.bandwidth_bps:.3g} s uncompressed, "
+            f"{encoded_bytes(look.values, codec) * 8 / look.bandwidth_bps:.3g} s so; "
+            f"the slowest stage needs {look.beat_s:.3g} s for a microbatch"
+        )
+        self.choice = Choice(codec, reason)
 
     def _least_that_keeps_up(self, look: Look, share: float) -> int:
         assert look.bandwidth_bps
         room_s = share * look.beat_s / look.directions
         return self._ladder.index(mildest(self._ladder, look.values, look.bandwidth_bps, room_s))
-
-    def _seconds(self, look: Look, rung: int) -> float:
-        assert look.bandwidth_bps
-        return encoded_bytes(look.values, self._ladder[rung]) * 8 / look.bandwidth_bps
-
-    def _reason(self, look: Look) -> str:
-        assert look.bandwidth_bps
-        plain_bytes = encoded_bytes(look.values, Codec.NONE)
-        return (
-            f"{plain_bytes / 1e6:.2f} MB at {look.bandwidth_bps / 1e6:.3g} Mbit/s take "
-            f"{plain_bytes * 8 / look.bandwidth_bps:.3g} s uncompressed, {self._seconds(look, self._rung):.3g} s so; "
-            f"the slowest stage needs {look.beat_s:.3g} s for a microbatch"
-        )
 
 
 def mildest(ladder: Sequence[Codec], values: Sequence[TensorInfo], bandwidth_bps: float, room_s: float) -> Codec:

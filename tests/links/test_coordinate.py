@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from swarmnode.links.link_statistics import Coordinate, Surveyor
+from swarmnode.links.link_statistics import Coordinate, OwnCoordinate
 
 # One-way delays in ms: Oregon, Virginia, Ohio, Tokyo, Seoul, London, Frankfurt, Ireland.
 DELAY_MS = (
@@ -28,7 +28,7 @@ class World:
 
     def __init__(self, seed: int, neighbours: int, access_ms: float = 0.0) -> None:
         self.random = random.Random(seed)
-        self.surveyors = {peer: Surveyor((seed, peer)) for peer in PEERS}
+        self.surveyors = {peer: OwnCoordinate((seed, peer)) for peer in PEERS}
         self.access_ms = {peer: self.random.expovariate(1 / access_ms) if access_ms else 0.0 for peer in PEERS}
         self.neighbours = {
             peer: self.random.sample([other for other in PEERS if other != peer], neighbours) for peer in PEERS
@@ -79,7 +79,7 @@ def test_a_newcomer_finds_its_place_and_moves_nobody_far():
     world.measure(rounds=40)
     newcomer = PEERS[17]
     before = {peer: surveyor.coordinate for peer, surveyor in world.surveyors.items()}
-    world.surveyors[newcomer] = Surveyor("new")
+    world.surveyors[newcomer] = OwnCoordinate("new")
     world.measure(rounds=12)
     known = [other for other in PEERS if other != newcomer]
     errors = [

@@ -225,7 +225,7 @@ async def test_a_revocation_goes_over_live_links_and_cuts_those_of_the_revoked(t
 async def test_a_revocation_goes_through_the_table_with_the_owner_gone(town: Town):
     first = await town.peer("first", Ticket("first"))
     evil = await town.peer("evil", Ticket("evil"))
-    assert first.membership.take_list(listed(invites=(Ticket("evil").id,)))
+    assert first.membership.adopt_list(listed(invites=(Ticket("evil").id,)))
     later = await town.peer("later", Ticket("later"))
     await until(later, lambda: later.membership.revocations.number == 1)
     with pytest.raises(PeerRefused):
@@ -236,7 +236,7 @@ async def test_who_was_away_hears_of_revocations_as_soon_as_it_greets(town: Town
     old, new = await town.peer("old", Ticket("old")), await town.peer("new", Ticket("new"))
     for peer in (old, new):
         peer.network.dht.store = peer.network.dht.get = _no_table
-    new.membership.take_list(listed(peers=("somebody",)))
+    new.membership.adopt_list(listed(peers=("somebody",)))
     await old.ask(new, SESSION)
     await until(old, lambda: old.membership.revocations_bytes == new.membership.revocations_bytes)
 
@@ -279,8 +279,8 @@ async def test_the_last_place_of_an_invite_is_known_to_peers_that_never_met_its_
 
 async def test_what_is_known_outlives_the_process(town: Town):
     peer = await town.peer("peer", Ticket("peer"))
-    peer.membership.take_list(listed(peers=("somebody",)))
-    peer.membership.note_use(Ticket("once", uses=1).certificate("12D3KooWsomebodyelse"), NOW)
+    peer.membership.adopt_list(listed(peers=("somebody",)))
+    peer.membership.record_use(Ticket("once", uses=1).certificate("12D3KooWsomebodyelse"), NOW)
     await peer.access_control.close()
     again = Peer(town, "peer", Ticket("peer"))
     assert again.membership.revocations == peer.membership.revocations

@@ -57,24 +57,21 @@ class LanDiscovery:
         try:
             discovery._zeroconf = AsyncZeroconf(interfaces=hosts)
             # A peer id is unique: the second of probing for others with this name can be saved.
-            service = discovery._service(hosts, endpoints[0][1])
+            places = {f"a{index}": without_peer(address) for index, address in enumerate(discovery._own)}
+            service = AsyncServiceInfo(
+                SERVICE,
+                f"{discovery._peer_id}.{SERVICE}",
+                parsed_addresses=list(hosts),
+                port=endpoints[0][1],
+                properties={"swarm": discovery._swarm, **places},
+                server=f"{discovery._peer_id}.local.",
+            )
             await discovery._zeroconf.async_register_service(service, cooperating_responders=True)
         except OSError as error:
             await discovery.close()
             raise LocalError(f"cannot announce this peer on the local network: {error}") from error
         discovery._browser = AsyncServiceBrowser(discovery._zeroconf.zeroconf, SERVICE, handlers=[discovery._changed])
         return discovery
-
-    def _service(self, hosts: Sequence[str], port: int) -> AsyncServiceInfo:
-        places = {f"a{index}": without_peer(address) for index, address in enumerate(self._own)}
-        return AsyncServiceInfo(
-            SERVICE,
-            f"{self._peer_id}.{SERVICE}",
-            parsed_addresses=list(hosts),
-            port=port,
-            properties={"swarm": self._swarm, **places},
-            server=f"{self._peer_id}.local.",
-        )
 
     def addresses(self) -> list[str]:
         """Return the multiaddrs of the swarm's other peers on the local network that have not left."""

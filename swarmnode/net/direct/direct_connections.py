@@ -243,12 +243,16 @@ class DirectConnections:
         try:
             wait_s = min(end_s - loop.time(), ANSWERING.wait_s(rtt_s=rtt_s))
             offer = await self._ask(asking, Occasion(self._peer_id, peer, protocol), wait_s)
-            hosts = await _hosts_of(introducer, peer)
+            # the IP addresses at which p2pd is connected with the peer without a relay
+            direct = (host_of(address) for address in await introducer.addresses_of(peer) if not is_relayed(address))
+            hosts = list(dict.fromkeys(filter(None, direct)))[:MAX_HOSTS]
             if offer is None or not hosts:
                 return None
             wait_s = min(end_s - loop.time(), DIALLING.wait_s(rtt_s=rtt_s))
             port, agreement = offer
-            prologue = await _dial(hosts, port, agreement, wait_s)
+            prologue = None
+            with contextlib.suppress(asyncio.TimeoutError):
+                prologue = await asyncio.wait_for(_first_to_welcome(hosts, port, agreement), wait_s)
         finally:
             asking.abort()
         if prologue is None:
@@ -293,7 +297,7 @@ class DirectConnections:
         arrived = asyncio.get_running_loop().create_future()
 
         def take(prologue: Prologue) -> None:
-            asking.give_place_up()  # else both streams would count against the peer's limit of half-open ones
+            asking.release_place()  # else both streams would count against the peer's limit of half-open ones
             prologue.say(agreement.welcome)
             seals, opens = agreement.acceptor_key, agreement.opener_key
             self._on_stream(self._begin(prologue, asking.peer, protocol, seals=seals, opens=opens))
@@ -314,20 +318,8 @@ class DirectConnections:
         return stream
 
 
-async def _hosts_of(introducer: Introducer, peer: PeerId) -> list[str]:
-    """Return the IP addresses at which p2pd is connected with the peer without a relay."""
-    direct = (host_of(address) for address in await introducer.addresses_of(peer) if not is_relayed(address))
-    return list(dict.fromkeys(filter(None, direct)))[:MAX_HOSTS]
-
-
-async def _dial(hosts: list[str], port: int, agreement: Agreement, wait_s: float) -> Prologue | None:
-    """Return a connection on which the peer has shown the agreed welcome; None if there is none within `wait_s` seconds."""
-    with contextlib.suppress(asyncio.TimeoutError):
-        return await asyncio.wait_for(_first_to_welcome(hosts, port, agreement), wait_s)
-    return None
-
-
 async def _first_to_welcome(hosts: list[str], port: int, agreement: Agreement) -> Prologue | None:
+    """Return a connection on which the peer has shown the agreed welcome; None if there is none."""
     for host in hosts:
         try:
             _, prologue = await asyncio.get_running_loop().create_connection(Prologue, host, port)

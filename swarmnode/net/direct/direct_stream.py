@@ -202,11 +202,6 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
     def __repr__(self) -> str:
         return f"<DirectStream {self.protocol} to {self.peer} {self._state}, {self._unread_bytes} bytes unread>"
 
-    @property
-    def closed(self) -> asyncio.Future[None]:
-        """Future that is done once the connection is gone."""
-        return self._closed
-
     # -- asyncio's side
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -259,24 +254,21 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
             self._reader = self._loop.create_future()
             await self._reader
         if self._unread:
-            return self._take(buffer)
+            taken = 0
+            while self._unread and taken < len(buffer):
+                piece = self._unread.popleft()
+                count = min(len(piece), len(buffer) - taken)
+                buffer[taken : taken + count] = piece[:count]
+                taken += count
+                if count < len(piece):
+                    self._unread.appendleft(piece[count:])
+            self._unread_bytes -= taken
+            if self._unread_bytes < MAX_UNREAD_BYTES:
+                self._read_on()
+            return taken
         if self._lost is not None:
             raise PeerLost(f"the stream to peer {self.peer} was reset: {self._lost}", peer=self.peer)
         return 0
-
-    def _take(self, buffer: memoryview) -> int:
-        taken = 0
-        while self._unread and taken < len(buffer):
-            piece = self._unread.popleft()
-            count = min(len(piece), len(buffer) - taken)
-            buffer[taken : taken + count] = piece[:count]
-            taken += count
-            if count < len(piece):
-                self._unread.appendleft(piece[count:])
-        self._unread_bytes -= taken
-        if self._unread_bytes < MAX_UNREAD_BYTES:
-            self._read_on()
-        return taken
 
     @property
     def receive_bytes(self) -> int:

@@ -85,13 +85,13 @@ def remove_stale_folders() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
         with contextlib.suppress(OSError):
-            if pid.isdigit() and not _is_alive(int(pid)) and _is_ours(folder) and not _is_held(folder):
+            if (
+                pid.isdigit()
+                and not _is_alive(int(pid))
+                and (sys.platform == "win32" or folder.stat().st_uid == os.getuid())
+                and not _is_held(folder)
+            ):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_ours(folder: Path) -> bool:
-    """Return whether the folder is this user's. On Windows every user has a temp directory of their own."""
-    return sys.platform == "win32" or folder.stat().st_uid == os.getuid()
 
 
 def _is_held(folder: Path) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,6 +20,7 @@ import msgspec
 from swarmnode.codec.body import DECODE_ERRORS
 from swarmnode.errors import NetworkDown
 from swarmnode.net.addressing.addresses import Claimant
+from swarmnode.net.deadlines import Backoff
 from swarmnode.net.fair_share import FairPace, Pace, Recent
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Dht, Enough, PeerId, Record, RecordValidator
 from swarmnode.net.kademlia import (
@@ -41,6 +43,7 @@ from swarmnode.net.kademlia import (
 )
 from swarmnode.net.libp2p.from_hivemind import P2P, dht_pb2
 from swarmnode.net.libp2p.p2pd_control import AddressGroups, hivemind_id, peer_bytes, peer_name
+from swarmnode.net.network_config import NetworkConfig
 from swarmnode.net.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -66,26 +69,21 @@ class TableCalls:
         p2p: P2P,
         store: RecordStore,
         routing_table: RoutingTable,
-        valid: RecordValidator | None,
         groups: AddressGroups,
-        *,
-        client_mode: bool,
+        config: NetworkConfig,
         timeout_s: float,
     ) -> None:
-        self._p2p = p2p
-        self._store = store
-        self._routing_table = routing_table
-        self._valid = valid
-        self._groups = groups
-        self._client_mode = client_mode
-        self._timeout_s = timeout_s
+        self._p2p, self._store, self._routing_table, self._groups = p2p, store, routing_table, groups
+        self._valid, self._client_mode, self._timeout_s = config.record_validator, config.client_mode, timeout_s
         self._calls = FairPace(*CALLS)
         self._answers_bytes = FairPace(*ANSWERS_BYTES)
-        self._failed: Recent[PeerId, tuple[float, float]] = Recent(MAX_REMEMBERED)  # (end of the pause, its seconds)
+        self._failed = Backoff(
+            time.monotonic, first_s=FAILED_S, ceiling_s=MAX_FAILED_S, forget_s=math.inf, most=MAX_REMEMBERED
+        )
         self._handed_over: Recent[PeerId, None] = Recent(MAX_REMEMBERED)
         self._tasks = Tasks("table calls", on_crash=None)
         self._closed = False
-        own = b"" if client_mode else id_bytes(node_id(p2p.peer_id.to_base58()))
+        own = b"" if self._client_mode else id_bytes(node_id(p2p.peer_id.to_base58()))
         self._info = dht_pb2.NodeInfo(node_id=own)
 
     async def serve(self) -> None:
@@ -128,8 +126,7 @@ class TableCalls:
     async def find(self, peer: PeerId, keys: Sequence[int]) -> list[FoundThere] | None:
         """Return the peer's valid records under each key and the peers that it knows near the key. None if it does not answer, or
         is left alone after a failure."""
-        until_s, _ = self._failed.get(peer, (0.0, 0.0))
-        if time.monotonic() < until_s:
+        if self._failed.pause_s(peer):
             return None
         request = dht_pb2.FindRequest(keys=list(map(id_bytes, keys)), peer=self._info)
         answer = await self._call(peer, FIND, request, dht_pb2.FindResponse)
@@ -147,8 +144,7 @@ class TableCalls:
                 records = {subkey: Record(value, expires_at) for subkey, value, expires_at in packed}
             except DECODE_ERRORS as error:
                 log.debug("an answer of the table cannot be read: %s", error)
-        valid = {subkey: record for subkey, record in records.items() if self._is_valid(key, subkey, record)}
-        return FoundThere(valid, [peer for peer in nearer if peer])
+        return FoundThere(_believed(self._valid, key, records), [peer for peer in nearer if peer])
 
     async def _call(self, peer: PeerId, name: str, request: Any, answer_type: type) -> Any:
         try:
@@ -157,17 +153,12 @@ class TableCalls:
         except Exception as error:  # hivemind raises many kinds of errors: asyncio's, the other side's, its own
             log.debug("peer %s does not answer for the table: %s", peer, error)
             self._routing_table.lost(peer)
-            self._note_failure(peer)
+            self._failed.failed(peer)
             return None
-        self._failed.pop(peer, None)
+        self._failed.succeeded(peer)
         if answer.peer.node_id:
             await self._heard(peer)
         return answer
-
-    def _note_failure(self, peer: PeerId) -> None:
-        _, lasted_s = self._failed.get(peer, (0.0, FAILED_S / 2))
-        lasted_s = min(MAX_FAILED_S, 2 * lasted_s)
-        self._failed[peer] = (time.monotonic() + lasted_s, lasted_s)
 
     # -- known peers
 
@@ -201,9 +192,6 @@ class TableCalls:
                 if await self.store(peer, key, records[start : start + MAX_STORES]) is None:
                     return
 
-    def _is_valid(self, key: int, subkey: bytes, record: Record) -> bool:
-        return self._valid is None or self._valid(id_bytes(key), subkey, record.value, record.expires_at)
-
     # -- answering
 
     async def _admit(self, context: Any, info: Any) -> Claimant:
@@ -228,8 +216,8 @@ class TableCalls:
         return dht_pb2.StoreResponse(store_ok=taken, peer=self._info)
 
     def _keep(self, key: int, subkey: bytes, value: bytes, expires_at: float, *, claimant: Claimant) -> bool:
-        valid = self._is_valid(key, subkey, Record(value, expires_at))
-        return valid and self._store.store(key, subkey, value, expires_at, claimant)
+        valid = _believed(self._valid, key, {subkey: Record(value, expires_at)})
+        return bool(valid) and self._store.store(key, subkey, value, expires_at, claimant)
 
     async def _answer_find(self, request: dht_pb2.FindRequest, context: Any) -> dht_pb2.FindResponse:
         claimant = await self._admit(context, request.peer)
@@ -239,21 +227,27 @@ class TableCalls:
         keys = list(dict.fromkeys(int.from_bytes(raw, "big") for raw in request.keys))
         left_bytes = MAX_ANSWER_BYTES
         for number, key in enumerate(keys):
-            answer.results.append(self._find_here(key, claimant.peer, left_bytes // (len(keys) - number)))
-            left_bytes -= len(answer.results[-1].value)
+            result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
+            records = self._store.some(key, left_bytes // (len(keys) - number))
+            if records:
+                rows = [(subkey, record.value, record.expires_at) for subkey, record in records.items()]
+                result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=msgspec.msgpack.encode(rows))
+            nearest = [peer for peer in self._routing_table.nearest(key, BUCKET_PEERS + 1) if peer != claimant.peer]
+            result.nearest_peer_ids.extend(peer_bytes(peer) for peer in nearest[:BUCKET_PEERS])
+            answer.results.append(result)
+            left_bytes -= len(result.value)
         await _take_turn(self._answers_bytes, claimant, answer.ByteSize())
         return answer
 
-    def _find_here(self, key: int, asker: PeerId, room_bytes: int) -> Any:
-        """Return the own records under a key, as many as fit, and the known peers near it without the asking one."""
-        result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
-        records = self._store.some(key, room_bytes)
-        if records:
-            packed = msgspec.msgpack.encode([(subkey, each.value, each.expires_at) for subkey, each in records.items()])
-            result = dht_pb2.FindResult(type=dht_pb2.FOUND_DICTIONARY, value=packed)
-        nearest = [peer for peer in self._routing_table.nearest(key, BUCKET_PEERS + 1) if peer != asker]
-        result.nearest_peer_ids.extend(peer_bytes(peer) for peer in nearest[:BUCKET_PEERS])
-        return result
+
+def _believed(valid: RecordValidator | None, key: int, records: Records) -> dict[bytes, Record]:
+    """Return the records under a key that `valid` accepts; all of them if it is None."""
+    digest = id_bytes(key)
+    return {
+        subkey: record
+        for subkey, record in records.items()
+        if valid is None or valid(digest, subkey, record.value, record.expires_at)
+    }
 
 
 async def _take_turn(pace: FairPace, claimant: Claimant, amount: float = 1.0) -> None:
@@ -274,20 +268,12 @@ class EngineDht(Dht):
     """Part of one peer in the DHT. Each restart of p2pd brings a new routing table and new calls; stored records and known
     keepers stay."""
 
-    def __init__(
-        self,
-        valid: RecordValidator | None,
-        groups: AddressGroups,
-        *,
-        client_mode: bool,
-        timeout_s: float,
-        unix: Callable[[], float] = time.time,
-    ) -> None:
-        self._valid = valid
+    def __init__(self, config: NetworkConfig, groups: AddressGroups, *, timeout_s: float) -> None:
+        self._config = config
+        self._valid = config.record_validator
         self._groups = groups
-        self._client_mode = client_mode
         self._timeout_s = timeout_s
-        self._store = RecordStore(unix)
+        self._store = RecordStore(config.unix)
         self._keepers = Keepers()
         self._population = Population()
         self._peer: PeerId = ""
@@ -305,15 +291,7 @@ class EngineDht(Dht):
         """Start to take part in the DHT, over the connections of a running p2pd."""
         self._peer = p2p.peer_id.to_base58()
         self._routing_table = RoutingTable(self._peer)
-        calls = TableCalls(
-            p2p,
-            self._store,
-            self._routing_table,
-            self._valid,
-            self._groups,
-            client_mode=self._client_mode,
-            timeout_s=self._timeout_s,
-        )
+        calls = TableCalls(p2p, self._store, self._routing_table, self._groups, self._config, self._timeout_s)
         await calls.serve()
         self._calls = calls
         self._stopped = asyncio.get_running_loop().create_future()
@@ -330,7 +308,16 @@ class EngineDht(Dht):
         asked_at = time.time()
         theirs = await self._running().ping(peer)
         if theirs is not None:
-            self._check_clock(peer, theirs, asked_at)
+            ahead_s = max(0.0, asked_at - theirs) + min(0.0, time.time() - theirs)
+            if abs(ahead_s) > MAX_CLOCK_SKEW_S and peer not in self._skewed and len(self._skewed) < MAX_WARNINGS:
+                self._skewed.add(peer)
+                log.warning(
+                    "this machine's clock is %.0f s %s that of peer %s; records may be refused or expire early: "
+                    "check the time of both machines (NTP)",
+                    abs(ahead_s),
+                    "ahead of" if ahead_s > 0 else "behind",
+                    peer,
+                )
         return theirs is not None
 
     def neighbours(self) -> set[PeerId]:
@@ -342,25 +329,12 @@ class EngineDht(Dht):
         if self._calls is not None:
             await self._look_up({node_id(self._peer): {}})
 
-    def _check_clock(self, peer: PeerId, theirs: float, asked_at: float) -> None:
-        ahead_s = max(0.0, asked_at - theirs) + min(0.0, time.time() - theirs)
-        if abs(ahead_s) > MAX_CLOCK_SKEW_S and peer not in self._skewed and len(self._skewed) < MAX_WARNINGS:
-            self._skewed.add(peer)
-            log.warning(
-                "this machine's clock is %.0f s %s that of peer %s; records may be refused or expire early: "
-                "check the time of both machines (NTP)",
-                abs(ahead_s),
-                "ahead of" if ahead_s > 0 else "behind",
-                peer,
-            )
-
     async def store(self, key: bytes, subkey: bytes, value: bytes, *, expires_at: float) -> bool:
         self._running()
-        place = key_id(key)
-        believed = self._valid is None or self._valid(id_bytes(place), subkey, value, expires_at)
-        if not believed or len(value) > MAX_RECORD_BYTES:
+        place, record = key_id(key), Record(value, expires_at)
+        if len(value) > MAX_RECORD_BYTES or not _believed(self._valid, place, {subkey: record}):
             return False
-        return await self._while_running(self._store_at_keepers(place, subkey, Record(value, expires_at)))
+        return await self._while_running(self._store_at_keepers(place, subkey, record))
 
     async def _store_at_keepers(self, key: int, subkey: bytes, record: Record) -> bool:
         keepers = await self._keepers.of(key, self._find_keepers)
@@ -387,16 +361,8 @@ class EngineDht(Dht):
         kept = {place: self._store.get(place) for place in keys_at}
         is_enough = None if enough is None else lambda place, records: enough(keys_at[place], records)
         found = await self._while_running(self._look_up(kept, is_enough))
-        return {key: self._believed(place, found.records(place)) for place, key in keys_at.items()}
-
-    def _believed(self, key: int, records: Mapping[bytes, Record]) -> dict[bytes, Record]:
-        """Return the records that are still valid, this peer's own included: a membership may have ended a moment ago."""
-        valid, digest = self._valid, id_bytes(key)
-        return {
-            subkey: record
-            for subkey, record in records.items()
-            if valid is None or valid(digest, subkey, record.value, record.expires_at)
-        }
+        # those that are still valid, this peer's own included: a membership may have ended a moment ago
+        return {key: _believed(self._valid, place, found.records(place)) for place, key in keys_at.items()}
 
     async def population(self) -> float:
         self._running()

@@ -114,13 +114,7 @@ class Engine(Network):
         self.peer_id: PeerId = ""
         self.restarts = 0
         self._groups = AddressGroups(lambda: self._running().connected())
-        self._dht = EngineDht(
-            config.record_validator,
-            self._groups,
-            client_mode=config.client_mode,
-            timeout_s=config.dht_timeout_s,
-            unix=config.unix,
-        )
+        self._dht = EngineDht(config, self._groups, timeout_s=config.dht_timeout_s)
         self._folder = SocketFolder()
         self._inbox = Inbox(self._folder.path / "in.sock", self._incoming)
         self._daemon: Daemon | None = None

@@ -138,7 +138,17 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
             return
         self._staged_bytes += nbytes
         if not self._preamble.done():
-            self._parse_preamble()
+            data = bytes(self._staging[: self._staged_bytes])
+            length, start = read_varint(data)
+            if length > MAX_PREAMBLE_BYTES - start:
+                self._preamble.set_exception(ProtocolError("p2pd sent a message that is too large"))
+            elif start and len(data) >= start + length:
+                rest = data[start + length :]
+                self._staged_bytes = len(rest)
+                self._staging[: len(rest)] = rest
+                preamble = data[start : start + length]
+                self._preamble.set_result(preamble)
+                self._on_preamble(self, preamble)
         if self._staged_bytes == STAGING_BYTES:
             self._pause_reading()
 
@@ -161,19 +171,6 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
 
     # -- the daemon's preamble
 
-    def _parse_preamble(self) -> None:
-        data = bytes(self._staging[: self._staged_bytes])
-        length, start = read_varint(data)
-        if length > MAX_PREAMBLE_BYTES - start:
-            self._preamble.set_exception(ProtocolError("p2pd sent a message that is too large"))
-        elif start and len(data) >= start + length:
-            rest = data[start + length :]
-            self._staged_bytes = len(rest)
-            self._staging[: len(rest)] = rest
-            preamble = data[start : start + length]
-            self._preamble.set_result(preamble)
-            self._on_preamble(self, preamble)
-
     async def preamble(self) -> bytes:
         """Return the daemon's message; to be called once. Raises PeerLost if the daemon closes instead, ProtocolError if the
         message is too large."""
@@ -192,18 +189,15 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
             if count:
                 return count
         if self._staged_bytes:
-            return self._unstage(buffer)
+            count = min(len(buffer), self._staged_bytes)
+            buffer[:count] = self._staging[:count]
+            self._staged_bytes -= count
+            self._staging[: self._staged_bytes] = self._staging[count : count + self._staged_bytes]
+            self._read_on()
+            return count
         if self._lost is not None:
             raise PeerLost(f"the stream to peer {self.peer} was reset", peer=self.peer)
         return 0
-
-    def _unstage(self, buffer: memoryview) -> int:
-        count = min(len(buffer), self._staged_bytes)
-        buffer[:count] = self._staging[:count]
-        self._staged_bytes -= count
-        self._staging[: self._staged_bytes] = self._staging[count : count + self._staged_bytes]
-        self._read_on()
-        return count
 
     @property
     def receive_bytes(self) -> int:
@@ -224,7 +218,7 @@ class SocketStream(TransportStream, asyncio.BufferedProtocol):
         if self._transport is None:
             return
         self._transport.close()
-        await asyncio.wait([self._closed], timeout=CLOSE_TIMEOUT_S)
+        await asyncio.wait([self.closed], timeout=CLOSE_TIMEOUT_S)
         self._transport.abort()  # drops what the peer has not taken
 
 
@@ -321,7 +315,15 @@ class P2pdControl:
         try:
             writer.write(_framed(request))
             answer = p2pd_pb2.Response()
-            answer.ParseFromString(await _message(reader))
+            head = b""  # the length, as a varint
+            while not head or head[-1] & 0x80:
+                if len(head) == MAX_VARINT_BYTES:
+                    raise ProtocolError("p2pd sent a message that is too large")
+                head += await reader.readexactly(1)
+            length, _ = read_varint(head)
+            if length > MAX_ANSWER_BYTES:
+                raise ProtocolError("p2pd sent a message that is too large")
+            answer.ParseFromString(await reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise NetworkDown("p2pd ended before it answered; the node starts it again") from error
         finally:
@@ -383,20 +385,6 @@ def _reached() -> Iterator[None]:
 def _framed(request: Any) -> bytes:
     data: bytes = request.SerializeToString()
     return write_varint(len(data)) + data
-
-
-async def _message(reader: asyncio.StreamReader) -> bytes:
-    """Read the next length-prefixed message. Raises ProtocolError if it is too large, asyncio.IncompleteReadError at the end of the
-    stream."""
-    head = b""
-    while not head or head[-1] & 0x80:
-        if len(head) == MAX_VARINT_BYTES:
-            raise ProtocolError("p2pd sent a message that is too large")
-        head += await reader.readexactly(1)
-    length, _ = read_varint(head)
-    if length > MAX_ANSWER_BYTES:
-        raise ProtocolError("p2pd sent a message that is too large")
-    return await reader.readexactly(length)
 
 
 def _texts(addresses: Iterable[bytes]) -> list[str]:

@@ -168,18 +168,18 @@ def _lay(clusters: list[Cluster], stages: int, replicas: int, longest: int, *, s
     grid = np.empty((stages, replicas), dtype=np.intp)
     stage = 0
     while stage < stages:
-        length = _run_length(left, replicas, min(longest, stages - stage))
+        # the longest run such that each pipeline finds its devices in one cluster; 1 if there is none
+        fits = (
+            length
+            for length in range(min(longest, stages - stage), 1, -1)
+            if sum(len(cluster) // length for cluster in left) >= replicas
+        )
+        length = next(fits, 1)
         for pipeline in range(replicas):
             cluster = _next_cluster(left, length, spread=spread)
             grid[stage : stage + length, pipeline] = [cluster.pop(0) for _ in range(length)]
         stage += length
     return grid
-
-
-def _run_length(left: list[Cluster], replicas: int, longest: int) -> int:
-    """Return the longest run of stages, up to `longest`, such that each pipeline finds its devices in one cluster; 1 if none."""
-    fits = (length for length in range(longest, 1, -1) if sum(len(cluster) // length for cluster in left) >= replicas)
-    return next(fits, 1)
 
 
 def _next_cluster(left: list[Cluster], length: int, *, spread: bool) -> Cluster:

@@ -39,19 +39,14 @@ def bottleneck_matching(cost: FloatArray, columns: Sequence[int] | None = None) 
     low, high = 0, len(values)  # values[high] is reached, none below values[low] is
     probe = high - 1  # most known matchings cannot be improved: the value next below shows that at once
     while low < high:
-        better = _perfect_matching(_allowed(cost, values[probe]))
+        packed = np.packbits(cost <= values[probe], axis=1, bitorder="little")
+        better = _perfect_matching([int.from_bytes(row.tobytes(), "little") for row in packed])
         if better is None:
             low = probe + 1
         else:
             columns, high = better, probe
         probe = (low + high) // 2
     return columns
-
-
-def _allowed(cost: FloatArray, most: float) -> list[int]:
-    """Return, for each row of `cost`, the columns of cost `most` or less, as the bits of a number."""
-    packed = np.packbits(cost <= most, axis=1, bitorder="little")
-    return [int.from_bytes(row.tobytes(), "little") for row in packed]
 
 
 def _perfect_matching(allowed: Sequence[int]) -> list[int] | None:
@@ -191,21 +186,15 @@ class Arrangement:
         replaced_s = entering_s + leaving_s - around_s[self._stage][:, None]
         result: FloatArray = hop_s.sum() + replaced_s + replaced_s.T
         if self.problem.stages > 1:
-            self._correct_adjacent(result, hop_s, others_s, entering_s, leaving_s)
+            # Across one hop both ends change: [H, R, R], a (stage h, pipeline p), b (h + 1, q).
+            a, b = here[:, :, None], there[:, None, :]
+            behind_a, before_b = there[:, :, None], here[:, None, :]
+            between_s = np.maximum(others_s, np.maximum(self._hop_s[b, behind_a], self._hop_s[before_b, a]))
+            same = np.arange(self.problem.replicas)
+            between_s[:, same, same] = hop_s[1:-1, None]  # a and b of one pipeline just turn their link round
+            unchanged_s = hop_s.sum() - (hop_s[:-2] + hop_s[1:-1] + hop_s[2:])
+            result[a, b] = result[b, a] = unchanged_s[:, None, None] + entering_s[a, b] + between_s + leaving_s[b, a]
         return result
-
-    def _correct_adjacent(
-        self, result: FloatArray, hop_s: FloatArray, others_s: FloatArray, entering_s: FloatArray, leaving_s: FloatArray
-    ) -> None:
-        """Correct `result` for swaps across one hop, as both its ends change. [H, R, R]: a (stage h, pipeline p), b (h + 1, q)."""
-        here, there = self.grid[:-1], self.grid[1:]
-        a, b = here[:, :, None], there[:, None, :]
-        behind_a, before_b = there[:, :, None], here[:, None, :]
-        between_s = np.maximum(others_s, np.maximum(self._hop_s[b, behind_a], self._hop_s[before_b, a]))
-        same = np.arange(self.problem.replicas)
-        between_s[:, same, same] = hop_s[1:-1, None]  # a and b of one pipeline just turn their link round
-        unchanged_s = hop_s.sum() - (hop_s[:-2] + hop_s[1:-1] + hop_s[2:])
-        result[a, b] = result[b, a] = unchanged_s[:, None, None] + entering_s[a, b] + between_s + leaving_s[b, a]
 
 
 def _without_two(values: FloatArray) -> FloatArray:
@@ -279,7 +268,10 @@ def _held_karp(length: FloatArray) -> list[int]:
     before = np.zeros((1 << count, count), dtype=np.intp)
     for group in range(count):
         shortest[1 << group, group] = 0.0
-    for subsets in _by_size(count)[1:]:
+    every = np.arange(1, 1 << count)  # the non-empty subsets as bit masks
+    sizes = sum((every >> member) & 1 for member in range(count))
+    for size in range(2, count + 1):
+        subsets = every[sizes == size]
         for last in range(count):
             ending = subsets[(subsets >> last) & 1 == 1]
             reached = shortest[ending ^ (1 << last)] + length[:, last]
@@ -292,13 +284,6 @@ def _held_karp(length: FloatArray) -> list[int]:
         order.append(int(before[subset, last]))
         subset ^= 1 << last
     return order
-
-
-def _by_size(count: int) -> list[npt.NDArray[np.intp]]:
-    """Return the non-empty subsets of `count` members as bit masks, in one array for each number of members."""
-    subsets = np.arange(1, 1 << count)
-    sizes = sum((subsets >> member) & 1 for member in range(count))
-    return [subsets[sizes == size] for size in range(1, count + 1)]
 
 
 def _improved(length: FloatArray, order: list[int]) -> list[int]:
@@ -353,7 +338,9 @@ class Search:
     def __post_init__(self) -> None:
         self._random = np.random.default_rng(self.seed)
         self._work = self.effort * DEFAULT_WORK
-        self._steps = int(min(self._work / _step_work(self.problem), self.effort * ENOUGH_STEPS * self.problem.devices))
+        devices, replicas = self.problem.devices, self.problem.replicas
+        step_work = STEP_WORK + devices**2 + 2 * replicas**2 * devices + _order_work(self.problem) / ORDERED_EVERY
+        self._steps = int(min(self._work / step_work, self.effort * ENOUGH_STEPS * devices))
         self._steps_done = 0
         self._best_s = math.inf
 
@@ -418,11 +405,6 @@ class Search:
             if cost_s < best_s:
                 best, best_s = arrangement.grid.copy(), cost_s
         return best if self.expired() else _reordered(Arrangement(problem, best)).grid
-
-
-def _step_work(problem: Problem) -> float:
-    devices, replicas = problem.devices, problem.replicas
-    return STEP_WORK + devices**2 + 2 * replicas**2 * devices + _order_work(problem) / ORDERED_EVERY
 
 
 def _order_work(problem: Problem) -> float:

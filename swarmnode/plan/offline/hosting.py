@@ -53,7 +53,12 @@ def split(
     starts = np.zeros((len(stages), units + 1), dtype=np.intp)
     for number, stage in enumerate(stages):
         before_s = np.maximum(slowest_s, np.append(entering_s(number) + np.zeros(units), 0.0))
-        reached_s = np.maximum(before_s[:, None], _span_s(work_before, bytes_before, stage))
+        # seconds [U + 1, U + 1] of each span [start, end); infinite if it is empty or does not fit
+        seconds: FloatArray = (work_before - work_before[:, None]) / stage.work_per_s
+        held_bytes = bytes_before - bytes_before[:, None]
+        seconds[held_bytes > stage.room_bytes] = np.inf
+        seconds[np.tril_indices(len(seconds))] = np.inf
+        reached_s = np.maximum(before_s[:, None], seconds)
         starts[number] = reached_s.argmin(axis=0)
         slowest_s = reached_s.min(axis=0)
     if not np.isfinite(slowest_s[units]):
@@ -64,15 +69,6 @@ def split(
         spans.append(Span(start, end))
         end = start
     return spans[::-1]
-
-
-def _span_s(work_before: FloatArray, bytes_before: FloatArray, stage: StageRoom) -> FloatArray:
-    """Return the seconds [U + 1, U + 1] of each span [start, end) on a stage; infinite if the span is empty or does not fit."""
-    seconds: FloatArray = (work_before - work_before[:, None]) / stage.work_per_s
-    held_bytes = bytes_before - bytes_before[:, None]
-    seconds[held_bytes > stage.room_bytes] = np.inf
-    seconds[np.tril_indices(len(seconds))] = np.inf
-    return seconds
 
 
 def units_that_fit(unit_bytes: Sequence[int], rooms_bytes: Sequence[float]) -> int:
@@ -107,11 +103,6 @@ class Workload:
         """Bytes of one microbatch between two stages, taken as the median over all cuts; 0 if the model has one layer."""
         inner = sorted(self.boundary_bytes[1:])
         return inner[len(inner) // 2] if inner else 0
-
-    @property
-    def has_even_boundaries(self) -> bool:
-        """Whether every cut between two layers sends the same number of bytes."""
-        return len(set(self.boundary_bytes[1:])) <= 1
 
 
 @dataclass(frozen=True)
@@ -240,7 +231,9 @@ class Planner:
         gradient_bytes = sum(self.workload.gradient_bytes) / stages
         traffic = MicrobatchTraffic(self.workload.activation_bytes, gradient_bytes)
         problem = Problem.on(self.network, stages=stages, replicas=replicas, traffic=traffic)
-        roomiest = self._by_room(problem)
+        # the devices with most memory, sorted by it, so that stages offer as much as possible
+        near = sorted(dendrogram(problem.hop_s).order, key=lambda device: -self._room_bytes[device])
+        roomiest = np.array(near[: stages * replicas]).reshape(stages, replicas)
         if self._staged(problem, roomiest) is None:
             return None
         hosting = self._staged(problem, self._search(problem, effort).run())
@@ -251,12 +244,6 @@ class Planner:
 
     def _search(self, problem: Problem, effort: float) -> Search:
         return Search(problem, seed=self.seed, effort=effort, expired=self.expired)
-
-    def _by_room(self, problem: Problem) -> Grid:
-        """Return the grid of the devices with most memory, sorted by it, so that stages offer as much memory as possible."""
-        near = dendrogram(problem.hop_s).order
-        roomiest = sorted(near, key=lambda device: -self._room_bytes[device])
-        return np.array(roomiest[: problem.stages * problem.replicas]).reshape(problem.stages, problem.replicas)
 
     def _staged(self, problem: Problem, grid: Grid) -> Hosting | None:
         """Return the plan with the layers cut over a grid, in its better direction; None if they fit in neither."""
@@ -286,7 +273,8 @@ class Planner:
         rooms = [
             StageRoom(self._work_per_s[list(group)].sum(), self._room_bytes[list(group)].min()) for group in groups
         ]
-        entering = {} if self.workload.has_even_boundaries else {"entering_s": self._entering_s(grid)}
+        even = len(set(self.workload.boundary_bytes[1:])) <= 1  # every cut between two layers sends the same
+        entering = {} if even else {"entering_s": self._entering_s(grid)}
         spans = split(self.workload.work, self.workload.unit_bytes, rooms, **entering)
         if spans is None:
             return None

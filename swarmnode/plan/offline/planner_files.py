@@ -201,6 +201,11 @@ def _parse(values: dict[str, Any], *, default_name: str) -> Scenario:
     bandwidth_gbps = _matrix(values, "bandwidth_gbps", devices, MIN_BANDWIDTH_GBPS, MAX_BANDWIDTH_GBPS)
     peak_tflops = _per_device(values, "peak_tflops", devices, _positive(MAX_PEAK_TFLOPS))
     memory_gb = _per_device(values, "memory_gb", devices, _positive(MAX_MEMORY_GB))
+    peers = _per_device(values, "peer", devices, _text)
+    first: dict[str, int] = {}
+    for number, peer in enumerate(peers):
+        if peer is not None and first.setdefault(peer, number) < number:
+            raise UsageError(f"peer[{number}] is the same as peer[{first[peer]}]; each peer is one device")
     return Scenario(
         name=default_name if values.get("name") is None else _text(values["name"], "name"),
         regions=_per_device(values, "region", devices, _text),
@@ -211,7 +216,7 @@ def _parse(values: dict[str, Any], *, default_name: str) -> Scenario:
         memory_bytes=tuple(None if value is None else int(value * 1e9) for value in memory_gb),
         decode_units_per_s=_per_device(values, "decode_units_per_s", devices, _positive(MAX_UNITS_PER_S)),
         training_units_per_s=_per_device(values, "training_units_per_s", devices, _positive(MAX_UNITS_PER_S)),
-        peers=_peers(values, devices),
+        peers=peers,
         swarm="" if values.get("swarm") is None else _text(values["swarm"], "swarm"),
     )
 
@@ -237,15 +242,6 @@ def _per_device(
         return (None,) * devices
     _check_length(items, field, devices)
     return tuple(None if item is None else read(item, f"{field}[{i}]") for i, item in enumerate(items))
-
-
-def _peers(values: dict[str, Any], devices: int) -> tuple[str | None, ...]:
-    peers = _per_device(values, "peer", devices, _text)
-    first: dict[str, int] = {}
-    for number, peer in enumerate(peers):
-        if peer is not None and first.setdefault(peer, number) < number:
-            raise UsageError(f"peer[{number}] is the same as peer[{first[peer]}]; each peer is one device")
-    return peers
 
 
 def _check_length(items: Any, where: str, devices: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.cost import transfer_s
-from swarmnode.plan.spans.flow import Bools, Floats, Indexes
+from swarmnode.plan.spans.flow import Bools, Floats
 from swarmnode.plan.view import PeerView, View
 
 # A measured link stands for another one if its ends are near those of the other: both delays together are at most
@@ -78,7 +78,15 @@ class HomeLines:
 def one_way_delays(view: View, peers: Sequence[PeerId | None]) -> Floats:
     """Return the one-way delays [N, N] in seconds between `peers`, each named once; None stands for an unknown peer."""
     index = {peer: number for number, peer in enumerate(peers) if peer is not None}
-    rtt_s = _by_coordinates(view, peers)
+    # by network coordinates; the view's default if one of both peers has none
+    rtt_s = np.full((len(peers), len(peers)), view.default_rtt_s)
+    placed = [number for number, peer in enumerate(peers) if peer is not None and peer in view.coordinates]
+    if placed:
+        coordinates = [view.coordinates[peers[number] or ""] for number in placed]
+        place_ms = np.array([coordinate.place for coordinate in coordinates])
+        height_ms = np.array([coordinate.height_ms for coordinate in coordinates])
+        apart_ms = np.linalg.norm(place_ms[:, None] - place_ms[None, :], axis=2)
+        rtt_s[np.ix_(placed, placed)] = (apart_ms + height_ms[:, None] + height_ms[None, :]) / 1e3
     for (one, other), measured_s in view.rtt_s.items():
         a, b = index.get(one), index.get(other)
         if a is not None and b is not None:  # the larger one of both ends' measurements counts
@@ -115,7 +123,11 @@ def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
     at most that of links between peers near both ends. Without such links it is at most the usual one of the sender's links out
     of its home.
     """
-    bps_NN = _by_lines(view, peers)
+    # the narrower of the sender's uplink and the receiver's downlink; infinite if neither was measured
+    lines = {peer.peer: (peer.up_bps, peer.down_bps) for peer in view.peers}
+    bps = np.array([lines.get(peer or "", (0.0, 0.0)) for peer in peers]).reshape(-1, 2)
+    known_bps = np.where(bps > 0, bps, np.inf)
+    bps_NN = np.minimum(known_bps[:, None, 0], known_bps[None, :, 1])
     index = {peer: number for number, peer in enumerate(peers) if peer is not None}
     measured = [
         (index[one], index[other], bps) for (one, other), bps in view.path_bps.items() if {one, other} <= index.keys()
@@ -124,7 +136,11 @@ def bandwidths(view: View, peers: Sequence[PeerId | None]) -> Floats:
         delay_NN = likely_delays(view, peers)
         by_sender = list(_by_sender(measured))
         told_NN = _by_neighbours(delay_NN, by_sender)
-        usual_NN = _usual(delay_NN, by_sender, _at_home(view, peers))
+        # fast links inside a home say nothing about links out of it
+        home_of = {peer.peer: peer.home for peer in view.peers if peer.home}
+        homes = [home_of.get(peer or "") for peer in peers]
+        at_home_NN = np.array([[one is not None and one == other for other in homes] for one in homes])
+        usual_NN = _usual(delay_NN, by_sender, at_home_NN)
         bps_NN = np.minimum(bps_NN, np.where(np.isfinite(told_NN), told_NN, usual_NN))
         senders, receivers, rates_bps = zip(*measured, strict=True)
         bps_NN[senders, receivers] = rates_bps
@@ -138,7 +154,14 @@ def _by_neighbours(delay_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> Floa
     decides, each with its link to the peer nearest to the receiver.
     """
     apart_NN = delay_NN * (1 - np.eye(len(delay_NN)))
-    senders_A, rate_AN, off_AN = _nearest_receivers(apart_NN, by_sender)
+    # [A, N] the bits/s to each sender's receiver nearest to peer N, and their delay
+    senders, rates, offs = list[int](), list[Floats](), list[Floats]()
+    for sender, receivers, rates_bps in by_sender:
+        off_RN = apart_NN[receivers]
+        senders.append(sender)
+        rates.append(np.array(rates_bps)[off_RN.argmin(axis=0)])
+        offs.append(off_RN.min(axis=0))
+    senders_A, rate_AN, off_AN = np.array(senders), np.stack(rates), np.stack(offs)
     own_NA = senders_A == np.arange(len(delay_NN))[:, None]
     near_NK = np.argsort(apart_NN[:, senders_A] - own_NA, axis=1, kind="stable")[
         :, :VOICES
@@ -154,13 +177,6 @@ def _by_neighbours(delay_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> Floa
     others_NN = np.where(voices_NN >= LEAST_VOICES, median_NN, np.inf)
     told_NN: Floats = np.where(np.isfinite(own_NN), own_NN, others_NN)
     return told_NN
-
-
-def _at_home(view: View, peers: Sequence[PeerId | None]) -> Bools:
-    """Return [N, N]: True for two peers in the same home. Fast links inside a home say nothing about links out of it."""
-    home_of = {peer.peer: peer.home for peer in view.peers if peer.home}
-    homes = [home_of.get(peer or "") for peer in peers]
-    return np.array([[one is not None and one == other for other in homes] for one in homes])
 
 
 def _usual(delay_NN: Floats, by_sender: Sequence[MeasuredLinks], at_home_NN: Bools) -> Floats:
@@ -191,35 +207,3 @@ def _by_sender(measured: Sequence[tuple[int, int, float]]) -> Iterator[MeasuredL
     for sender, own in groupby(sorted(measured), key=itemgetter(0)):
         _, receivers, rates_bps = zip(*own, strict=True)
         yield sender, list(receivers), list(rates_bps)
-
-
-def _nearest_receivers(apart_NN: Floats, by_sender: Sequence[MeasuredLinks]) -> tuple[Indexes, Floats, Floats]:
-    """Return the A senders that measured; and [A, N] the bits/s to each sender's receiver nearest to peer N, and their delay."""
-    senders, rates, offs = list[int](), list[Floats](), list[Floats]()
-    for sender, receivers, rates_bps in by_sender:
-        off_RN = apart_NN[receivers]
-        senders.append(sender)
-        rates.append(np.array(rates_bps)[off_RN.argmin(axis=0)])
-        offs.append(off_RN.min(axis=0))
-    return np.array(senders), np.stack(rates), np.stack(offs)
-
-
-def _by_lines(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """Return bits/s [N, N] by the narrower of the sender's uplink and the receiver's downlink; infinite if neither was measured."""
-    lines = {peer.peer: (peer.up_bps, peer.down_bps) for peer in view.peers}
-    bps = np.array([lines.get(peer or "", (0.0, 0.0)) for peer in peers]).reshape(-1, 2)
-    known_bps = np.where(bps > 0, bps, np.inf)
-    return np.minimum(known_bps[:, None, 0], known_bps[None, :, 1])
-
-
-def _by_coordinates(view: View, peers: Sequence[PeerId | None]) -> Floats:
-    """Return round trips [N, N] in seconds by network coordinates; the view's default if one of both peers has none."""
-    rtt_s = np.full((len(peers), len(peers)), view.default_rtt_s)
-    placed = [number for number, peer in enumerate(peers) if peer is not None and peer in view.coordinates]
-    if placed:
-        coordinates = [view.coordinates[peers[number] or ""] for number in placed]
-        place_ms = np.array([coordinate.place for coordinate in coordinates])
-        height_ms = np.array([coordinate.height_ms for coordinate in coordinates])
-        apart_ms = np.linalg.norm(place_ms[:, None] - place_ms[None, :], axis=2)
-        rtt_s[np.ix_(placed, placed)] = (apart_ms + height_ms[:, None] + height_ms[None, :]) / 1e3
-    return rtt_s

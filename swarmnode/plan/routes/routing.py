@@ -69,7 +69,8 @@ class SessionSize:
 
 @dataclass(frozen=True)
 class Route:
-    """Hops whose spans cover the layers in order, and the estimated seconds of one token (and of replays) along them."""
+    """Hops whose spans cover the layers in order. `cost_s`: the estimated seconds of one token along them; in a running session
+    `RoutingConfig.replay_s` is added for each layer that moves to another peer."""
 
     hops: tuple[HopSpec, ...]
     cost_s: float
@@ -119,7 +120,11 @@ class Lattice:
         self._may_enter = ~exact | (starts == left)
         self._may_leave = ~exact | (ends == right)
         self._holders = [np.flatnonzero(row) for row in held]
-        self._link_s, self._client_s, self._same = _links(view, candidates, request.client)
+        names = {name: index for index, name in enumerate(dict.fromkeys(candidate.peer for candidate in candidates))}
+        seconds = position_times(view, [*names, request.client])
+        index = np.array([names[candidate.peer] for candidate in candidates])
+        self._link_s, self._client_s = seconds[np.ix_(index, index)], seconds[index, len(names)]
+        self._same = index[:, None] == index[None, :]  # candidates of one peer
         onward = np.where(self._same, np.inf, self._link_s + config.hop_s)
         self._onward = [
             onward[np.ix_(here, there)] for here, there in zip(self._holders, self._holders[1:], strict=False)
@@ -187,18 +192,6 @@ class Lattice:
         return Route(tuple(hops), cost_s)
 
 
-def _links(
-    view: View, candidates: Sequence[Candidate], client: PeerId | None
-) -> tuple[Floats, Floats, npt.NDArray[np.bool_]]:
-    """Return the seconds of one position from candidate to candidate, those to the client, and which candidates are the same
-    peer."""
-    names = {name: index for index, name in enumerate(dict.fromkeys(candidate.peer for candidate in candidates))}
-    seconds = position_times(view, [*names, client])
-    index = np.array([names[candidate.peer] for candidate in candidates])
-    same = index[:, None] == index[None, :]
-    return seconds[np.ix_(index, index)], seconds[index, len(names)], same
-
-
 MAX_SPLITS = 4  # depth of the search that gives one place to a peer with two
 SHARE = 0.25  # of sessions, that newcomers may take part in
 ESTABLISHED = 0.1  # least trust of a peer that is no newcomer
@@ -220,20 +213,15 @@ def shortlist(
     while len(drawn) < len(view.peers):
         drawn += chance.sample(view.peers, min(considered, len(view.peers)))
         chosen = tuple({peer.peer: peer for peer in drawn}.values())
-        if _cover(chosen, span):
+        held = [0] * span.end
+        for peer in chosen:
+            if peer.state is State.READY:
+                for unit in range(peer.span.start, min(peer.span.end, span.end)):
+                    held[unit] += 1
+        if min(held[span.start :], default=2) >= 2:
             return replace(view, peers=chosen)
         considered *= 2
     return view
-
-
-def _cover(peers: tuple[PeerView, ...], span: Span) -> bool:
-    """Return whether each layer of the span has at least two ready holders."""
-    held = [0] * span.end
-    for peer in peers:
-        if peer.state is State.READY:
-            for unit in range(peer.span.start, min(peer.span.end, span.end)):
-                held[unit] += 1
-    return min(held[span.start :], default=2) >= 2
 
 
 def dispensable(view: View, trust: Mapping[PeerId, float], avoid: Collection[PeerId] = ()) -> frozenset[PeerId]:
@@ -312,7 +300,7 @@ def _candidates(
         Candidate(
             peer.peer,
             peer.span,
-            _unit_s(peer, size, config) + replay_s + _full_s(peer, size, config),
+            _unit_s(peer, size, config) + replay_s + (0.0 if peer.has_room(size.tokens) else config.full_s),
             drafts=peer.peer in drafting,
         )
         for peer in ready.values()
@@ -327,11 +315,6 @@ def _unit_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
     prompt_share = size.prompt_tokens / max(1, size.new_tokens)
     unit_s = 1 / peer.assumed_units_per_s + prompt_share / peer.assumed_prefill_units_per_s
     return (1 + config.load_weight * peer.sessions) * unit_s
-
-
-def _full_s(peer: PeerView, size: SessionSize, config: RoutingConfig) -> float:
-    """Return the penalty per layer of a full peer, else 0. Full peers stay in: their announcement may be some seconds old."""
-    return 0.0 if peer.has_room(size.tokens) else config.full_s
 
 
 def _within(inner: Span, outer: Span) -> bool:
@@ -418,7 +401,18 @@ def _without_repeats(
     before, between = Span(request.span.start, other.start), Span(one.end, other.start)
     after = Span(one.end, request.span.end)
     choices = [_restricted(candidates, one.peer, before), _restricted(candidates, one.peer, after)]
-    choices.append(_reserved(candidates, one.peer, between))
+    rest: list[Candidate] = []
+    for candidate in candidates:
+        if candidate.peer == one.peer:
+            rest.append(candidate)
+            continue
+        sides = (
+            Span(candidate.span.start, min(candidate.span.end, between.start)),
+            Span(max(candidate.span.start, between.end), candidate.span.end),
+        )
+        pieces = (_clip(candidate, side) for side in sides if side.start < side.end)
+        rest.extend(piece for piece in pieces if piece is not None)
+    choices.append(rest)
     routes = [_without_repeats(view, choice, request, config, splits - 1) for choice in choices]
     return min((found for found in routes if found is not None), key=lambda found: found.cost_s)
 
@@ -427,22 +421,6 @@ def _restricted(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> l
     """Return the candidates with those of `peer` cut to the layers in `place`."""
     clipped = [candidate if candidate.peer != peer else _clip(candidate, place) for candidate in candidates]
     return [candidate for candidate in clipped if candidate is not None]
-
-
-def _reserved(candidates: Sequence[Candidate], peer: PeerId, place: Span) -> list[Candidate]:
-    """Return the candidates such that only `peer` may compute the layers in `place`."""
-    rest: list[Candidate] = []
-    for candidate in candidates:
-        if candidate.peer == peer:
-            rest.append(candidate)
-            continue
-        sides = (
-            Span(candidate.span.start, min(candidate.span.end, place.start)),
-            Span(max(candidate.span.start, place.end), candidate.span.end),
-        )
-        pieces = (_clip(candidate, side) for side in sides if side.start < side.end)
-        rest.extend(piece for piece in pieces if piece is not None)
-    return rest
 
 
 def _repeated(hops: Sequence[HopSpec]) -> tuple[HopSpec, HopSpec] | None:

@@ -176,11 +176,6 @@ class Proposer:
         """Note the seconds that proposing `guesses` tokens took."""
         self.guess_s += (0.25 if self.guess_s else 1.0) * (seconds / guesses - self.guess_s)
 
-    def begin_rest(self) -> None:
-        """Rest from now on."""
-        self.resting, self.rest = self.rest, min(2 * self.rest, LONGEST_REST)
-        self.allowed = PROBE
-
 
 class MeasuredBudget:
     """Budget of one session's guesses, by proposer. `cost` returns the present cost of rows.
@@ -237,7 +232,8 @@ class MeasuredBudget:
         elif not known.resting and (
             rejected or not self._best(replace(known, acceptance=1.0, best=None, place=None)).window
         ):
-            known.begin_rest()
+            known.resting, known.rest = known.rest, min(2 * known.rest, LONGEST_REST)
+            known.allowed = PROBE
 
     def turn(self, took_s: float) -> None:
         """Record that the token of a position came back `took_s` seconds after the position was sent."""

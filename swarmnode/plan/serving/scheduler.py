@@ -32,6 +32,8 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from swarmnode.net.fair_share import Recent
+
 KEPT = 0.97  # of the weight of all earlier passes, at each new one
 
 
@@ -91,7 +93,7 @@ class DeviceShares:
         self._cost = cost
         self._owners: dict[int, Owner] = {}  # of open sessions that have one
         self._weights: dict[int, float] = {}  # of open sessions that have an owner
-        self._used_s: dict[Owner, float] = {}  # the one that was charged last stands last
+        self._used_s: Recent[Owner, float] = Recent(MAX_OWNERS)
 
     def open(self, session: int, owner: str, weight: float = 1.0) -> None:
         """Charge the session's further time to `owner`, divided by `weight`."""
@@ -113,20 +115,15 @@ class DeviceShares:
         owner, there = self._owner(session), {self._owner(other) for other in present}
         if owner not in there:
             least_s = min((self._used_s.get(other, 0.0) for other in there), default=0.0)
-            self._set(owner, max(self._used_s.get(owner, 0.0), least_s))
+            self._used_s[owner] = max(self._used_s.get(owner, 0.0), least_s)
 
     def charge(self, counts: Mapping[int, int]) -> None:
         """Charge the owners for a pass over `counts` positions by session, with all rows filled up to the longest."""
         each_s = self._cost.seconds(len(counts) * max(counts.values())) / sum(counts.values())
         for session, count in counts.items():
             owner = self._owner(session)
-            self._set(owner, self._used_s.get(owner, 0.0) + count * each_s / self._weights.get(session, 1.0))
-
-    def _set(self, owner: Owner, used_s: float) -> None:
-        self._used_s.pop(owner, None)
-        self._used_s[owner] = used_s
-        if len(self._used_s) > MAX_OWNERS:
-            del self._used_s[next(iter(self._used_s))]
+            used_s = self._used_s.get(owner, 0.0)
+            self._used_s[owner] = used_s + count * each_s / self._weights.get(session, 1.0)
 
     def _owner(self, session: int) -> Owner:
         return self._owners.get(session, session)
@@ -237,7 +234,14 @@ class PassScheduler:
                 return {session: backlog.positions}
         waiting = [session for session, backlog in self._backlogs.items() if backlog.positions <= self._longest_step]
         turn = self.shares.steps(waiting, self._stepped_at)
-        steps = self._steps(turn)
+        # All rows are filled up to the longest step. A step of several positions (drafts, the end of a prompt) is left to the
+        # prompts if filling up would cost more than another pass.
+        steps: dict[int, int] = {}
+        longest = 0
+        for count, session in sorted((self._backlogs[session].positions, session) for session in turn):
+            if steps and len(steps) * (count - longest) * self.cost.position_s > self.cost.fixed_s:
+                break
+            steps[session] = longest = count
         out_of_turn = set(waiting).difference(turn)
         prompts = [session for session in self._backlogs if session not in steps and session not in out_of_turn]
         ahead_s = self.shares.ahead_s(prompts, self._present)
@@ -247,8 +251,12 @@ class PassScheduler:
         self._prompts_next = bool(steps) and not (prompts and self._prompts_next)
         if self._prompts_next:
             return self._beside(steps, held_back[0]) if held_back else steps
-        if prompts:
-            return self._chunks(prompts, self._room())
+        if prompts:  # not so many positions that decoding sessions wait too long
+            if self._stepped_at:
+                most = max(self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))), SHORTEST_CHUNK)
+            else:
+                most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
+            return self._chunks(prompts, int(min(most, self._longest_chunk)))
         return self._chunks(held_back[:1], SHORTEST_CHUNK) if held_back else {}
 
     def took(self, counts: Mapping[int, int]) -> None:
@@ -268,20 +276,6 @@ class PassScheduler:
     def ran(self, positions: int, took_s: float) -> None:
         """Record that a pass over `positions` positions, counted with all rows filled up, took `took_s` seconds."""
         self.cost.note(positions, took_s)
-
-    def _steps(self, turn: Sequence[int]) -> dict[int, int]:
-        """Return the positions by session of the steps in the next pass.
-
-        All rows are filled up to the longest step. A step of several positions (drafts, the end of a prompt) is left to the
-        prompts if filling up would cost more than another pass.
-        """
-        steps: dict[int, int] = {}
-        longest = 0
-        for count, session in sorted((self._backlogs[session].positions, session) for session in turn):
-            if steps and len(steps) * (count - longest) * self.cost.position_s > self.cost.fixed_s:
-                break
-            steps[session] = longest = count
-        return steps
 
     def _beside(self, steps: Mapping[int, int], prompt: int) -> dict[int, int]:
         """Return the steps, and beside them as much of a prompt as lengthens the steps of other owners by half, with all rows
@@ -312,14 +306,6 @@ class PassScheduler:
             if 2 * count > longest:
                 chunks[session] = count
         return chunks
-
-    def _room(self) -> int:
-        """Return the largest number of positions of a pass over chunks that does not make decoding sessions wait too long."""
-        if self._stepped_at:
-            most = max(self.cost.positions(STALL * self.cost.seconds(len(self._stepped_at))), SHORTEST_CHUNK)
-        else:
-            most = max(self.cost.positions(UNDISTURBED * self.cost.seconds(1)), USUAL_CHUNK)
-        return int(min(most, self._longest_chunk))
 
     def _chunk(self, backlog: Backlog) -> int:
         """Return the length of a prompt's next chunk, short enough that the stages after this one are not idle for long.

@@ -70,23 +70,18 @@ def _split(span: Span, devices: Sequence[DeviceView], group: Sequence[int]) -> P
     low, high = 0, len(times_s)
     while low < high:
         middle = (low + high) // 2
-        replica = _split_within(span, devices, group, times_s[middle])
+        parts: list[DevicePart] = []
+        start = span.start
+        for number in group:
+            device = devices[number]
+            in_time = int(times_s[middle] * device.units_per_s * (1 + 1e-9))
+            end = min(span.end, start + min(in_time, device.fitting(start)))
+            if end > start:
+                parts.append(DevicePart(number, Span(start, end)))
+                start = end
+        replica = tuple(parts) if start == span.end else ()
         if replica:
             best, high = replica, middle
         else:
             low = middle + 1
     return best
-
-
-def _split_within(span: Span, devices: Sequence[DeviceView], group: Sequence[int], pass_s: float) -> PipelineLayout:
-    """Split `span` into parts that take at most `pass_s` seconds each; empty if that is impossible."""
-    parts: list[DevicePart] = []
-    start = span.start
-    for number in group:
-        device = devices[number]
-        in_time = int(pass_s * device.units_per_s * (1 + 1e-9))
-        end = min(span.end, start + min(in_time, device.fitting(start)))
-        if end > start:
-            parts.append(DevicePart(number, Span(start, end)))
-            start = end
-    return tuple(parts) if start == span.end else ()

@@ -57,7 +57,10 @@ def fair_levels(supply_BSE: Floats, rounds: int | None = None) -> Floats:
         closing_BU = tight_BU if left else open_BU
         level_BU[closing_BU] = np.broadcast_to(level_B[:, None], level_BU.shape)[closing_BU]
         open_BU = open_BU & ~closing_BU
-        _spend(supply_BSE, tight_BU)
+        # the work of all peers that hold a layer of the tightest set is used up: their speed in [B, start, end] becomes 0
+        before_BU = np.zeros((batch, units + 1), np.intp)
+        before_BU[:, 1:] = np.cumsum(tight_BU, axis=1)
+        supply_BSE[before_BU[:, None, :] > before_BU[:, :units, None]] = 0.0
     return level_BU
 
 
@@ -148,11 +151,3 @@ def _cheapest(first_BIJ: Floats, level_B: Floats) -> tuple[Floats, Indexes, Bool
         members_BU[rows, at_B] = True
         at_B = before_BI[rows, at_B]
     return cost_BI[rows, last_B], size_BI[rows, last_B], members_BU[:, 1:]
-
-
-def _spend(supply_BSE: Floats, taken_BU: Bools) -> None:
-    """Set to 0 the speed of all peers that hold one of the layers in `taken_BU`, as their work is used up."""
-    batch, units = taken_BU.shape
-    before_BU = np.zeros((batch, units + 1), np.intp)
-    before_BU[:, 1:] = np.cumsum(taken_BU, axis=1)
-    supply_BSE[before_BU[:, None, :] > before_BU[:, :units, None]] = 0.0

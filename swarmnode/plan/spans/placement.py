@@ -197,7 +197,18 @@ def reconsider(view: View, joiner: Joiner, move_policy: MovePolicy = MovePolicy(
     living = [peer for peer in view.peers if peer.state in HOLDING]
     capacity_index = CapacityIndex(view.units, living, view.position_bytes)
     if capacity_index.missing():
-        return _fill(capacity_index, living, own, joiner.capacity_units, move_policy)
+        windows, filled = _filling(capacity_index, own.span, _size(capacity_index.units, joiner.capacity_units))
+        if not windows:
+            return None
+        fills: dict[Span, int] = {}  # replicas would fill the same
+        ahead = 0
+        for peer in living:
+            if peer.peer != own.peer and peer.state is State.READY:
+                if peer.span not in fills:
+                    fills[peer.span] = _filling(capacity_index, peer.span, peer.span.units)[1]
+                ahead += fills[peer.span] > 0 and _turn(peer, fills[peer.span]) < _turn(own, filled)
+        capacity_index.change(own, -1)
+        return Move(_best_window(capacity_index, windows, own), float("inf"), ahead * move_policy.turn_s)
     if not move_policy.for_gain:
         return None
     return _gain(capacity_index, len(living), own, joiner.capacity_units, move_policy)
@@ -224,24 +235,6 @@ def gaps(units: int, peers: Iterable[PeerView]) -> list[int]:
 
 
 # -- moves
-
-
-def _fill(
-    capacity_index: CapacityIndex, living: Sequence[PeerView], own: PeerView, capacity: int, move_policy: MovePolicy
-) -> Move | None:
-    """Return a move that fills gaps, or None if none does. Peers that fill most go first, then the least loaded ones."""
-    windows, filled = _filling(capacity_index, own.span, _size(capacity_index.units, capacity))
-    if not windows:
-        return None
-    fills: dict[Span, int] = {}  # replicas would fill the same
-    ahead = 0
-    for peer in living:
-        if peer.peer != own.peer and peer.state is State.READY:
-            if peer.span not in fills:
-                fills[peer.span] = _filling(capacity_index, peer.span, peer.span.units)[1]
-            ahead += fills[peer.span] > 0 and _turn(peer, fills[peer.span]) < _turn(own, filled)
-    capacity_index.change(own, -1)
-    return Move(_best_window(capacity_index, windows, own), float("inf"), ahead * move_policy.turn_s)
 
 
 def _filling(capacity_index: CapacityIndex, span: Span, size: int) -> tuple[list[Span], int]:

@@ -69,9 +69,11 @@ class AveragingNetwork:
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         lines_s = np.maximum(bits_NN.sum(axis=0), bits_NN.sum(axis=1)) / self._own_line_bps_N
         homes_s = max(self._homes_s(bits_NN).values(), default=0.0)
-        return max(self._in_turn_s(size_bytes, shares, clusters), float(lines_s.max()), homes_s) + self._delays_s(
-            clusters
-        )
+        # the round trip of the longest delay inside a cluster, and that of the longest one between clusters
+        labels_N = np.asarray(clusters)
+        inside_NN = labels_N[:, None] == labels_N[None, :]
+        delays_s = 2 * float(np.where(inside_NN, self.delay_NN, 0).max() + np.where(inside_NN, 0, self.delay_NN).max())
+        return max(self._in_turn_s(size_bytes, shares, clusters), float(lines_s.max()), homes_s) + delays_s
 
     def homes_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> dict[int, float]:
         """Return for each home the seconds that its line needs for all bits leaving the home, at the rate of the fastest
@@ -104,11 +106,6 @@ class AveragingNetwork:
         bits_NN = 8 * size_bytes * crossing(shares, clusters)
         return float((np.maximum(bits_NN, bits_NN.T) / self.path_bps_NN)[number].max())
 
-    def slowest_paths_bps(self) -> Floats:
-        """Return [N]: the slowest outgoing path of each contributor in bits/s; infinite if there is no other contributor."""
-        slowest_N: Floats = np.where(np.eye(len(self.path_bps_NN), dtype=bool), np.inf, self.path_bps_NN).min(axis=1)
-        return slowest_N
-
     def _in_turn_s(self, size_bytes: float, shares: Sequence[int], clusters: Sequence[int]) -> float:
         """Estimate the seconds of the hops in turn: values inside clusters to their gatherers, gathered sums to the owners
         of parts, and sums back. A peer sends a sum only after its last addend has arrived, over a slow path or a busy line.
@@ -133,12 +130,6 @@ class AveragingNetwork:
         come_N: Floats = np.maximum(sent_N, np.where(bits_NN > 0, come_NN, 0.0).max(axis=0))
         return come_N
 
-    def _delays_s(self, clusters: Sequence[int]) -> float:
-        """Return the round trip of the longest delay inside a cluster plus that of the longest one between clusters."""
-        labels_N = np.asarray(clusters)
-        inside_NN = labels_N[:, None] == labels_N[None, :]
-        return 2 * float(np.where(inside_NN, self.delay_NN, 0).max() + np.where(inside_NN, 0, self.delay_NN).max())
-
 
 def part_shares(lines_bps: Sequence[float]) -> tuple[int, ...]:
     """Return how much of a group's vector each contributor adds up, relative to the others, from `lines_bps` (0: unknown).
@@ -154,15 +145,9 @@ def part_shares(lines_bps: Sequence[float]) -> tuple[int, ...]:
     if len(lines_bps) < 3 or not known:
         return (USUAL_SHARE,) * len(lines_bps)
     usual_bps = statistics.median_low(known)
-    shares = [_share(line_bps / usual_bps) for line_bps in lines_bps]
+    bounded = (min(line_bps / usual_bps, MOST_SHARE / USUAL_SHARE) for line_bps in lines_bps)
+    shares = [max(LEAST_SHARE, round(USUAL_SHARE * ratio)) if ratio > 0 else USUAL_SHARE for ratio in bounded]
     return tuple(min(share, max(LEAST_SHARE, sum(shares) - share)) for share in shares)
-
-
-def _share(ratio: float) -> int:
-    """Return the share of the work for a member whose line is `ratio` times as fast as the median one; `USUAL_SHARE` if `ratio`
-    is not positive."""
-    bounded = min(ratio, MOST_SHARE / USUAL_SHARE)
-    return max(LEAST_SHARE, round(USUAL_SHARE * bounded)) if ratio > 0 else USUAL_SHARE
 
 
 def gathering(shares: Sequence[int], clusters: Sequence[int]) -> Floats:
@@ -257,7 +242,14 @@ class AveragingClusters:
         best, seconds, shares = fastest(among, size_bytes, sharings, clusterings, before)
         self._chosen[group.blocks] = names, best
         dealt = _with_shares(group, places, shares)
-        return ClusteredGroup(_with_clusters(dealt, network, places, best), seconds, flat_s)
+        of = dict(zip(places, best, strict=True))
+        for place in range(len(dealt.members)):  # a listener gets the cluster of the nearest contributor
+            nearest = min(
+                places, key=lambda other: (-network.path_bps_NN[other, place], network.delay_NN[other, place])
+            )
+            of.setdefault(place, of[nearest])
+        members = (msgspec.structs.replace(member, cluster=of[place]) for place, member in enumerate(dealt.members))
+        return ClusteredGroup(msgspec.structs.replace(dealt, members=tuple(members)), seconds, flat_s)
 
 
 def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]) -> bool:
@@ -277,9 +269,10 @@ def is_bearable(group: Group, peer: PeerId, received_bps: Mapping[PeerId, float]
 
 
 def sharings_of(by_line: Sequence[int], network: AveragingNetwork) -> list[Shares]:
-    """Return three candidates for the shares of the contributors: `by_line`, equal shares, and shares by each one's slowest
-    path."""
-    return [tuple(by_line), (USUAL_SHARE,) * len(by_line), part_shares(network.slowest_paths_bps().tolist())]
+    """Return three candidates for how much of the vector each contributor adds up, relative to the others: the given ones
+    (`by_line`), equal ones, and those that follow from the slowest outgoing path of each contributor."""
+    slowest_N: Floats = np.where(np.eye(len(network.path_bps_NN), dtype=bool), np.inf, network.path_bps_NN).min(axis=1)
+    return [tuple(by_line), (USUAL_SHARE,) * len(by_line), part_shares(slowest_N.tolist())]
 
 
 def fastest(
@@ -322,16 +315,6 @@ def _clusterings(network: AveragingNetwork, size_bytes: float) -> Iterator[Clust
         if 1 < len(clusters) <= min(MAX_CLUSTERS, count - 1):
             label = {place: number for number, members in enumerate(clusters) for place in members}
             yield tuple(label[place] for place in range(count))
-
-
-def _with_clusters(group: Group, network: AveragingNetwork, places: Sequence[int], clusters: Clusters) -> Group:
-    """Label all members with clusters; a listener gets the cluster of the nearest contributor."""
-    of = dict(zip(places, clusters, strict=True))
-    for place in range(len(group.members)):
-        nearest = min(places, key=lambda other: (-network.path_bps_NN[other, place], network.delay_NN[other, place]))
-        of.setdefault(place, of[nearest])
-    members = (msgspec.structs.replace(member, cluster=of[place]) for place, member in enumerate(group.members))
-    return msgspec.structs.replace(group, members=tuple(members))
 
 
 WORTH = 1.25  # times the time of the usual line: a slow line may take this long
@@ -436,7 +419,9 @@ def line_forms(
     usual_time = statistics.median_low(time for time, is_known in zip(times, known, strict=True) if is_known)
     slowness = [time / usual_time if is_known else 1.0 for time, is_known in zip(times, known, strict=True)]
     if averaging.codec in SPARSE_CODECS:
-        return tuple(Form(averaging.codec, _kept(averaging.keep, slow)) for slow in slowness)
+        return tuple(
+            Form(averaging.codec, min(1.0, averaging.keep * min(MOST, max(FEWEST, 1 / slow)))) for slow in slowness
+        )
     ladder = _ladder(averaging, codecs)
     return tuple(Form(_codec(ladder, slow), averaging.keep) for slow in slowness)
 
@@ -460,10 +445,6 @@ def _codec(ladder: Sequence[Codec], slowness: float) -> Codec:
     """Return the mildest codec that keeps a line of this `slowness` within `WORTH` times the usual time; else the strongest."""
     fitting = (codec for codec in ladder if slowness * _bytes(codec) <= WORTH * _bytes(ladder[0]))
     return next(fitting, ladder[-1])
-
-
-def _kept(keep: float, slowness: float) -> float:
-    return min(1.0, keep * min(MOST, max(FEWEST, 1 / slowness)))
 
 
 def _bytes(codec: Codec) -> int:

@@ -68,7 +68,7 @@ class Action(Enum):
 
 
 SETTLE_S = 0.3  # a candidate waits that long: another's word may be on its way
-IN_OFFICE = frozenset({Phase.RENDEZVOUS, Phase.STEPPING, Phase.REDUCING, Phase.OVER})
+COORDINATING = frozenset({Phase.RENDEZVOUS, Phase.STEPPING, Phase.REDUCING, Phase.OVER})
 
 Outcome = tuple[Phase, tuple[Action, ...]]
 
@@ -89,7 +89,7 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Outcome] = {
     (Phase.REDUCING, Event.AGREED): (Phase.STEPPING, (Action.COMMIT, Action.LEASE)),
     (Phase.OVER, Event.OTHER_RUN): (Phase.STEPPING, (Action.BEGIN, Action.LEASE)),
     (Phase.OVER, Event.SAME_RUN): (Phase.RENDEZVOUS, (Action.CALL_ROLL,)),
-    **{(phase, Event.FOLLOWED): (Phase.FOLLOWING, (Action.RESIGN,)) for phase in IN_OFFICE},
+    **{(phase, Event.FOLLOWED): (Phase.FOLLOWING, (Action.RESIGN,)) for phase in COORDINATING},
 }
 """Transitions of the machine. An event without an entry changes nothing. If several events of a phase have occurred, the first
 one in this order counts."""
@@ -108,9 +108,9 @@ class Coordination:
         self.phase = phase
 
     @property
-    def in_office(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Whether this stage is the coordinator of the training."""
-        return self.phase in IN_OFFICE
+        return self.phase in COORDINATING
 
     def due(self, has_come: Callable[[Event], bool]) -> Event | None:
         """Return the first event of this phase, in the order of the table, that has come about; None if none has."""

@@ -50,12 +50,6 @@ class StageLayout:
         return min(self.places.count(stage) for stage in self.stages)
 
     @property
-    def lacks_holders(self) -> float:
-        """Missing holders, up to `HOLDERS` for each stage, per stage; at most 1."""
-        missing = sum(max(0, HOLDERS - self.places.count(stage)) for stage in self.stages)
-        return min(1.0, missing / len(self.stages))
-
-    @property
     def holding(self) -> int:
         """Number of peers that hold layers in this layout; the others stand by."""
         return sum(place.units > 0 for place in self.places)
@@ -144,7 +138,10 @@ def _sketch(forecast: StepForecast, layouts: Sequence[StageLayout]) -> dict[tupl
 
 def _weighed_s(step_s: float, layout: StageLayout) -> float:
     """Return the seconds of a step, raised for stages with few holders and for peers left out."""
-    return _cost(layout) * (NOTICED_S + step_s)
+    # missing holders, up to `HOLDERS` for each stage, per stage
+    missing = sum(max(0, HOLDERS - layout.places.count(stage)) for stage in layout.stages)
+    left_out = _left_out_cost(layout.holding, len(layout.places))
+    return fragility(min(1.0, missing / len(layout.stages))) * left_out * (NOTICED_S + step_s)
 
 
 def _margin(layout: StageLayout, usual: StageLayout) -> float:
@@ -203,15 +200,12 @@ def _laid(forecast: StepForecast, one: _Shape, capacity_N: Indexes) -> Sequence[
         _across(forecast, one.stages, able, numbers) for numbers in _stage_numbers(forecast, one.stages, one.able)
     )
     layouts = [pipelines, *(one for one in whole_stages if one.least_holders >= min(HOLDERS, pipelines.least_holders))]
-    for holders in _team_sizes(forecast, one.able, count):
+    clusters = {int(size) for size in forecast.clusters.sizes(one.able).flat if size > HOLDERS}
+    sizes = {HOLDERS, len(one.able) // count, *clusters}
+    for holders in sorted(size for size in sizes if 0 < size * count <= len(one.able)):
         teams = _teams(forecast, one.able, holders, count)
         layouts += [layout for each in teams if (layout := _by_team(forecast, each, count, capacity_N))]
     return layouts
-
-
-def _cost(layout: StageLayout) -> float:
-    """Return the factor on a step's cost for stages with few holders and for peers left out."""
-    return fragility(layout.lacks_holders) * _left_out_cost(layout.holding, len(layout.places))
 
 
 def _stage_each(forecast: StepForecast, capacity_N: Indexes) -> Iterator[StageLayout]:
@@ -234,13 +228,6 @@ def _stage_each(forecast: StepForecast, capacity_N: Indexes) -> Iterator[StageLa
 def _apart_s(forecast: StepForecast, row: Sequence[Indexes]) -> float:
     """Return the seconds per byte on the fastest path between the two neighbours of `row` that are farthest apart."""
     return max(float(forecast.path_NN[np.ix_(one, other)].min()) for one, other in pairwise(row))
-
-
-def _team_sizes(forecast: StepForecast, able: Indexes, count: int) -> list[int]:
-    """Return the possible numbers of holders of each of `count` stages: `HOLDERS`, all peers divided by stages, or the sizes
-    of clusters."""
-    clusters = {int(size) for size in forecast.clusters.sizes(able).flat if size > HOLDERS}
-    return sorted(size for size in {HOLDERS, len(able) // count, *clusters} if 0 < size * count <= len(able))
 
 
 def _teams(forecast: StepForecast, able: Indexes, holders: int, count: int) -> tuple[list[Indexes], list[Indexes]]:
@@ -268,7 +255,11 @@ def _by_team(forecast: StepForecast, teams: Sequence[Indexes], count: int, capac
     the other peers stand by. None if a stage is empty or does not fit into the memory of its team."""
     rates = np.array([forecast.network.work_per_s_N[team].sum() for team in teams])
     chosen = np.sort(np.argsort(-rates, kind="stable")[:count])
-    stages = _in_proportion(forecast.load.work_U, rates[chosen])
+    # stages whose work is proportional to the speed of their holders
+    rate_S, work_U = rates[chosen], forecast.load.work_U
+    middle_U = (work_U.cumsum() - work_U / 2) / work_U.sum()
+    ends = np.searchsorted(middle_U, rate_S.cumsum()[:-1] / rate_S.sum()).tolist()
+    stages = [Span(*pair) for pair in pairwise([0, *ends, len(work_U)])]
     places = [STANDING_BY] * forecast.network.peers
     for stage, number in zip(stages, chosen, strict=True):
         if not 0 < stage.units <= capacity_N[teams[number]].min():
@@ -276,13 +267,6 @@ def _by_team(forecast: StepForecast, teams: Sequence[Indexes], count: int, capac
         for peer in teams[number]:
             places[peer] = stage
     return StageLayout(stages, places)
-
-
-def _in_proportion(work_U: Floats, rate_S: Floats) -> list[Span]:
-    """Return the layers cut into stages whose work is proportional to the speed of their holders."""
-    middle_U = (work_U.cumsum() - work_U / 2) / work_U.sum()
-    ends = np.searchsorted(middle_U, rate_S.cumsum()[:-1] / rate_S.sum()).tolist()
-    return [Span(*pair) for pair in pairwise([0, *ends, len(work_U)])]
 
 
 def _across(

@@ -316,8 +316,8 @@ class Clusters:
                 self.label_LN[level, members] = label
 
     def members(self) -> tuple[Floats, Floats]:
-        """Return all clusters of all levels: [K, N] their members (0 or 1), and [K] the seconds of their level; empty for
-        one peer."""
+        """Return all clusters of all levels, as two arrays: [K, N], 1 where a peer belongs to a cluster and else 0; and [K], the
+        extra seconds of a hop that leaves the clusters of that level (`rise_L`). K is 0 if there is only one peer."""
         each = [np.eye(int(labels.max()) + 1)[labels].T for labels in self.label_LN]
         if not each:
             return np.zeros((0, self.label_LN.shape[1])), np.zeros(0)
@@ -366,10 +366,23 @@ class StepForecast:
         key = tuple(spans)
         if key not in self._played_s:
             held_NU = held_units(spans, self.load.units)
-            passed_s = passing_s(self.load.units, *self._stages(spans), self.load.microbatches)
+            # the replicas of the peers with layers, by name, and the transfers between them
+            chosen = [number for number, span in enumerate(spans) if span.units]
+            names = [f"{number:06d}" for number in chosen]
+            unit_s = [
+                float(self.load.work_U[slice(*spans[one])].mean() / self.network.work_per_s_N[one]) for one in chosen
+            ]
+            transfers, pairs = Transfers(), np.ix_(chosen, chosen)
+            homes = [self.network.homes[number] for number in chosen] if self.network.homes else ()
+            transfers.know(names, self._delay_NN[pairs], self.load.activation_bytes * self.path_NN[pairs], homes)
+            workers = {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}
+            passed_s = passing_s(self.load.units, workers, transfers, self.load.microbatches)
             if not math.isfinite(passed_s):
                 passed_s = float(self._passing_s(held_NU[None])[0])
-            self._played_s[key] = passed_s + self._averaged_s(held_NU) + self._commanded_s(held_NU)
+            # holders wait for commands by the longest delay: the coordinator may be the farthest peer
+            held_N = held_NU.any(axis=1)
+            commanded_s = 2 * self.load.commands * float(self._delay_NN[np.ix_(held_N, held_N)].max(initial=0.0))
+            self._played_s[key] = passed_s + self._averaged_s(held_NU) + commanded_s
         return self._played_s[key]
 
     def sketch_s(self, held_LNU: Floats) -> Floats:
@@ -388,16 +401,6 @@ class StepForecast:
         path_U = np.where(np.isfinite(path_U), path_U, self.line_N[peer])  # from a disk if no other peer holds it
         return float((self.load.state_bytes_U * path_U)[new_U].sum())
 
-    def _stages(self, spans: Sequence[Span]) -> tuple[dict[PeerId, Replica], Transfers]:
-        """Return the replicas of the peers with layers, by name, and the transfers between them."""
-        chosen = [number for number, span in enumerate(spans) if span.units]
-        names = [f"{number:06d}" for number in chosen]
-        unit_s = [float(self.load.work_U[slice(*spans[one])].mean() / self.network.work_per_s_N[one]) for one in chosen]
-        transfers, pairs = Transfers(), np.ix_(chosen, chosen)
-        homes = [self.network.homes[number] for number in chosen] if self.network.homes else ()
-        transfers.know(names, self._delay_NN[pairs], self.load.activation_bytes * self.path_NN[pairs], homes)
-        return {name: Replica(spans[one], s) for name, one, s in zip(names, chosen, unit_s, strict=True)}, transfers
-
     def _averaged_s(self, held_NU: Floats) -> float:
         """Return the seconds until the peer with most to average is done, or the busiest shared line of a home. Layers with
         the same holders form one group; groups average one after another."""
@@ -406,25 +409,15 @@ class StepForecast:
         for number, holds_N in enumerate(holders_GN):
             if holds_N.sum() > 1:
                 gradient_bytes = float(self.load.gradient_bytes_U[group_U.ravel() == number].sum())
-                group_s, lines_s = self._group_s(np.flatnonzero(holds_N), gradient_bytes)
-                busy_s_N[holds_N] += group_s
-                homes_s.update(lines_s)
+                members = np.flatnonzero(holds_N)
+                among, flat = self._averaging.among(members.tolist()), (0,) * len(members)
+                sharings = sharings_of(part_shares(among.line_bps_N.tolist()), among)
+                labels = self.clusters.label_LN[:, members] if self.load.over_clusters else np.zeros((0, 0))
+                several = {one for one in map(tuple, labels.tolist()) if 1 < len(set(one)) < len(members)}
+                chosen, seconds, shares = fastest(among, gradient_bytes, sharings, several, flat)
+                busy_s_N[holds_N] += seconds
+                homes_s.update(among.homes_s(gradient_bytes, shares, chosen))
         return max(float(busy_s_N.max(initial=0.0)), *homes_s.values(), 0.0)
-
-    def _commanded_s(self, held_NU: Floats) -> float:
-        """Return the seconds that holders wait for commands, by the longest delay: the coordinator may be the farthest peer."""
-        held_N = held_NU.any(axis=1)
-        return 2 * self.load.commands * float(self._delay_NN[np.ix_(held_N, held_N)].max(initial=0.0))
-
-    def _group_s(self, members: Indexes, gradient_bytes: float) -> tuple[float, dict[int, float]]:
-        """Return the seconds of averaging in a group, over clusters if allowed and faster, and the busy seconds of each
-        home's line."""
-        among, flat = self._averaging.among(members.tolist()), (0,) * len(members)
-        sharings = sharings_of(part_shares(among.line_bps_N.tolist()), among)
-        clusterings = {tuple(labels) for labels in self.clusters.label_LN[:, members].tolist()}
-        several = [one for one in clusterings if 1 < len(set(one)) < len(members)] if self.load.over_clusters else []
-        chosen, seconds, shares = fastest(among, gradient_bytes, sharings, several, flat)
-        return seconds, among.homes_s(gradient_bytes, shares, chosen)
 
     # -- sketched
 
@@ -435,26 +428,21 @@ class StepForecast:
         rates_LNU = held_LNU * (self.network.work_per_s_N / work_LN)[..., None]  # microbatches/s through each unit
         rate_LU = np.maximum(rates_LNU.sum(axis=1), least)
         lines_LU = rate_LU**2 / np.maximum((rates_LNU**2).sum(axis=1), least**2)  # that carry side by side
-        hops_LV = self._hops_s(rates_LNU, rate_LU)
-        busy_LV = self.load.microbatches * hops_LV / np.minimum(lines_LU[:, 1:], lines_LU[:, :-1])  # each way
-        compute_L = _mean(self.load.microbatches / rate_LU, COMPUTE_SHARPNESS)
-        line_L = busy_LV.max(axis=1, initial=0.0)
-        passing_L: Floats = np.maximum(compute_L, line_L) + self.latency_s + 2 * hops_LV.sum(axis=1)
-        return passing_L
-
-    def _hops_s(self, rates_LNU: Floats, rate_LU: Floats) -> Floats:
-        """Return [L, V]: the seconds of the hop behind each layer but the last for the mean microbatch. Microbatches without
-        room at the same peer, or in the same cluster, have to leave it.
-
-        A holder of a layer works at full capacity, or on its share if more is held than needed: the truth lies between.
-        """
+        # [L, V]: the seconds of the hop behind each layer but the last for the mean microbatch. Microbatches without room at the
+        # same peer, or in the same cluster, have to leave it. A holder of a layer works at full capacity, or on its share if more
+        # is held than needed: the truth lies between.
         inside_LKU = self._members_KN @ rates_LNU
         passing_LV = np.minimum(rate_LU[:, 1:], rate_LU[:, :-1])
         able_LKV = np.minimum(inside_LKU[..., 1:], inside_LKU[..., :-1]) / passing_LV[:, None]
         share_LKU = inside_LKU / rate_LU[:, None]
         stays_LKV = (1 - SHARED) * able_LKV + SHARED * np.minimum(share_LKU[..., 1:], share_LKU[..., :-1])
         hops_LV = self.clusters.rise_L.sum() - np.einsum("k,lkv->lv", self._rise_K, stays_LKV)
-        return np.where(hops_LV > 1e-9 * self.clusters.rise_L.sum(), hops_LV, 0.0)
+        hops_LV = np.where(hops_LV > 1e-9 * self.clusters.rise_L.sum(), hops_LV, 0.0)
+        busy_LV = self.load.microbatches * hops_LV / np.minimum(lines_LU[:, 1:], lines_LU[:, :-1])  # each way
+        compute_L = _mean(self.load.microbatches / rate_LU, COMPUTE_SHARPNESS)
+        line_L = busy_LV.max(axis=1, initial=0.0)
+        passing_L: Floats = np.maximum(compute_L, line_L) + self.latency_s + 2 * hops_LV.sum(axis=1)
+        return passing_L
 
     def _averaging_s(self, held_LNU: Floats) -> Floats:
         """Estimate roughly the seconds of averaging: each replica of a layer sends a part to every other one, twice, through its

@@ -67,14 +67,6 @@ class TrainingPeers:
         held_NU = held_units(self.spans, units)
         return not held_NU[:, place.start : place.end].any(axis=0).all()
 
-    def kept_units(self, peer: int, units: int) -> set[int]:
-        """Return the layers that `peer` must not leave: those with fewer than two other holders of the trained state, or,
-        while some layer has no holder at all, those with no other."""
-        others = [self.spans[other] for other in self.learnt if other != peer]
-        holders_U = held_units(others, units).sum(axis=0)
-        wanted = HOLDERS if self.cover(units) else 1
-        return {unit for unit in range(*self.spans[peer]) if holders_U[unit] < wanted}
-
 
 @dataclass(frozen=True)
 class TrainingPlace:
@@ -110,10 +102,6 @@ class _Worth:
         fragile = fragility(float((holders_U < HOLDERS).mean()))
         return cls(int((holders_U == 0).sum()), 0, fragile * forecast.step_s(spans))
 
-    def secures(self, now: _Worth) -> bool:
-        """Return whether fewer layers lack a holder than in `now`, or as many and fewer lack a second one."""
-        return (self.missing, self.fragile) < (now.missing, now.fragile)
-
     def holds_up(self, spare: _Worth) -> bool:
         """Return whether the step takes longer than in `spare`, the arrangement without the peer, and as many layers lack a
         holder."""
@@ -140,7 +128,10 @@ def choose_training_place(
     their spans, and each additional layer with a holder counts."""
     now = peers.spans[peer]
     windows = _windows(forecast, layout, peers, peer)
-    spans = peers.spans if layout is None else _settled(layout, peers)
+    spans = peers.spans
+    if layout is not None:  # a peer on a span outside the layout is about to leave and counts as standing by
+        rooms = zip(peers.spans, peers.capacity_units, strict=True)
+        spans = [span if span in layout.windows(capacity) else STANDING_BY for span, capacity in rooms]
     considered = [*windows, now, STANDING_BY]
     comes = layout is None and not peers.has_learnt(peer)
     worths = _worth(forecast, spans, peer, considered, secure=comes)
@@ -163,7 +154,8 @@ def choose_training_place(
     gain, may_stay = worth_of[best].gain(stays), now in windows
     if gain < math.inf and best != now and gain_of_all(forecast, moved, spans) < 0:
         gain = 0.0  # sketches also find a move if one move is not enough; no step may become longer by it
-    if gain <= hysteresis and not worth_of[best].secures(stays) and may_stay:
+    secures = (worth_of[best].missing, worth_of[best].fragile) < (stays.missing, stays.fragile)
+    if gain <= hysteresis and not secures and may_stay:
         return TrainingPlace(now)
     missed = 1 - forecast.step_s(_with(spans, peer, now)) / forecast.step_s(away)
     return TrainingPlace(best, max(0.0, gain), max(0.0, missed), forecast.fetching_s(peers.spans, peer, best))
@@ -187,19 +179,14 @@ def _windows(forecast: StepForecast, layout: StageLayout | None, peers: Training
         return list(dict.fromkeys([*layout.windows(capacity), STANDING_BY]))
     windows = [*windows_between(peers.spans, units, capacity), STANDING_BY]
     if peers.has_learnt(peer):
-        kept = peers.kept_units(peer, units)
+        others = [peers.spans[other] for other in peers.learnt if other != peer]
+        holders_U = held_units(others, units).sum(axis=0)
+        wanted = HOLDERS if peers.cover(units) else 1
+        kept = {unit for unit in range(*peers.spans[peer]) if holders_U[unit] < wanted}
         if peers.cover(units):
             windows = [*(one for one in peers.spans if one.units <= capacity), STANDING_BY]
         windows = [peers.spans[peer], *(one for one in windows if kept.issubset(range(*one)))]
     return list(dict.fromkeys(windows))
-
-
-def _settled(layout: StageLayout, peers: TrainingPeers) -> list[Span]:
-    """Return the spans of the peers; a peer on a span outside the layout is about to leave and counts as standing by."""
-    return [
-        span if span in layout.windows(capacity) else STANDING_BY
-        for span, capacity in zip(peers.spans, peers.capacity_units, strict=True)
-    ]
 
 
 def _worth(
@@ -240,7 +227,11 @@ class Resettling:
         a holder are filled first."""
         if not WORTH_IT < self._gain < math.inf:
             return False
-        together = TrainingPlace(STANDING_BY, self._gain, self._missed(), self.fetching_s())
+        # of the speed that the swarm loses while peers are on their way, the layer with the largest loss counts
+        held_NU = held_units(self._learnt, self._forecast.load.units) * self._forecast.network.work_per_s_N[:, None]
+        stays_N1 = np.array([[one not in self._coming] for one in range(len(self._learnt))])
+        missed = 1 - float(((held_NU * stays_N1).sum(axis=0) / np.maximum(held_NU.sum(axis=0), 1e-12)).min())
+        together = TrainingPlace(STANDING_BY, self._gain, missed, self.fetching_s())
         return together.pays(move_s, stay_s) and any(
             self._is_on_its_way(one) or self._may_go(one) for one in range(len(self._places))
         )
@@ -257,16 +248,12 @@ class Resettling:
         all, at least `LONG_S`. A peer that waits for long fetches gets `MUCH_SOONER` of the longest one, any other peer 0."""
         if self._peers.has_learnt(peer):
             return 0.0
-        if self._secures_others(peer):
-            return max(LONG_S, self._longest_s)
-        return MUCH_SOONER * self._longest_s if self._longest_s > LONG_S and not self._may_go(peer) else 0.0
-
-    def _secures_others(self, peer: int) -> bool:
-        """Return whether some layers of the model have fewer than `HOLDERS` holders besides this peer, and none of the layers of
-        its present place do."""
+        # some layers have too few holders besides this peer, and none of its present place do
         others = [span for one, span in enumerate(self._peers.spans) if one != peer]
         lacking_U = held_units(others, self._forecast.load.units).sum(axis=0) < HOLDERS
-        return bool(lacking_U.any() and not lacking_U[slice(*self._places[peer])].any())
+        if lacking_U.any() and not lacking_U[slice(*self._places[peer])].any():
+            return max(LONG_S, self._longest_s)
+        return MUCH_SOONER * self._longest_s if self._longest_s > LONG_S and not self._may_go(peer) else 0.0
 
     def _may_go(self, peer: int) -> bool:
         place = self._places[peer]
@@ -323,12 +310,6 @@ class Resettling:
         """Return the seconds that `peer` needs to fetch its state once `first` has arrived."""
         then = [self._places[one] if one == first else span for one, span in enumerate(self._learnt)]
         return self._forecast.fetching_s(then, peer, self._places[peer])
-
-    def _missed(self) -> float:
-        """Return the share of speed that the swarm loses while peers are on their way: that of the layer with the largest loss."""
-        held_NU = held_units(self._learnt, self._forecast.load.units) * self._forecast.network.work_per_s_N[:, None]
-        stays_N1 = np.array([[one not in self._coming] for one in range(len(self._learnt))])
-        return float(1 - ((held_NU * stays_N1).sum(axis=0) / np.maximum(held_NU.sum(axis=0), 1e-12)).min())
 
     def fetching_s(self) -> float:
         """Return the seconds until all peers have arrived: in each stage one peer fetches first, then the others, one after

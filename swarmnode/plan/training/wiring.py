@@ -76,7 +76,7 @@ class Transfers:
         self._part(*pair)
         return True
 
-    def let_meet(self) -> None:
+    def forget_separations(self) -> None:
         """End the separation of all pairs."""
         self._apart.clear()
         self._apart_NN[:] = 0.0
@@ -331,7 +331,7 @@ def wire(
     numbers = {peer: number for number, peer in enumerate(free)}
     fixed_U = tuple(NOBODY if peer is None else numbers.get(peer, ABSENT) for peer in fixed)
     cuts = _cuts(tuple(workers[peer].span for peer in free), fixed_U)
-    route = _Cheapest(cuts, [workers[peer] for peer in free], transfers.there_and_back_s(free)).chain()
+    route = _cheapest(cuts, [workers[peer] for peer in free], transfers.there_and_back_s(free))
     return [(free[number], span) for number, span in route] if route else None
 
 
@@ -388,67 +388,44 @@ class _Cuts(NamedTuple):
 def _cuts(spans: Sequence[Span], fixed: Sequence[int]) -> _Cuts:
     """Return the layers where peers with `spans` can hand on microbatches, and how far each peer can compute from there. `fixed`
     gives by number the peer that must take each layer."""
-    able_PU = _able(spans, fixed)
-    unit_C = np.concatenate([[0], 1 + np.flatnonzero((able_PU[:, 1:] != able_PU[:, :-1]).any(axis=0)), [len(fixed)]])
-    return _Cuts(unit_C, _reach(able_PU)[:, unit_C[:-1]])
-
-
-def _able(spans: Sequence[Span], fixed: Sequence[int]) -> Bools:
-    """Return [P, U]: whether a peer holds a layer, and no other peer must take it."""
+    # [P, U]: whether a peer holds a layer, and no other peer must take it
     starts_P, ends_P = np.array(spans).T
     fixed_U, units_U = np.array(fixed), np.arange(len(fixed))
     held_PU = (starts_P[:, None] <= units_U) & (units_U < ends_P[:, None])
     able_PU: Bools = held_PU & ((fixed_U == NOBODY) | (fixed_U == np.arange(len(spans))[:, None]))
-    return able_PU
-
-
-def _reach(able_PU: Bools) -> Indexes:
-    """Return [P, U]: the end of the layers that a peer may compute for a microbatch that enters at a layer; the layer itself if
-    it may not compute it."""
-    units = able_PU.shape[1]
-    ends_PU = np.where(able_PU, units, np.arange(units))
+    # [P, U]: the end of the layers that a peer may compute for a microbatch that enters at a layer; the layer itself if it may not
+    ends_PU = np.where(able_PU, len(fixed), units_U)
     reach_PU: Indexes = np.minimum.accumulate(ends_PU[:, ::-1], axis=1)[:, ::-1]
-    return reach_PU
+    unit_C = np.concatenate([[0], 1 + np.flatnonzero((able_PU[:, 1:] != able_PU[:, :-1]).any(axis=0)), [len(fixed)]])
+    return _Cuts(unit_C, reach_PU[:, unit_C[:-1]])
 
 
-class _Cheapest:
-    """Search for the cheapest chain of peers through all layers, computed from the end of the model backwards."""
-
-    def __init__(self, cuts: _Cuts, workers: Sequence[Replica], there_and_back_PP: Floats) -> None:
-        self.cuts_C, self.reach_PC = cuts
-        peers = len(workers)
-        self.unit_s_P = np.array([worker.assumed_unit_s for worker in workers])
-        self.booked_P = np.array([worker.booked_units for worker in workers])
-        self.hand_on_PP = there_and_back_PP + np.where(np.eye(peers, dtype=bool), np.inf, 0.0)  # to others
-        self.entered_PC = np.full((peers, len(self.cuts_C)), np.inf)
-        self.left_PC = np.full((peers, len(self.cuts_C)), np.inf)
-        self.left_PC[:, -1] = 0.0
-        self.stop_PC = np.zeros((peers, len(self.cuts_C)), np.intp)
-        self.next_PC = np.zeros((peers, len(self.cuts_C)), np.intp)
-        for cut in range(len(self.cuts_C) - 2, -1, -1):
-            self._enter(cut)
-
-    def _enter(self, cut: int) -> None:
-        """Compute for `cut`: the least cost of entering each peer there, the later cut where a microbatch best leaves it, and the
-        best peer to hand on to."""
-        unit, stops = self.cuts_C[cut], self.cuts_C[cut + 1 :]
-        compute_PS = (self.booked_P[:, None] + stops - unit) * self.unit_s_P[:, None]
-        within_PS = stops <= self.reach_PC[:, cut, None]
-        cost_PS = np.where(within_PS, compute_PS + self.left_PC[:, cut + 1 :], np.inf)
-        self.stop_PC[:, cut] = cut + 1 + cost_PS.argmin(axis=1)
-        self.entered_PC[:, cut] = cost_PS.min(axis=1)
+def _cheapest(cuts: _Cuts, workers: Sequence[Replica], there_and_back_PP: Floats) -> list[tuple[int, Span]]:
+    """Return the cheapest chain of peers through all layers, by number with their spans; empty if there is no chain."""
+    cuts_C, reach_PC = cuts
+    peers = len(workers)
+    unit_s_P = np.array([worker.assumed_unit_s for worker in workers])
+    booked_P = np.array([worker.booked_units for worker in workers])
+    hand_on_PP = there_and_back_PP + np.where(np.eye(peers, dtype=bool), np.inf, 0.0)  # to others
+    entered_PC, left_PC = np.full((2, peers, len(cuts_C)), np.inf)
+    left_PC[:, -1] = 0.0
+    stop_PC, next_PC = np.zeros((2, peers, len(cuts_C)), np.intp)
+    # From the end of the model backwards, for each cut: the least cost of entering each peer there, the later cut where a
+    # microbatch best leaves it, and the best peer to hand on to.
+    for cut in range(len(cuts_C) - 2, -1, -1):
+        stops = cuts_C[cut + 1 :]
+        compute_PS = (booked_P[:, None] + stops - cuts_C[cut]) * unit_s_P[:, None]
+        cost_PS = np.where(stops <= reach_PC[:, cut, None], compute_PS + left_PC[:, cut + 1 :], np.inf)
+        stop_PC[:, cut] = cut + 1 + cost_PS.argmin(axis=1)
+        entered_PC[:, cut] = cost_PS.min(axis=1)
         if cut:  # no peer hands on to the holder of the first unit
-            onward_PP = self.hand_on_PP + self.entered_PC[:, cut]
-            self.next_PC[:, cut] = onward_PP.argmin(axis=1)
-            self.left_PC[:, cut] = onward_PP.min(axis=1)
-
-    def chain(self) -> list[tuple[int, Span]]:
-        """Return the peers by number with their spans; empty if there is no chain."""
-        peer, cut, route = int(self.entered_PC[:, 0].argmin()), 0, list[tuple[int, Span]]()
-        if not np.isfinite(self.entered_PC[peer, 0]):
-            return route
-        while cut < len(self.cuts_C) - 1:
-            stop = int(self.stop_PC[peer, cut])
-            route.append((peer, Span(int(self.cuts_C[cut]), int(self.cuts_C[stop]))))
-            peer, cut = int(self.next_PC[peer, stop]), stop
+            onward_PP = hand_on_PP + entered_PC[:, cut]
+            next_PC[:, cut], left_PC[:, cut] = onward_PP.argmin(axis=1), onward_PP.min(axis=1)
+    peer, cut, route = int(entered_PC[:, 0].argmin()), 0, list[tuple[int, Span]]()
+    if not np.isfinite(entered_PC[peer, 0]):
         return route
+    while cut < len(cuts_C) - 1:
+        stop = int(stop_PC[peer, cut])
+        route.append((peer, Span(int(cuts_C[cut]), int(cuts_C[stop]))))
+        peer, cut = int(next_PC[peer, stop]), stop
+    return route

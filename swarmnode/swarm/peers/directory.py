@@ -301,17 +301,14 @@ class Directory:
         others = {peer: known for peer, known in self._peer_table.live.items() if peer != self.network.peer_id}
         fresh_until = now + self.config.fresh_s(self.crowd)
         overdue = any(known.expires_at < fresh_until - self.config.max_read_s for known in others.values())
-        calm = self._reads_seldom and not overdue and not self._peer_table.suspects(now)
+        # nothing has changed for so long that reads have their longest period
+        seldom = self._calm > 1.0 and self.config.read_period_s(self.crowd) * self._calm >= self.config.max_read_s
+        calm = seldom and not overdue and not self._peer_table.suspects(now)
         enough_at = self._sampling.enough(others.keys(), fresh_until, calm=calm)
         if enough_at is None:
             return None
         shards_at = {key: shard for shard, key in keys.items()}
         return lambda key, records: enough_at(shards_at[key], records)
-
-    @property
-    def _reads_seldom(self) -> bool:
-        """Whether nothing has changed for so long that reads have their longest period."""
-        return self._calm > 1.0 and self.config.read_period_s(self.crowd) * self._calm >= self.config.max_read_s
 
     async def _population(self) -> float:
         """Return the estimated number of peers in the DHT, or the last known one if it does not answer.
@@ -356,7 +353,13 @@ class Directory:
     async def _read_forever(self) -> None:
         """Read often while peers change, ever more slowly while they do not, and at once after a failure."""
         while not self._closed:
-            await self._pause(self._look, self._look_again_s())
+            # at most until the next announcement expires, so that no dead peer stays in the view; in a large swarm some
+            # announcement of the sample is always about to expire
+            period_s = min(self.config.read_period_s(self.crowd) * self._calm, self.config.max_read_s)
+            if not self._sampling.large:
+                others = (peer for peer in self._peer_table.live.values() if peer is not self._own)
+                period_s = min([period_s, *(peer.expires_at - self._now() for peer in others)])
+            await self._pause(self._look, max(0.05, period_s, self._rest_s))
             self._look.clear()
             await self.refresh()
             seen = frozenset(
@@ -364,18 +367,6 @@ class Directory:
             )
             self._calm = self._calm * self.config.calm_growth if seen == self._seen else 1.0
             self._seen = seen
-
-    def _look_again_s(self) -> float:
-        """Return the seconds to the next read: at most until the next announcement expires, so that no dead peer stays
-        in the view.
-
-        In a large swarm expiry does not count: some announcement of the sample is always about to expire.
-        """
-        period_s = min(self.config.read_period_s(self.crowd) * self._calm, self.config.max_read_s)
-        if not self._sampling.large:
-            ends = [peer.expires_at - self._now() for peer in self._peer_table.live.values() if peer is not self._own]
-            period_s = min([period_s, *ends])
-        return max(0.05, period_s, self._rest_s)
 
     async def _publish_forever(self) -> None:
         while not self._closed:

@@ -132,14 +132,13 @@ class PeerTable:
         self._suspicions = {
             peer: suspicion for peer, suspicion in self._suspicions.items() if now < suspicion.until + FORGIVEN_AFTER_S
         }
-        live = {peer: known for peer, known in sorted(self._newest.items()) if self._is_live(known, now)}
-        self._note_holders(now)
-        changed = live != self._live
-        self._live = live
-        return changed
-
-    def _note_holders(self, now: float) -> None:
-        """Update the layers of each ready peer; for newcomers, note the training step of the earlier holders."""
+        live = {
+            peer: known
+            for peer, known in sorted(self._newest.items())
+            if known.life is not State.OFFLINE
+            and ((suspicion := self._suspicions.get(peer)) is None or suspicion.lifted_by(known, now))
+        }
+        # the layers of each ready peer; for newcomers, the training step of the earlier holders
         if self._newest and self._first_look_until is None:
             self._first_look_until = now + FIRST_LOOK_S
         ready = {peer: known for peer, known in self._newest.items() if known.life is State.READY and any(known.span)}
@@ -150,6 +149,9 @@ class PeerTable:
             )
             for peer, known in ready.items()
         }
+        changed = live != self._live
+        self._live = live
+        return changed
 
     def _still_holds(self, peer: PeerId, holding: ReadyPeer, now: float) -> bool:
         known = self._newest.get(peer)
@@ -163,8 +165,3 @@ class PeerTable:
         start, end = newcomer.span
         holders = [peer for peer, held in holdings.items() if held.span[0] < end and start < held.span[1]]
         return max((self._newest[peer].training_step for peer in holders if peer in self._newest), default=-1)
-
-    def _is_live(self, announcement: Announcement, now: float) -> bool:
-        suspicion = self._suspicions.get(announcement.peer)
-        trusted = suspicion is None or suspicion.lifted_by(announcement, now)
-        return trusted and announcement.life is not State.OFFLINE

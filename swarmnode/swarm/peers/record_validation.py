@@ -13,7 +13,7 @@ again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from contextlib import suppress
 from typing import NamedTuple
 
 from swarmnode.errors import ProtocolError
@@ -67,13 +67,11 @@ def take_in(membership: Membership, found: Mapping[bytes, Mapping[bytes, Record]
     news = False
     for records in found.values():
         for subkey, record in records.items():
-            try:
+            with suppress(ProtocolError):  # the DHT's own validation refuses it in time
                 if subkey == REVOCATIONS:
-                    news |= membership.take_list(record.value)
+                    news |= membership.adopt_list(record.value)
                 elif subkey.startswith(USE):
-                    membership.note_use(record.value, now)
-            except ProtocolError:
-                continue  # the DHT's own validation refuses it in time
+                    membership.record_use(record.value, now)
     return news
 
 
@@ -119,10 +117,8 @@ def report_subkey(author: PeerId, accused: PeerId) -> bytes:
 def reports_in(records: Iterable[Record], swarm: bytes, verify: Verify) -> Iterator[tuple[Report, Statement]]:
     """Yield the valid reports among `records`, each with its statement."""
     for record in records:
-        try:
+        with suppress(ProtocolError):  # the DHT's own validation refuses it
             yield open_report(record.value, swarm, verify)
-        except ProtocolError:
-            continue  # the DHT's own validation refuses it
 
 
 def adapters_key(swarm: bytes) -> bytes:
@@ -140,27 +136,38 @@ def adapters_in(
 ) -> Iterator[tuple[AdapterRecord, bytes]]:
     """Yield the valid records of shared adapters among `records`, each with its signed bytes."""
     for record in records:
-        try:
+        with suppress(ProtocolError):  # the DHT's own validation refuses it
             adapter = open_adapter(record.value, swarm, verify)
             adapter.check_times(now)
-        except ProtocolError:
-            continue  # the DHT's own validation refuses it
-        yield adapter, record.value
+            yield adapter, record.value
 
 
 def record_validator(
     swarm: bytes, verify: Verify, now: Now, *, membership: Membership | None = None
 ) -> RecordValidator:
     """Return the validator of a swarm's records. `membership` is that of a swarm with an owner."""
-    reports = {REPORT: report_rule(swarm, verify, now), ADAPTER: adapter_rule(swarm, verify, now)}
-    if membership is None:
-        return by_subkey({**reports, b"": announcement_rule(swarm, verify, now)})
-    vouched = announcement_rule(swarm, verify, now, partial(_vouch, membership, now))
-    return by_subkey({**reports, **notice_rules(membership, now), b"": vouched})
+    reports, adapters = key_digest(report_key(swarm)), key_digest(adapters_key(swarm))
 
+    def is_report(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
+        """All reports of a swarm lie under one key, few of one author, each for an hour."""
+        report, _ = open_report(value, swarm, verify)
+        in_time = report.at <= now() + MAX_SKEW_S and expires_at <= report.at + LIFE_S
+        return key == reports and subkey == report_subkey(report.author, report.accused) and in_time
 
-def _vouch(membership: Membership, now: Now, announcement: Announcement, certificate: bytes) -> None:
-    membership.vouch(announcement, certificate, now())
+    def is_adapter(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
+        """All shared adapters of a swarm lie under one key, SLOTS of one owner, each for LISTED_S."""
+        record = open_adapter(value, swarm, verify)
+        record.check_times(now())
+        in_time = expires_at <= min(record.expires_at, now() + LISTED_S + MAX_SKEW_S)
+        return key == adapters and subkey == adapter_subkey(record) and record.allows is not Share.PRIVATE and in_time
+
+    def vouch(announcement: Announcement, certificate: bytes) -> None:
+        if membership is not None:
+            membership.vouch(announcement, certificate, now())
+
+    notices = {} if membership is None else notice_rules(membership, now)
+    announced = announcement_rule(swarm, verify, now, None if membership is None else vouch)
+    return by_subkey({REPORT: is_report, ADAPTER: is_adapter, **notices, b"": announced})
 
 
 def by_subkey(rules: Mapping[bytes, RecordValidator]) -> RecordValidator:
@@ -198,31 +205,6 @@ def announcement_rule(swarm: bytes, verify: Verify, now: Now, vouch: Vouch | Non
     return valid
 
 
-def report_rule(swarm: bytes, verify: Verify, now: Now) -> RecordValidator:
-    """Return the rule of reports: all of a swarm under one key, few of one author, each for an hour."""
-    reports = key_digest(report_key(swarm))
-
-    def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
-        report, _ = open_report(value, swarm, verify)
-        in_time = report.at <= now() + MAX_SKEW_S and expires_at <= report.at + LIFE_S
-        return key == reports and subkey == report_subkey(report.author, report.accused) and in_time
-
-    return valid
-
-
-def adapter_rule(swarm: bytes, verify: Verify, now: Now) -> RecordValidator:
-    """Return the rule of shared adapters: all of a swarm under one key, SLOTS of one owner, each for LISTED_S."""
-    adapters = key_digest(adapters_key(swarm))
-
-    def valid(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
-        record = open_adapter(value, swarm, verify)
-        record.check_times(now())
-        in_time = expires_at <= min(record.expires_at, now() + LISTED_S + MAX_SKEW_S)
-        return key == adapters and subkey == adapter_subkey(record) and record.allows is not Share.PRIVATE and in_time
-
-    return valid
-
-
 def notice_rules(membership: Membership, now: Now) -> dict[bytes, RecordValidator]:
     """Return the rules of notices. They also teach `membership` newer revocation lists and uses of invites."""
     revocations_key, uses_key = map(key_digest, notice_keys(membership.swarm))
@@ -230,13 +212,13 @@ def notice_rules(membership: Membership, now: Now) -> dict[bytes, RecordValidato
     def is_list(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
         if key != revocations_key or subkey != REVOCATIONS or expires_at > now() + NOTICE_LIFE_S + MAX_SKEW_S:
             return False
-        membership.take_list(value)
+        membership.adopt_list(value)
         return value == membership.revocations_bytes
 
     def is_use(key: bytes, subkey: bytes, value: bytes, expires_at: float) -> bool:
         if key != uses_key or expires_at > now() + NOTICE_LIFE_S + MAX_SKEW_S:
             return False
         member = open_certificate(value, membership.swarm, membership.owner)
-        return subkey == use_subkey(member) and membership.note_use(value, now())
+        return subkey == use_subkey(member) and membership.record_use(value, now())
 
     return {REVOCATIONS: is_list, USE: is_use}

@@ -205,7 +205,19 @@ class ShardSampling:
             return [SAMPLE]
         own = places_of(span)
         others = [place for place in places(self.units) if place not in own]
-        return self._some_of(self._next_of(others if others and self._reads % 2 else own))
+        # the place to visit next is drawn among the least visited ones; visits without a peer count more
+        able = others if others and self._reads % 2 else own
+        turns = {place: self._visits[place] + 2 * self._misses[place] for place in able}
+        least = min(turns.values())
+        place = self._random.choice([place for place, visits in turns.items() if visits == least])
+        self._visits[place] += 1
+        # All shards of a small place, unless the last read found no peer; else one at random, or one at each possible level.
+        size, misses = self.size(place), self._misses[place]
+        if size <= WHOLE and not misses:
+            return _small(place)
+        level, spread = level_for(size), 0 if place in self._sizes else 1 + misses
+        levels = range(max(0, level - spread), min(MAX_LEVEL, level + spread) + 1)
+        return [Shard(place, level, self._random.randrange(1 << level)) for level in levels]
 
     def whole(self, place: Place) -> list[Shard]:
         """Return all shards of a place, for a caller that must know all holders of a layer. There may be many."""
@@ -213,27 +225,6 @@ class ShardSampling:
             return self.next_look((0, 0))
         size = self.size(place)
         return _small(place) if size <= WHOLE else all_shards(place, size)
-
-    def _next_of(self, places: Sequence[Place]) -> Place:
-        """Return the place to visit next, drawn among the least visited ones. Visits without a peer count more."""
-        turns = {place: self._visits[place] + 2 * self._misses[place] for place in places}
-        least = min(turns.values())
-        place = self._random.choice([place for place, visits in turns.items() if visits == least])
-        self._visits[place] += 1
-        return place
-
-    def _some_of(self, place: Place) -> list[Shard]:
-        """Return the shards to read at `place`.
-
-        All are read if the place is small, unless the last read found no peer. Otherwise one is drawn at random; if the size of the
-        place is only guessed, one at each possible level.
-        """
-        size, misses = self.size(place), self._misses[place]
-        if size <= WHOLE and not misses:
-            return _small(place)
-        level, spread = level_for(size), 0 if place in self._sizes else 1 + misses
-        levels = range(max(0, level - spread), min(MAX_LEVEL, level + spread) + 1)
-        return [Shard(place, level, self._random.randrange(1 << level)) for level in levels]
 
     def size(self, place: Place) -> float:
         """Return the number of peers at a place: as read, else estimated from the spans in the sample."""
@@ -248,21 +239,18 @@ class ShardSampling:
         self.units = max([self.units, *(peer.span[1] for peer in everybody.values())])
         self._found.update({shard: frozenset(peer.peer for peer in records) for shard, records in found.items()})
         if SAMPLE in found:
-            self._look_at_sample(found)
+            counted = self._count_all(found)
+            claimed = peers_from_sample([peer.peer for peer in found[SAMPLE]])
+            if self.is_in_doubt(found):  # a stranger can try out identities until they make the sample dense
+                claimed = min(claimed, self.population * UNCERTAINTY)
+            if self.peers >= PEERS_PER_SHARD:  # a single read must not raise the estimate much
+                claimed = min(claimed, self.peers * GROWTH)
+            self.peers = max(counted, claimed)
+            self._spans = [peer.span for peer in found[SAMPLE]]
+            if not self.large:
+                self._sizes.clear()
         for place in {shard.place for shard in found} - {ALL}:
             self._count({shard: records for shard, records in found.items() if shard.place == place}, place)
-
-    def _look_at_sample(self, found: Mapping[Shard, Sequence[Announcement]]) -> None:
-        counted = self._count_all(found)
-        claimed = peers_from_sample([peer.peer for peer in found[SAMPLE]])
-        if self.is_in_doubt(found):  # a stranger can try out identities until they make the sample dense
-            claimed = min(claimed, self.population * UNCERTAINTY)
-        if self.peers >= PEERS_PER_SHARD:  # a single read must not raise the estimate much
-            claimed = min(claimed, self.peers * GROWTH)
-        self.peers = max(counted, claimed)
-        self._spans = [peer.span for peer in found[SAMPLE]]
-        if not self.large:
-            self._sizes.clear()
 
     def _count(self, found: Mapping[Shard, Sequence[Announcement]], place: Place) -> None:
         """Update the estimated number of peers in a place (a range of layers) from the announcements `found` in some of its shards.

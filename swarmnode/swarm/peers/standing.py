@@ -61,11 +61,12 @@ class Trust:
 
     def covers(self, announcement: Announcement, group: str = "") -> bool:
         """Return whether the peer of this announcement may compute. `group` is the group in its certificate."""
+        hosts = [ip_of(address) for address in announcement.addresses]
         return (
             self == EVERYBODY
             or any(announcement.peer.endswith(peer) for peer in self.peers)
             or (bool(group) and group in self.groups)
-            or any(_lies_in(announcement, network) for network in self.networks)
+            or any(hosts and all(host is not None and host in network for host in hosts) for network in self.networks)
         )
 
 
@@ -79,7 +80,10 @@ def parse_trust(words: Iterable[str]) -> Trust:
         if word.startswith(GROUP):
             groups.append(word.removeprefix(GROUP))
         elif word.startswith(NETWORK):
-            networks.append(_network(word.removeprefix(NETWORK)))
+            try:
+                networks.append(ipaddress.ip_network(text := word.removeprefix(NETWORK)))
+            except ValueError as error:
+                raise UsageError(f"{text!r} is not a network like 203.0.113.0/24: {error}") from None
         elif len(word) >= MIN_END_CHARS and word.isalnum():
             peers.append(word)
         else:
@@ -88,18 +92,6 @@ def parse_trust(words: Iterable[str]) -> Trust:
                 "group:NAME or net:203.0.113.0/24"
             )
     return Trust(tuple(peers), tuple(groups), tuple(networks))
-
-
-def _network(text: str) -> IpNetwork:
-    try:
-        return ipaddress.ip_network(text)
-    except ValueError as error:
-        raise UsageError(f"{text!r} is not a network like 203.0.113.0/24: {error}") from None
-
-
-def _lies_in(announcement: Announcement, network: IpNetwork) -> bool:
-    hosts = [ip_of(address) for address in announcement.addresses]
-    return bool(hosts) and all(host is not None and host in network for host in hosts)
 
 
 class PeerStanding(msgspec.Struct):
@@ -155,7 +147,7 @@ class Standing:
         known.passed += positions
         known.audited += positions
 
-    def come_near(self, peer: PeerId) -> None:
+    def halve_trust(self, peer: PeerId) -> None:
         """Halve the trust of a peer after a near miss that may be its own or another peer's."""
         self._aged(peer).passed /= 2
 

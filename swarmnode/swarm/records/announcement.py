@@ -338,25 +338,11 @@ class PathNews(Section, frozen=True, kw_only=True):
     reachability: int | UnsetType = UNSET
 
 
-class Hearsay(Section, frozen=True, kw_only=True):
+class ObservedSpeeds(Section, frozen=True, kw_only=True):
     """Section of an announcement with the speeds of other peers, as this peer measured them in use. Filled by the observed
     latency."""
 
     unit_us: dict[bytes, int] | UnsetType = UNSET
-
-
-SECTIONS = (
-    Introduction,
-    Place,
-    Machine,
-    WorkSpeeds,
-    ServingLoad,
-    TuningOffer,
-    TrainingNews,
-    DiskOffer,
-    PathNews,
-    Hearsay,
-)
 
 
 def said(sections: Iterable[Section]) -> dict[str, Any]:

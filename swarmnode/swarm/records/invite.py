@@ -275,7 +275,13 @@ def decode_invite(text: str) -> Invite:
         raise UsageError(f"this is not an invite: it has {len(line)} characters, over the bound of {MAX_INVITE_CHARS}")
     decoder = next((decoder for version, decoder in _decoders.items() if line.startswith(f"{PREFIX}{version}")), None)
     if decoder is None:
-        raise UsageError(_foreign(line))
+        version = re.match(rf"{PREFIX}([0-9])", line)
+        if version is None:
+            raise UsageError(f"this is not an invite: invites begin with {PREFIX}{VERSION}")
+        known = f"{VERSION} and {OWNED_VERSION}"
+        raise UsageError(
+            f"this invite has version {version[1]}, this swarmnode knows {known}: upgrade, or ask for another"
+        )
     body = from_text(line[len(PREFIX) + 1 :], "invite")
     try:
         invite: Invite = decoder.decode(body)
@@ -283,13 +289,6 @@ def decode_invite(text: str) -> Invite:
         raise UsageError(f"this invite is damaged: {error}; copy it again") from None
     _check(invite)
     return invite
-
-
-def _foreign(line: str) -> str:
-    version = re.match(rf"{PREFIX}([0-9])", line)
-    if version is None:
-        return f"this is not an invite: invites begin with {PREFIX}{VERSION}"
-    return f"this invite has version {version[1]}, this swarmnode knows {VERSION} and {OWNED_VERSION}: upgrade, or ask for another"
 
 
 def from_text(encoded: str, kind: str) -> bytes:
@@ -317,19 +316,15 @@ def _check(invite: Invite) -> None:
         "bootstrap addresses that are multiaddrs": all(map(is_plain_address, invite.bootstraps)),
     }
     if isinstance(invite, OwnedInvite):
-        rules |= _owners_rules(invite)
+        # checked here before anything is fetched or loaded
+        rules |= {
+            "an owner's key of 32 bytes": len(invite.owner) == PUBLIC_BYTES,
+            "the owner's signature of the swarm": is_owners(invite.swarm_id, invite.owner, invite.signature),
+            "a grant of the owner's with its key": not (invite.grant or invite.secret)
+            or (invite.private and _grants(invite)),
+        }
     if (broken := first_broken(rules)) is not None:
         raise UsageError(f"this invite is not valid: it needs {broken}; ask the swarm's owner for a new one")
-
-
-def _owners_rules(invite: OwnedInvite) -> dict[str, bool]:
-    """Return the rules of an invite with an owner, checked here before anything is fetched or loaded."""
-    return {
-        "an owner's key of 32 bytes": len(invite.owner) == PUBLIC_BYTES,
-        "the owner's signature of the swarm": is_owners(invite.swarm_id, invite.owner, invite.signature),
-        "a grant of the owner's with its key": not (invite.grant or invite.secret)
-        or (invite.private and _grants(invite)),
-    }
 
 
 def _grants(invite: OwnedInvite) -> bool:

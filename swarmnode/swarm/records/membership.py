@@ -230,16 +230,20 @@ class Membership:
         self._admit(peer, proof, now, shown=True)
 
     def _admit(self, peer: PeerId, proof: bytes, now: float, *, shown: bool) -> None:
-        if not self.private:
-            self._check(peer, None, now)
+        member: Member | None = None
+        if self.private:
+            try:
+                member = open_certificate(proof, self.swarm, self.owner)
+            except ProtocolError as error:
+                raise ProtocolError(f"{peer}: {error}", code=ErrorCode.REFUSED, peer=peer) from None
+            if member.peer != peer:
+                raise ProtocolError("the certificate is for another peer", code=ErrorCode.REFUSED, peer=peer)
+        reason = self._objection(peer, member, now, shown=shown)
+        if reason is not None:
+            code = ErrorCode.BUSY if reason in CLOCKED else ErrorCode.REFUSED  # this peer's clock may be the wrong one
+            raise ProtocolError(f"{peer}: {reason}", code=code, peer=peer)
+        if member is None:
             return
-        try:
-            member = open_certificate(proof, self.swarm, self.owner)
-        except ProtocolError as error:
-            raise ProtocolError(f"{peer}: {error}", code=ErrorCode.REFUSED, peer=peer) from None
-        if member.peer != peer:
-            raise ProtocolError("the certificate is for another peer", code=ErrorCode.REFUSED, peer=peer)
-        self._check(peer, member, now, shown=shown)
         if peer not in self._members and len(self._members) >= MAX_MEMBERS and not self._make_room(member.invite):
             raise ProtocolError("this node knows too many members already", code=ErrorCode.BUSY, peer=peer)
         self._members[peer] = member
@@ -257,19 +261,12 @@ class Membership:
         del self._members[next(peer for peer in reversed(self._members) if self._members[peer].invite == largest)]
         return True
 
-    def _check(self, peer: PeerId, member: Member | None, now: float, *, shown: bool = False) -> None:
-        reason = self._objection(peer, member, now, shown=shown)
-        if reason is not None:
-            code = ErrorCode.BUSY if reason in CLOCKED else ErrorCode.REFUSED  # this peer's clock may be the wrong one
-            raise ProtocolError(f"{peer}: {reason}", code=code, peer=peer)
-
     def _objection(self, peer: PeerId, member: Member | None, now: float, *, shown: bool = False) -> str | None:
         """Return why this peer is not admitted now; None if it is."""
-        if member is None:
-            return "its membership was revoked" if self.revocations.covers(peer) else None
-        if self.revocations.covers(member.peer, member.invite, member.home):
+        named = (peer,) if member is None else (member.peer, member.invite, member.home)
+        if self.revocations.covers(*named):
             return "its membership was revoked"
-        return self._objection_to_use(member, now, shown=shown)
+        return None if member is None else self._objection_to_use(member, now, shown=shown)
 
     def _objection_to_use(self, member: Member, now: float, *, shown: bool = False) -> str | None:
         """Return why the certificate is not valid now; None if it is. A free place of a limited invite is taken."""
@@ -317,7 +314,7 @@ class Membership:
 
     # -- revocations and uses
 
-    def take_list(self, raw: bytes) -> bool:
+    def adopt_list(self, raw: bytes) -> bool:
         """Take over a newer revocation list. Returns False if it is not newer. Raises ProtocolError if the owner did
         not sign it."""
         revocations = open_list(raw, self.swarm, self.owner)
@@ -332,7 +329,7 @@ class Membership:
         }
         return True
 
-    def note_use(self, certificate: bytes, now: float) -> bool:
+    def record_use(self, certificate: bytes, now: float) -> bool:
         """Record that a peer used a limited invite. Returns whether the peer has a place.
 
         A revoked user keeps its place: otherwise it could come back by the same invite under another id. Raises

@@ -102,7 +102,15 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if there is a warm-up. The others rise to the full rate within the warm-up, and end at `final_share` in the last step.
         """
         if self.schedule.startswith("hf-"):
-            return self._hf_factor(step, steps, warmup)
+            if step < warmup:
+                return step / warmup
+            if self.schedule == "hf-constant":
+                return 1.0
+            first = max(warmup, steps - self.decay_steps) if self.schedule == "hf-wsd" else warmup
+            if step < first:
+                return 1.0
+            done = min(1.0, (step - first) / max(1, steps - first))
+            return 1 - done if self.schedule == "hf-linear" else _half_cosine(done)
         if step < warmup:
             return (step + 1) / warmup
         if self.schedule == "constant":
@@ -110,17 +118,6 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         done = (step - warmup) / max(1, steps - 1 - warmup)
         left = 1 - done if self.schedule == "linear" else _half_cosine(min(1.0, done))
         return final_share + (1 - final_share) * max(0.0, left)
-
-    def _hf_factor(self, step: int, steps: int, warmup: int) -> float:
-        if step < warmup:
-            return step / warmup
-        if self.schedule == "hf-constant":
-            return 1.0
-        first = max(warmup, steps - self.decay_steps) if self.schedule == "hf-wsd" else warmup
-        if step < first:
-            return 1.0
-        done = min(1.0, (step - first) / max(1, steps - first))
-        return 1 - done if self.schedule == "hf-linear" else _half_cosine(done)
 
 
 def _half_cosine(done: float) -> float:

@@ -84,19 +84,16 @@ class ChunkFolder:
         try:
             with self._beginning:
                 if not self._is_begun(file):
-                    self._begin(file)
+                    # a file of full size without content; marks left from an earlier file are removed first
+                    self._marks(file).unlink(missing_ok=True)
+                    self._checked.pop(file.name, None)
+                    with self.path(file).open("wb") as stream:
+                        stream.truncate(file.size)
             _write_at(self.path(file), number * CHUNK_BYTES, data)
             _write_at(self._marks(file), number, HAVE)
         except OSError as error:
             raise disk_error(self.folder, error) from error
         self._checked.setdefault(file.name, set()).add(number)
-
-    def _begin(self, file: FileContent) -> None:
-        """Create a file of full size without content. Marks left from an earlier file are removed first."""
-        self._marks(file).unlink(missing_ok=True)
-        self._checked.pop(file.name, None)
-        with self.path(file).open("wb") as stream:
-            stream.truncate(file.size)
 
     def hashes(self, file: FileContent) -> bytes | None:
         """Return the verified list of the file's chunk hashes; None if it is not here or wrong."""
@@ -137,23 +134,18 @@ class ChunkFolder:
 
 def used_bytes(folder: Path) -> int:
     """Return the disk space that the files of a folder really take (holes take none)."""
-    return sum(_size(path) for path in folder.rglob("*"))
+    used = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another process has just evicted it
+            found = path.stat()
+            used += found.st_size if sys.platform == "win32" else found.st_blocks * 512
+    return used
 
 
 def disk_error(folder: Path, error: OSError) -> LocalError:
     """Return the error for a folder that cannot be written."""
     full = {errno.ENOSPC: "free disk space or choose another --home"}
     return LocalError(f"cannot keep files in {folder}: {with_advice(error, 'choose another --home', full)}")
-
-
-def _size(path: Path) -> int:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return 0  # another process has just evicted it
-    if sys.platform == "win32":
-        return found.st_size
-    return found.st_blocks * 512
 
 
 def _write_at(path: Path, offset: int, data: bytes | bytearray | memoryview) -> None:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -188,7 +189,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder} is not a folder with a checkpoint; check its name")
     if not (folder / CONFIG_NAME).is_file() and not (folder / GRAPH_NAME).is_file():
         raise CheckpointError(f"{folder} has no {CONFIG_NAME}; a checkpoint folder of transformers has one")
-    names = {name for name in SMALL_NAMES if (folder / name).is_file()} | _weight_names(folder)
+    names = {name for name in SMALL_NAMES if (folder / name).is_file()}
+    names |= _safetensors_names(folder) | packed_names(folder)
     for name in names:
         if not is_allowed_name(name):
             raise CheckpointError(f"the file name {name!r} in {folder} is not a plain name; rename the file")
@@ -197,26 +199,22 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _weight_names(folder: Path) -> set[str]:
-    """Return the names of the files with weights: those of the packed index, and the safetensors files of the other index, else
-    the single one. Other files are ignored.
-
-    Raises CheckpointError if there is no safetensors file, or an index is damaged.
-    """
-    return _safetensors_names(folder) | packed_names(folder)
-
-
 def packed_names(folder: Path) -> set[str]:
     """Return the names of the files with packed tensors; none without a packed index. Raises CheckpointError if it is damaged."""
     index = folder / PACKED_NAME
     if not index.is_file():
         return set()
+    return _names_in(index, "packed tensors", lambda found: {tensor["file"] for tensor in found["tensors"].values()})
+
+
+def _names_in(index: Path, kind: str, names_of: Callable[[Any], set[str]]) -> set[str]:
+    """Return the file names in an index. Raises CheckpointError if it is no index of this `kind` of tensors."""
     try:
-        names = {tensor["file"] for tensor in parse_json(index.read_bytes())["tensors"].values()}
+        names = names_of(parse_json(index.read_bytes()))
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("a file name is not text")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is not an index of packed tensors: {error}") from None
-    if not all(isinstance(name, str) for name in names):
-        raise CheckpointError(f"{index} is not an index of packed tensors: a file name is not text")
+        raise CheckpointError(f"{index} is not an index of {kind}: {error}; fetch it again") from None
     return names
 
 
@@ -227,15 +225,7 @@ def _safetensors_names(folder: Path) -> set[str]:
     """
     index = folder / INDEX_NAME
     if index.is_file():
-        try:
-            names = set(parse_json(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise CheckpointError(f"{index} is not an index of safetensors files: {error}; fetch it again") from None
-        if not all(isinstance(name, str) for name in names):
-            raise CheckpointError(
-                f"{index} is not an index of safetensors files: a file name is not text; fetch it again"
-            )
-        return names
+        return _names_in(index, "safetensors files", lambda found: set(found["weight_map"].values()))
     if (folder / f"model{WEIGHTS_SUFFIX}").is_file():
         return {f"model{WEIGHTS_SUFFIX}"}
     raise CheckpointError(
@@ -261,11 +251,6 @@ def _read_full(readinto: Callable[[memoryview], int | None], buffer: memoryview)
     while filled < len(buffer) and (size := readinto(buffer[filled:])):
         filled += size
     return filled
-
-
-def root_of(hashes: bytes) -> bytes:
-    """Return the root of a list of chunk hashes."""
-    return hashlib.sha256(hashes).digest()
 
 
 def describe_files(
@@ -297,7 +282,7 @@ def describe_files(
             [pool.submit(hash_piece, path, first) for first in range(0, -(-size // chunk_bytes), PIECE_CHUNKS)]
             for path, size in zip(paths, sizes, strict=True)
         ]
-        roots = [root_of(b"".join(piece.result() for piece in of_file)) for of_file in pieces]
+        roots = [hashlib.sha256(b"".join(piece.result() for piece in of_file)).digest() for of_file in pieces]
     return tuple(FileContent(path.name, size, root) for path, size, root in zip(paths, sizes, roots, strict=True))
 
 

@@ -81,8 +81,17 @@ def chat_in(folder: Path) -> AdapterChat | None:
         path.stem: path for path in sorted((folder / MORE_TEMPLATES).glob("*.jinja"))[:MAX_TEMPLATES]
     }
     for name, path in files.items():
-        if path.is_file():
-            templates[name] = _text_of(path)
+        if not path.is_file():
+            continue
+        try:
+            raw = read_bounded(path, MAX_CHAT_BYTES)
+            templates[name] = None if raw is None else raw.decode()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}; save the tokenizer again") from None
+        if raw is None:
+            raise CheckpointError(
+                f"{path}: over {MAX_CHAT_BYTES:,} bytes: shorten it, or remove it to use the model's own"
+            )
     if not templates:
         return None
     if not all(isinstance(template, str) for template in templates.values()):
@@ -94,18 +103,6 @@ def chat_in(folder: Path) -> AdapterChat | None:
         templates["default"] if templates.keys() == {"default"} else templates,
         {name: token if isinstance(token, str) else "" for name, token in tokens.items()},
     )
-
-
-def _text_of(path: Path) -> str:
-    try:
-        raw = read_bounded(path, MAX_CHAT_BYTES)
-        if raw is None:
-            raise CheckpointError(
-                f"{path}: over {MAX_CHAT_BYTES:,} bytes: shorten it, or remove it to use the model's own"
-            )
-        return raw.decode()
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; save the tokenizer again") from None
 
 
 def read_object(path: Path, most_bytes: int) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from swarmnode.files import write_private
 from swarmnode.net.identity import SigningKey
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.invite import Grant
-from swarmnode.swarm.storage.small_files import VersionedFile, parse_user_file, read_user_file
+from swarmnode.swarm.storage.small_files import VersionedFile, load_user_file, read_user_file
 
 OWNER_SUFFIX = ".owner"
 MAX_KEY_BYTES = 1 << 14
@@ -169,7 +169,14 @@ class AdmittedPeers:
                     continue
                 counts[peer.invite] += 1
             else:
-                peer = _merged(known, peer)
+                # what it did not say now stays
+                peer = msgspec.structs.replace(
+                    peer,
+                    home=peer.home or known.home,
+                    name=peer.name or known.name,
+                    joined_at=min(peer.joined_at, known.joined_at),
+                    seen_at=max(peer.seen_at, known.seen_at),
+                )
                 if (
                     peer == msgspec.structs.replace(known, seen_at=peer.seen_at)
                     and peer.seen_at - known.seen_at < SEEN_STEP_S
@@ -184,26 +191,13 @@ class AdmittedPeers:
         write_private(self.path, msgspec.json.encode(_MembersFile(FORMAT, list(self))))
 
 
-def _merged(known: AdmittedPeer, seen: AdmittedPeer) -> AdmittedPeer:
-    """Return a known peer as it was `seen` now; what it did not say now stays."""
-    return msgspec.structs.replace(
-        seen,
-        home=seen.home or known.home,
-        name=seen.name or known.name,
-        joined_at=min(seen.joined_at, known.joined_at),
-        seen_at=max(seen.seen_at, known.seen_at),
-    )
-
-
 def open_admitted_peers(swarm_file: Path) -> AdmittedPeers:
     """Read the members' file that belongs to a .swarm file: beside it. Empty if there is no file. Raises UsageError if the file
     cannot be read or is not such a list."""
     path = swarm_file.with_suffix(MEMBERS_SUFFIX)
-    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
-    if data is None:
-        return AdmittedPeers(path)
-    content = parse_user_file(data, _MembersFile, source=path, what=WHAT)
-    return AdmittedPeers(path, {(peer.invite, peer.peer): peer for peer in content.peers})
+    content = load_user_file(path, _MembersFile, max_bytes=MAX_FILE_BYTES, what=WHAT)
+    peers = () if content is None else content.peers
+    return AdmittedPeers(path, {(peer.invite, peer.peer): peer for peer in peers})
 
 
 def note_members(swarm_file: Path, seen: Iterable[AdmittedPeer]) -> AdmittedPeers:
@@ -254,8 +248,5 @@ def issued_invites_path(swarm_file: Path) -> Path:
 def open_issued_invites(path: Path) -> IssuedInvites:
     """Read the list in a file; it is empty if there is no file. Raises UsageError if the file cannot be read or is not such a
     list."""
-    data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
-    if data is None:
-        return IssuedInvites(path)
-    content = parse_user_file(data, _File, source=path, what=WHAT)
+    content = load_user_file(path, _File, max_bytes=MAX_FILE_BYTES, what=WHAT) or _File(FORMAT)
     return IssuedInvites(path, content.guests, content.revocations, content.shown)

@@ -138,9 +138,9 @@ class MembershipFile:
         sign."""
         try:
             if self._content.revocations:
-                membership.take_list(self._content.revocations)
+                membership.adopt_list(self._content.revocations)
             for certificate in self._content.uses:
-                membership.note_use(certificate, now)
+                membership.record_use(certificate, now)
         except ProtocolError as error:
             log.warning("%s cannot be used: %s", self.path, error)
 

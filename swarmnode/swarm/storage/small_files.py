@@ -168,6 +168,13 @@ def read_user_file(path: Path, *, max_bytes: int, what: str) -> bytes | None:
     return content
 
 
+def load_user_file(path: Path, content: type[FileT], *, max_bytes: int, what: str) -> FileT | None:
+    """Read and decode the JSON of a user's file; None if there is none. Raises UsageError as `read_user_file` and
+    `parse_user_file` do."""
+    data = read_user_file(path, max_bytes=max_bytes, what=what)
+    return None if data is None else parse_user_file(data, content, source=path, what=what)
+
+
 def parse_user_file(data: bytes, content: type[FileT], *, source: object, what: str) -> FileT:
     """Decode the JSON of a user's file. Raises UsageError that names `source` if it is not `what` it should be."""
     try:

@@ -34,6 +34,7 @@ import msgspec
 from swarmnode.codec.body import DECODE_ERRORS, SHARED
 from swarmnode.errors import Busy, CheckpointError, LocalError, ProtocolError
 from swarmnode.files import lock_alone, sync, write_private
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import peer_digest
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
@@ -69,24 +70,27 @@ class StateStore:
         self.run = run
         self.keep = keep
         self._clock = clock
-        self._held_until: dict[int, float] = {}
+        self._held_until: Recent[int, float] = Recent(MAX_HELD)  # the steps needed last come last
         self._holding = threading.Lock()
         self._writing = threading.Lock()
         self._damaged: frozenset[tuple[int, int]] = frozenset()
         try:
             self.folder, self._claim = _take_folder(root, run.id)
-            self._clean_up()
-            self._keep_run()
+            # after a killed process: a step that was being replaced is put back, a half-written step is removed
+            for old in self.folder.glob(".old-*"):
+                target = self._step_folder(int(old.name.removeprefix(".old-")))
+                if not target.exists():
+                    old.rename(target)
+            for path in (*self.folder.glob(".old-*"), *self.folder.glob(".partial-*")):
+                shutil.rmtree(path, ignore_errors=True)
+            # an export reads the settings of the run, which lie beside its states
+            path, described = self.folder / RUN_FILE, encode_run(self.run)
+            if not path.exists() or path.read_bytes() != described:
+                write_private(path, described)
             # Never changed, only replaced: other threads may be reading.
             self._steps = {step: self._read_files(path) for step, path in _numbered(self.folder, _STEP).items()}
         except OSError as error:
             raise disk_error(root, error) from error
-
-    def _keep_run(self) -> None:
-        """Write the settings of the training run beside its states, if their file is missing or damaged: an export reads them."""
-        path, described = self.folder / RUN_FILE, encode_run(self.run)
-        if not path.exists() or path.read_bytes() != described:
-            write_private(path, described)
 
     def close(self) -> None:
         """Release the folder for other processes."""
@@ -146,7 +150,13 @@ class StateStore:
         partial = self.folder / f".partial-{step:08d}"
         with self._writing:
             try:
-                self._write(partial, step, blocks, write_block)
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+                paths = {block: partial / file_name(block) for block in blocks}
+                for block, path in paths.items():
+                    write_block(block, path)
+                    sync(path)
+                self._publish(partial, step, dict(zip(paths, describe_files(list(paths.values())), strict=True)))
             except OSError as error:
                 raise LocalError(
                     f"step {step} cannot be kept in {self.folder}: {error.strerror or error}; earlier steps are still "
@@ -155,28 +165,10 @@ class StateStore:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
 
-    def _write(self, partial: Path, step: int, blocks: Iterable[int], write_block: WriteBlock) -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        paths = {block: partial / file_name(block) for block in blocks}
-        for block, path in paths.items():
-            write_block(block, path)
-            sync(path)
-        self._publish(partial, step, dict(zip(paths, describe_files(list(paths.values())), strict=True)))
-
     def hold(self, step: int, seconds: float) -> None:
         """Keep a step for `seconds` more, because a peer needs it. Only the steps held last count, `MAX_HELD` at most."""
         with self._holding:
-            self._held_until.pop(step, None)  # the steps needed last come last
             self._held_until[step] = self._clock() + seconds
-            for oldest in list(self._held_until)[:-MAX_HELD]:
-                del self._held_until[oldest]
-
-    def _held(self) -> set[int]:
-        now = self._clock()
-        with self._holding:
-            self._held_until = {step: until for step, until in self._held_until.items() if until > now}
-            return set(self._held_until)
 
     # -- fetching
 
@@ -245,31 +237,22 @@ class StateStore:
     def _remove_old(self, newest: int) -> None:
         named = [step for step in sorted(self._steps) if self._is_named(step)]
         others = [step for step in sorted(self._steps) if not self._is_named(step)]
-        kept = {newest, *named[-self.keep :], *self._on_strides(named), *others[-1:], *self._held()}
+        # the newest two on each of the wider intervals, which peers with slow uplinks back up
+        apart = [stride * self.run.checkpoint_steps for stride in STRIDES[1:]]
+        strides = [step for steps in apart for step in [step for step in named if step % steps == 0][-2:]]
+        with self._holding:
+            held = [step for step, until in self._held_until.items() if until > self._clock()]
+        kept = {newest, *named[-self.keep :], *strides, *others[-1:], *held}
         gone = set(self._steps) - kept
         self._steps = {step: files for step, files in self._steps.items() if step in kept}
         for step in gone:
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
-
-    def _on_strides(self, named: Iterable[int]) -> set[int]:
-        """Return the newest two steps on each of the wider intervals between checkpoints, which peers with slow uplinks back up."""
-        apart = [stride * self.run.checkpoint_steps for stride in STRIDES[1:]]
-        return {step for steps in apart for step in [step for step in named if step % steps == 0][-2:]}
 
     def _is_named(self, step: int) -> bool:
         return step % self.run.checkpoint_steps == 0 or step == self.run.steps
 
     def _step_folder(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
-
-    def _clean_up(self) -> None:
-        """Clean up after a killed process: a step that was being replaced is put back, a half-written step is removed."""
-        for old in self.folder.glob(".old-*"):
-            target = self._step_folder(int(old.name.removeprefix(".old-")))
-            if not target.exists():
-                old.rename(target)
-        for path in (*self.folder.glob(".old-*"), *self.folder.glob(".partial-*")):
-            shutil.rmtree(path, ignore_errors=True)
 
     def _read_files(self, folder: Path) -> dict[int, FileContent]:
         """Return the files that a step should have, without missing files and files of another size."""
@@ -314,7 +297,10 @@ def remove_old_runs(root: Path, current: Run) -> None:
     furthest = max(others, key=_furthest_step, default=None)
     for folder in others:
         if furthest is not None and folder != furthest and not _is_of(folder, furthest):
-            _remove_unused(folder)
+            lock = lock_alone(folder / ".lock")
+            if lock is not None:
+                with lock:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_of(folder: Path, run: bytes | Path) -> bool:
@@ -331,13 +317,6 @@ def _furthest_step(folder: Path) -> tuple[int, float]:
 def _numbered(folder: Path, name: re.Pattern[str]) -> dict[int, Path]:
     """Return the files and folders in a folder whose names match, by the number in the name."""
     return {int(found[1]): path for path in folder.iterdir() if (found := name.fullmatch(path.name))}
-
-
-def _remove_unused(folder: Path) -> None:
-    lock = lock_alone(folder / ".lock")
-    if lock is not None:
-        with lock:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _take_folder(root: Path, run_id: bytes) -> tuple[Path, IO[bytes]]:
@@ -445,7 +424,7 @@ class BackupFolder:
 
     def _make_room(self, name: str, size_bytes: int) -> None:
         """Remove the longest unused stale folders until there is room. Raises Busy if they are not enough."""
-        stale = sorted((_last_used(store), other) for other, store in self._stores.items() if other != name)
+        stale = sorted((store.folder.stat().st_mtime, other) for other, store in self._stores.items() if other != name)
         for used_at, other in stale:
             if used_at > time.time() - STALE_S or (size_bytes <= self.free_bytes and len(self._stores) < MAX_WRITERS):
                 break
@@ -459,8 +438,3 @@ class BackupFolder:
             )
         if name not in self._stores and len(self._stores) >= MAX_WRITERS:
             raise Busy(f"training states of {MAX_WRITERS} peers are kept here already", retry_s=RETRY_S)
-
-
-def _last_used(store: StateStore) -> float:
-    """Return the unix time at which a state was last added to the store."""
-    return store.folder.stat().st_mtime

@@ -43,7 +43,7 @@ from swarmnode.swarm.storage.owner_files import issued_invites_path, open_issued
 from swarmnode.swarm.storage.small_files import (
     VersionedFile,
     is_user_file,
-    parse_user_file,
+    load_user_file,
     parse_versioned,
     read_user_file,
 )
@@ -53,7 +53,6 @@ INVITE_SUFFIX = ".invite"
 LINK = ".swarm"  # the suffix of a founder's file
 LAST = "last"
 MAX_NAME_BYTES = 1 << 16
-MAX_SWARM_FILE_BYTES = 4 << 20
 FORMAT = 1  # of a list of public swarms
 FILE = "public_swarms.json"
 USER_FILE = "swarms.json"
@@ -224,10 +223,8 @@ class JoinedSwarms:
 def _id_in(file: Path) -> str | None:
     """Return the id of the swarm that a founder's file is of, in hex; None if there is no such file. Raises UsageError if it cannot
     be read."""
-    data = read_user_file(file, max_bytes=MAX_SWARM_FILE_BYTES, what="a .swarm file")
-    if data is None:
-        return None
-    return parse_user_file(data, _FoundersFile, source=file, what="a .swarm file").id
+    content = load_user_file(file, _FoundersFile, max_bytes=MAX_FILE_BYTES, what=WHAT)
+    return None if content is None else content.id
 
 
 def _is_plain(name: str) -> bool:
@@ -377,7 +374,15 @@ def load_swarm(source: str | Path, home: Path | None = None) -> Swarm:
             return named
     data = read_user_file(path, max_bytes=MAX_FILE_BYTES, what=WHAT)
     if data is None:
-        raise UsageError(_unknown(path, home))
+        ways = (
+            f"give the path of a {SUFFIX} file, an invite (swarm1… or swarm2…), or the name of a public swarm or "
+            "of one that you joined"
+        )
+        known = JoinedSwarms(home).all_names()
+        advice = name_advice(path.name, known, none=ways)
+        raise UsageError(
+            f"{path}: no such file" + (f", and no swarm of this name here; {advice}" if known else f"; {advice}")
+        )
     text = data.decode(errors="replace")
     return _invited(text) if looks_like_invite(text) else _decode(data, path)
 
@@ -430,17 +435,6 @@ def _named(name: str, home: Path) -> str | Path | None:
         return file
     public = known_swarms(home).get(name)
     return invite or (public.invite if public is not None else None)
-
-
-def _unknown(path: Path, home: Path) -> str:
-    """Return the sentence that `path` is no file and no name, with the names that it may mean."""
-    ways = (
-        f"give the path of a {SUFFIX} file, an invite (swarm1… or swarm2…), or the name of a public swarm or "
-        "of one that you joined"
-    )
-    known = JoinedSwarms(home).all_names()
-    advice = name_advice(path.name, known, none=ways)
-    return f"{path}: no such file" + (f", and no swarm of this name here; {advice}" if known else f"; {advice}")
 
 
 def _invited(text: str) -> Swarm:

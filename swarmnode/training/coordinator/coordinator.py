@@ -320,7 +320,7 @@ class Coordinator:
             return
         self._advancing = True
         try:
-            while self._machine.in_office and (event := self._machine.due(self._has_come)) is not None:
+            while self._machine.is_coordinator and (event := self._machine.due(self._has_come)) is not None:
                 self._happen(event)
         finally:
             self._advancing = False

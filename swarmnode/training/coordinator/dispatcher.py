@@ -171,9 +171,9 @@ class Dispatcher:
         if accused in self.members and self._transfers.keep_apart(accuser, accused):
             log.warning("stage %s finds that %s may send false data: they are kept apart", accuser, accused)
 
-    def let_meet(self) -> None:
+    def forget_separations(self) -> None:
         """Let stages meet that are kept apart: the run is over, and what it found may be the data's or the settings' fault."""
-        self._transfers.let_meet()
+        self._transfers.forget_separations()
 
     def passing_s(self, step: int, microbatches: int) -> float:
         """Estimate the seconds that `microbatches` take if nothing else runs. Returns 0 if no stage has been measured or a layer

@@ -524,7 +524,7 @@ class StepLoop:
         for peer in self.dispatcher.failed_attempts.peers:  # a trainer may try it again
             self.office.strikes.forgive(peer)
         self.dispatcher.failed_attempts = FailedAttempts()
-        self.dispatcher.let_meet()
+        self.dispatcher.forget_separations()
         if stopped.code:
             for member in self.worker_group.usable():
                 member.command(Discard(self.run.id))

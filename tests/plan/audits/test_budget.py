@@ -15,10 +15,12 @@ DECODE_S, PREFILL_S = 1.0, 1 / 16  # a pass of 64 positions costs four decode st
 def test_the_share_is_kept(trust: float) -> None:
     budget, dice = AuditBudget(0.03), random.Random(1)
     cost = cost_of(32, 128, decode_s=DECODE_S, prefill_s=PREFILL_S)
+    spent_s = 0.0
     for _ in range(5_000):
         if dice.random() < budget.chance(cost, trust):
             budget.spend(cost)
-    assert 0.014 < budget.spent_share < 0.0305
+            spent_s += cost.audit_s
+    assert 0.014 < spent_s / (5_000 * cost.served_s) < 0.0305
 
 
 def test_newcomers_are_audited_most() -> None:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.plan.training.coordination import IN_OFFICE, TRANSITIONS, Action, Coordination, Event, Phase, transition
+from swarmnode.plan.training.coordination import (
+    COORDINATING,
+    TRANSITIONS,
+    Action,
+    Coordination,
+    Event,
+    Phase,
+    transition,
+)
 
 PAGE = Path(__file__).parents[3] / "protocol" / "training.md"
 
@@ -47,7 +55,7 @@ def test_every_event_in_every_phase(phase: Phase, event: Event) -> None:
         assert (after, actions) == (phase, ()), "what is not expected changes nothing"
     if event is Event.FOLLOWED:
         assert after is Phase.FOLLOWING, "another's word ends every office"
-    assert (Action.RESIGN in actions) == (phase in IN_OFFICE and after not in IN_OFFICE)
+    assert (Action.RESIGN in actions) == (phase in COORDINATING and after not in COORDINATING)
     assert (Action.CALL_ROLL in actions) == (after is Phase.RENDEZVOUS and phase is not Phase.RENDEZVOUS)
     assert (Action.REDUCE in actions) == (after is Phase.REDUCING and phase is not Phase.REDUCING)
     assert (Action.STOP in actions) == (after is Phase.OVER and phase is not Phase.OVER)
@@ -55,7 +63,7 @@ def test_every_event_in_every_phase(phase: Phase, event: Event) -> None:
         assert actions[-1] is Action.LEASE, "a step begins, or goes on, with leases"
     machine = Coordination(phase)
     assert machine.on(event) == actions and machine.phase is after
-    assert machine.in_office == (after in IN_OFFICE)
+    assert machine.is_coordinator == (after in COORDINATING)
 
 
 def test_every_phase_can_be_reached_and_left() -> None:

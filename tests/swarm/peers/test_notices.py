@@ -21,7 +21,7 @@ REVOCATIONS_KEY, USES_KEY = map(key_digest, notice_keys(SWARM))
 def filled():
     membership = private()
     membership.admit(ALICE, Ticket(uses=1).certificate(ALICE), NOW)
-    membership.take_list(listed(peers=(BOB,)))
+    membership.adopt_list(listed(peers=(BOB,)))
     return membership
 
 
@@ -49,7 +49,7 @@ def test_missing_old_and_ending_notices_are_due():
     assert due(membership, table(membership, NOW + RENEW_S - 1), NOW) == everything
     newer = listed(peers=(ALICE,), after=open_list(membership.revocations_bytes, SWARM, OWNER.public))
     older = table(membership, NOW + NOTICE_LIFE_S)
-    membership.take_list(newer)
+    membership.adopt_list(newer)
     assert [notice.value for notice in due(membership, older, NOW)] == [newer]
 
 

@@ -109,7 +109,7 @@ def test_near_misses_lower_trust_add_up_and_are_forgotten(standing: Standing, cl
     standing.pass_audit("honest", int(HALF_TRUST))
     assert not standing.near_miss("honest", 128, next(texts))
     assert standing.trust("honest") == pytest.approx(1 / 3)
-    standing.come_near("honest")
+    standing.halve_trust("honest")
     assert standing.trust("honest") == pytest.approx(1 / 5)
     assert not any(standing.near_miss("honest", 50_000, next(texts)) for _ in range(20)), "as often as chance has it"
     assert not any(standing.near_miss("peculiar", 128, bytes(32)) for _ in range(16)), (

@@ -62,13 +62,13 @@ def test_revoked_peers_and_invites_lose_their_membership_and_older_lists_change_
     for peer in (ALICE, BOB):
         membership.admit(peer, ticket.certificate(peer), NOW)
     first = listed(peers=(ALICE,))
-    assert membership.take_list(first)
+    assert membership.adopt_list(first)
     assert not membership.stands(ALICE, NOW) and membership.stands(BOB, NOW)
     assert "revoked" in refused(membership, ALICE, ticket.certificate(ALICE))
     second = listed(invites=(ticket.id,), after=open_list(first, SWARM, OWNER.public))
-    assert membership.take_list(second)
+    assert membership.adopt_list(second)
     assert not membership.stands(BOB, NOW) and not membership.stands(ALICE, NOW)
-    assert not membership.take_list(first) and membership.revocations_bytes == second
+    assert not membership.adopt_list(first) and membership.revocations_bytes == second
 
 
 def test_only_the_owner_revokes():
@@ -76,9 +76,9 @@ def test_only_the_owner_revokes():
 
     membership = private()
     with pytest.raises(ProtocolError):
-        membership.take_list(sign_list(nobody(SWARM).extended(NOW, peers=[ALICE]), STRANGER))
+        membership.adopt_list(sign_list(nobody(SWARM).extended(NOW, peers=[ALICE]), STRANGER))
     with pytest.raises(ProtocolError):
-        membership.take_list(sign_list(nobody(bytes(32)).extended(NOW, peers=[ALICE]), OWNER))
+        membership.adopt_list(sign_list(nobody(bytes(32)).extended(NOW, peers=[ALICE]), OWNER))
     assert membership.revocations.number == 0
 
 
@@ -86,7 +86,7 @@ def test_in_a_public_swarm_everybody_belongs_but_whom_its_owner_revoked():
     membership = Membership(SWARM, OWNER.public, private=False)
     membership.admit(ALICE, b"", NOW)
     assert membership.stands(ALICE, NOW) and membership.role(ALICE) is Role.TRAINER
-    membership.take_list(listed(peers=(ALICE,)))
+    membership.adopt_list(listed(peers=(ALICE,)))
     assert "revoked" in refused(membership, ALICE, b"")
     membership.admit(BOB, b"", NOW)
 
@@ -130,8 +130,8 @@ def test_two_that_race_for_the_last_place_are_told_apart_alike_everywhere():
     early, late = ticket.certificate(ALICE, NOW), ticket.certificate(BOB, NOW + 1)
     here.admit(ALICE, early, NOW + 1)
     there.admit(BOB, late, NOW + 1)
-    assert not here.note_use(late, NOW + 2)
-    assert there.note_use(early, NOW + 2)
+    assert not here.record_use(late, NOW + 2)
+    assert there.record_use(early, NOW + 2)
     for membership in (here, there):
         assert membership.stands(ALICE, NOW + 3) and not membership.stands(BOB, NOW + 3)
 
@@ -139,8 +139,8 @@ def test_two_that_race_for_the_last_place_are_told_apart_alike_everywhere():
 def test_a_revoked_peer_keeps_its_place_for_those_who_come_later_too():
     """Else it came back by the same invite, under another name."""
     membership, ticket = private(), Ticket(uses=1)
-    membership.take_list(listed(peers=(ALICE,)))
-    assert membership.note_use(ticket.certificate(ALICE), NOW)
+    membership.adopt_list(listed(peers=(ALICE,)))
+    assert membership.record_use(ticket.certificate(ALICE), NOW)
     assert membership.uses.count(ticket.id) == 1
     assert not membership.stands(ALICE, NOW)
     assert "used up" in refused(membership, BOB, ticket.certificate(BOB, NOW + 1), NOW + 1)
@@ -160,7 +160,7 @@ def test_a_home_has_so_many_programs_and_cannot_admit_the_world():
     for number in range(MAX_PEERS_OF_A_HOME):
         membership.admit(f"peer {number}", ticket.certificate(f"peer {number}", home=HOME), NOW)
     assert "home" in refused(membership, ALICE, ticket.certificate(ALICE, NOW + 1, home=HOME), NOW + 1)
-    assert not membership.note_use(ticket.certificate(ALICE, NOW + 1, home=HOME), NOW + 1)
+    assert not membership.record_use(ticket.certificate(ALICE, NOW + 1, home=HOME), NOW + 1)
     membership.admit(ALICE, ticket.certificate(ALICE, NOW + 1, home=ANOTHER_HOME), NOW + 1)
     assert membership.uses.count(ticket.id) == 2
 
@@ -173,7 +173,7 @@ def test_the_programs_of_a_home_that_race_for_its_last_place_are_told_apart_alik
     here, there = private(), private()
     for membership, heard in ((here, certificates), (there, certificates[::-1])):
         for certificate in heard:
-            membership.note_use(certificate, NOW + 10)
+            membership.record_use(certificate, NOW + 10)
     assert sorted(use.member.peer for use in here.uses) == sorted(use.member.peer for use in there.uses)
 
 
@@ -184,26 +184,26 @@ def test_homes_that_race_for_the_last_place_are_told_apart_alike_everywhere():
     other = ticket.certificate(CAROL, NOW + 3, home=ANOTHER_HOME)
     for membership, heard in ((here, (node, client, other)), (there, (client, other, node, client))):
         for certificate in heard:
-            membership.note_use(certificate, NOW + 6)
+            membership.record_use(certificate, NOW + 6)
         assert sorted(use.member.peer for use in membership.uses) == sorted((ALICE, BOB))
 
 
 def test_a_peer_that_named_no_home_yet_keeps_its_place_and_is_counted_once():
     """A peer of an older version, that is started again with this one; and a certificate that another member cut short."""
     membership, ticket = private(), Ticket(uses=1)
-    membership.note_use(ticket.certificate(ALICE), NOW)
-    assert membership.note_use(ticket.certificate(ALICE, home=HOME), NOW), "hearsay changes nothing"
+    membership.record_use(ticket.certificate(ALICE), NOW)
+    assert membership.record_use(ticket.certificate(ALICE, home=HOME), NOW), "hearsay changes nothing"
     refused(membership, BOB, ticket.certificate(BOB, NOW + 1, home=HOME), NOW + 1)
     membership.admit(ALICE, ticket.certificate(ALICE, home=HOME), NOW)
     membership.admit(BOB, ticket.certificate(BOB, NOW + 1, home=HOME), NOW + 1)
-    assert membership.note_use(ticket.certificate(ALICE), NOW + 2) and membership.uses.count(ticket.id) == 1
+    assert membership.record_use(ticket.certificate(ALICE), NOW + 2) and membership.uses.count(ticket.id) == 1
 
 
 def test_the_holder_of_an_invite_cannot_declare_another_peer_its_own():
     """Else it shared the place of a peer of an older version."""
     membership, ticket = private(), Ticket(uses=1)
     membership.admit(ALICE, ticket.certificate(ALICE), NOW)
-    membership.note_use(ticket.certificate(ALICE, home=ANOTHER_HOME), NOW + RACE_S)
+    membership.record_use(ticket.certificate(ALICE, home=ANOTHER_HOME), NOW + RACE_S)
     refused(membership, CAROL, ticket.certificate(CAROL, NOW, home=ANOTHER_HOME), NOW + RACE_S + 1)
     assert membership.stands(ALICE, NOW + RACE_S + 1)
 
@@ -211,7 +211,7 @@ def test_the_holder_of_an_invite_cannot_declare_another_peer_its_own():
 def test_a_revoked_home_brings_no_other_program():
     membership, ticket = private(), Ticket(uses=2)
     membership.admit(ALICE, ticket.certificate(ALICE, home=HOME), NOW)
-    membership.take_list(listed(homes=(HOME.public,)))
+    membership.adopt_list(listed(homes=(HOME.public,)))
     assert not membership.stands(ALICE, NOW)
     assert "revoked" in refused(membership, BOB, ticket.certificate(BOB, home=HOME))
     assert membership.uses.count(ticket.id) == 1, "and it keeps its place"
@@ -222,7 +222,7 @@ def test_uses_of_a_revoked_invite_are_forgotten():
     membership, ticket = private(), Ticket(uses=1)
     membership.admit(ALICE, ticket.certificate(ALICE), NOW)
     assert [use.member.peer for use in membership.uses] == [ALICE]
-    membership.take_list(listed(invites=(ticket.id,)))
+    membership.adopt_list(listed(invites=(ticket.id,)))
     assert not list(membership.uses)
 
 
@@ -241,7 +241,7 @@ def test_members_that_somebody_invents_by_his_invite_keep_nobody_out(monkeypatch
     assert {member.peer for member in swarm.members(NOW)} == {ALICE, BOB, CAROL, *invented[:5]}
     with pytest.raises(ProtocolError):
         swarm.admit(invented[7], flood.certificate(invented[7]), NOW)
-    swarm.take_list(listed(invites=(flood.id,)))
+    swarm.adopt_list(listed(invites=(flood.id,)))
     assert {member.peer for member in swarm.members(NOW)} == {ALICE, BOB, CAROL}
     for number in range(4):
         swarm.admit(f"friend {number}", friends.certificate(f"friend {number}"), NOW)

@@ -7,7 +7,7 @@ from typing import get_type_hints
 
 from msgspec import UnsetType
 
-from swarmnode.swarm.records.announcement import SECTIONS, Announcement, Introduction, Place, ServingLoad, said
+from swarmnode.swarm.records.announcement import Announcement, Introduction, Place, Section, ServingLoad, said
 
 ENVELOPE = {
     "version",
@@ -23,14 +23,14 @@ NEVER_CHANGED = {"codecs"}
 
 
 def test_every_field_has_one_owner() -> None:
-    owners = Counter(name for section in SECTIONS for name in section.__struct_fields__)
+    owners = Counter(name for section in Section.__subclasses__() for name in section.__struct_fields__)
     assert set(owners.values()) == {1}
     assert set(owners) == set(Announcement.__struct_fields__) - ENVELOPE - NEVER_CHANGED
 
 
 def test_fields_have_the_types_of_the_announcement() -> None:
     types = get_type_hints(Announcement)
-    for section in SECTIONS:
+    for section in Section.__subclasses__():
         for name, kind in get_type_hints(section).items():
             assert kind == types[name] | UnsetType, f"{section.__name__}.{name}"
 
