@@ -27,7 +27,7 @@ class Stream(ABC):
     Attributes:
         peer: Id of the peer at the other end.
         protocol: Name under which the stream was opened.
-        group: Group of the peer's address as the network sees it (`limits/address_group.py`); empty if unknown.
+        group: Group of the peer's address as the network sees it (`addressing/addresses.py`); empty if unknown.
     """
 
     peer: PeerId

@@ -1,4 +1,4 @@
-"""The DHT of the real network: the table of `net/table` over p2pd's calls.
+"""The DHT of the real network: the table of `net/kademlia.py` over p2pd's calls.
 
 The table's calls over p2pd: PING, STORE and FIND, in hivemind's messages.
 
