@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
-FASTER_PACKED = 3  # decoding with fast products on CPUs beside dequantised weights, docs/performance.md
+FASTER_PACKED = 3  # decoding with fast products on CPUs beside dequantised weights, docs/evidence.md
 NAME_LENGTH = 48  # characters of a device's announced name
 
 
