@@ -21,7 +21,7 @@ from swarmnode.checkpoints.votes import ChosenStep, Electorate, Votes
 from swarmnode.codec.body import SHARED, VERSION
 from swarmnode.codec.messages import Hello, ListStates, StateEntry, States
 from swarmnode.errors import LocalError, PeerRefused, ProtocolError
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage import chunk_folder

@@ -102,7 +102,7 @@ def _models(
     from swarmnode.compute.capacity.memory import most_anywhere
     from swarmnode.compute.capacity.speed import measure_product_s
     from swarmnode.measuring.hardware import MEMORY_SHARE
-    from swarmnode.plan.offline.fit import fit
+    from swarmnode.plan.cost import fit
 
     room_bytes = int(device.free_bytes * MEMORY_SHARE)
     full_s = _products_s(modules, "decode_s") / timed.layer.parameters  # of one parameter
