@@ -31,8 +31,8 @@ from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.mtp import eagle_bytes, is_eagle, mtp_bytes
-from swarmnode.compute.model.packing import ggml
-from swarmnode.compute.model.packing.card_matrix import TRITON, kernels
+from swarmnode.compute.packing import ggml
+from swarmnode.compute.packing.card_matrix import TRITON, kernels
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.serving.mtp_guesses import CACHE_POSITIONS
 from swarmnode.compute.stopwatch import Throttle

@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from swarmnode.compute.capacity.memory import QUANTIZED_BYTES, UnitSizes
 from swarmnode.compute.device import Device
-from swarmnode.compute.model.quantize import quantize_layers
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.quantize import quantize_layers
 from swarmnode.compute.serving.runner import WANT_LAST, WANT_NOTHING, StageRunner, StepInput
 from swarmnode.compute.stopwatch import Clock, best_s
 from swarmnode.compute.training.lm import SpanSegment

@@ -18,8 +18,8 @@ from huggingface_hub.errors import StrictDataclassError
 
 from swarmnode.compute.model.family import Family, family_of, plain_config, settings_of
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.packing.quantised_weights import QuantisedTensors
-from swarmnode.compute.model.packing.tensor_entry import (
+from swarmnode.compute.model.quantised_weights import QuantisedTensors
+from swarmnode.compute.packing.tensor_entry import (
     MAX_TOLD_CHARS,
     FileSlice,
     TensorEntry,

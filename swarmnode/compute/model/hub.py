@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, read_header
-from swarmnode.compute.model.packing.tensor_entry import TensorEntry
+from swarmnode.compute.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.records.manifest import is_hub_name
 from swarmnode.swarm.storage.content import GGUF_SUFFIX, TOKENIZER_NAMES

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from swarmnode.compute.model.assemble import assemble, outline
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import family_of
-from swarmnode.compute.model.packing.quantised_weights import plain_slices
+from swarmnode.compute.model.quantised_weights import plain_slices
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.errors import CheckpointError
 

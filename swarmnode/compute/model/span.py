@@ -16,18 +16,18 @@ from torch import Tensor, nn
 
 from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
 from swarmnode.compute.model.assemble import Packed, assemble
+from swarmnode.compute.model.attention import SameBits, attend_by_position, attends_by_position
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import PackedLinear, Packings, packed_bytes
-from swarmnode.compute.model.packing.attention import SameBits, attend_by_position, attends_by_position
-from swarmnode.compute.model.packing.card_matrix import working_bytes
-from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
-from swarmnode.compute.model.packing.quantised_weights import plain_slices, read_quantised
-from swarmnode.compute.model.quantize import Quantization
+from swarmnode.compute.model.quantised_weights import plain_slices, read_quantised
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
+from swarmnode.compute.packing.card_matrix import working_bytes
+from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
+from swarmnode.compute.packing.quantize import Quantization
 from swarmnode.config import EXACT, FAST, PLAIN
 from swarmnode.errors import LocalError
 

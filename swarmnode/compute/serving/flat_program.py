@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swarmnode.compute.model.packing.ggml import GgmlMatrix, library, threads
-from swarmnode.compute.model.packing.packed_weight import MOST_JOINED, FixedProduct, JoinedProducts
+from swarmnode.compute.packing.ggml import GgmlMatrix, library, threads
+from swarmnode.compute.packing.packed_weight import MOST_JOINED, FixedProduct, JoinedProducts
 
 Call = Callable[[], object]
 REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)

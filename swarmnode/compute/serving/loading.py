@@ -19,10 +19,10 @@ from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import FamilyKey, family_key, tiny_model, tried
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
-from swarmnode.compute.model.packing.card_matrix import choose_products
-from swarmnode.compute.model.packing.packed_weight import held_by
-from swarmnode.compute.model.quantize import quantize_layers
 from swarmnode.compute.model.span import ModelSpan, load_model
+from swarmnode.compute.packing.card_matrix import choose_products
+from swarmnode.compute.packing.packed_weight import held_by
+from swarmnode.compute.packing.quantize import quantize_layers
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.config import PLAIN

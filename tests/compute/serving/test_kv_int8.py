@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import StaticColumns
 from swarmnode.compute.serving.cohort import STORES, CachedSession, Cohort, quantise

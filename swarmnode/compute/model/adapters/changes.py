@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.model.linear import PackedLinear
-from swarmnode.compute.model.packing.packed_weight import Block, PackedWeight, probed, tiles
-from swarmnode.compute.model.quantize import Int8Linear
+from swarmnode.compute.packing.packed_weight import Block, PackedWeight, probed, tiles
+from swarmnode.compute.packing.quantize import Int8Linear
 
 REPLACEABLE = frozenset({"weight", "bias"})
 

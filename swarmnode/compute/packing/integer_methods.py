@@ -1,0 +1,254 @@
+"""Methods that store whole numbers, scales and zero points of groups of inputs: GPTQ, AWQ, compressed-tensors, and plain int8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.packing.packed_matrix import Grid, Method, PackedMatrix, combine, in_order
+
+WORD_BITS = 32
+AWQ_BITS = 4
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # place of columns 0, 1, … among a word's eight values
+INT8_LARGEST = 127
+
+
+def unpack(words_WC: Tensor, bits: int) -> Tensor:
+    """Return values_VC of a stream of `bits` each, lowest bits first, along dimension 0; a value may lie across two words.
+
+    They are int16 if a byte holds whole values, which takes a tenth of the time, else int64.
+    """
+    if 8 % bits == 0:
+        bytes_WBC = (
+            words_WC.contiguous().flatten().view(torch.uint8).view(*words_WC.shape, WORD_BITS // 8).transpose(1, 2)
+        )
+        parts = [bytes_WBC >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+        return torch.stack(parts, 2).reshape(-1, words_WC.shape[1]).short()
+    words = words_WC.long() & 0xFFFFFFFF
+    following = torch.cat([words[1:], torch.zeros_like(words[:1])])
+    first_bit = torch.arange(words.shape[0] * WORD_BITS // bits) * bits
+    word, shift = first_bit // WORD_BITS, (first_bit % WORD_BITS)[:, None]
+    return (words[word] >> shift | following[word] << (WORD_BITS - shift)) & ((1 << bits) - 1)
+
+
+def unpack_rows(words_OW: Tensor, bits: int) -> Tensor:
+    """Return the values (O, V) of streams along dimension 1, as `unpack` does of those along dimension 0."""
+    if 8 % bits != 0:
+        return unpack(words_OW.mT, bits).mT
+    bytes_OB = words_OW.contiguous().view(torch.uint8)
+    parts = [bytes_OB >> shift & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return torch.stack(parts, 2).flatten(1).short()
+
+
+def _unpacked(matrix: PackedMatrix, words: Tensor, bits: int) -> Tensor:
+    whole = words.dtype == torch.int32 and words.ndim == 2 and words.shape[0] * WORD_BITS % bits == 0
+    matrix.require(whole, f"not a matrix of {bits} bits packed into int32")
+    return unpack(words, bits)
+
+
+def _check_groups(matrix: PackedMatrix, group_I: Tensor, inputs: int, groups: int, *, listed: bool) -> None:
+    """Check the group of each input, which the checkpoint has `listed`, or which follow from the size of groups."""
+    fits = group_I.shape == (inputs,) and int(group_I.min()) >= 0 and int(group_I.max()) < groups
+    matrix.require(fits, "its inputs are of groups that have no scales")
+    matrix.require(
+        listed or int(group_I.max()) == groups - 1, "its scales are of smaller groups than its group_size says"
+    )
+
+
+class _IntegerMethod(Method):
+    """Method whose matrices are whole numbers and scales."""
+
+    def dequantize(self, matrix: PackedMatrix) -> Tensor:
+        self.shape(matrix)
+        return self.grid(matrix).values()
+
+    def grid(self, matrix: PackedMatrix) -> Grid:
+        """Return the matrix as whole numbers and scales."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _ByColumns(_IntegerMethod):
+    """Matrix whose outputs lie along dimension 1: qweight, qzeros_GO, packed along outputs, and scales_GO."""
+
+    bits: int = AWQ_BITS
+
+    def step(self, _matrix: PackedMatrix) -> int:
+        return WORD_BITS
+
+    def rows(self, matrix: PackedMatrix, first: int, last: int) -> PackedMatrix:
+        axes = {"": 1, ".qzeros": 1, ".scales": 1}
+        return matrix.cut(axes, first, last, self.shape(matrix)[0])
+
+    def shape(self, matrix: PackedMatrix) -> tuple[int, ...]:
+        inputs, outputs = self._size(matrix)
+        zeros, scales = matrix[".qzeros"], matrix[".scales"]
+        whole = zeros.dtype == torch.int32 and zeros.ndim == 2 and zeros.shape[1] * WORD_BITS == outputs * self.bits
+        fits = whole and scales.shape == (len(zeros), outputs)
+        matrix.require(fits and scales.is_floating_point(), "scales and zero points do not fit the matrix")
+        group_I = self._groups(matrix, inputs)
+        _check_groups(matrix, group_I, inputs, len(scales), listed=".g_idx" in matrix.beside)
+        return outputs, inputs
+
+    def _size(self, matrix: PackedMatrix) -> tuple[int, int]:
+        """Return the inputs and outputs of the packed tensor."""
+        raise NotImplementedError
+
+    def _groups(self, matrix: PackedMatrix, inputs: int) -> Tensor:
+        group_I = matrix.beside.get(".g_idx")
+        return in_order(inputs, int(group_size_of(matrix.settings))) if group_I is None else group_I.long()
+
+    def _grid(self, matrix: PackedMatrix, values_IO: Tensor, zeros_GO: Tensor) -> Grid:
+        group_I = self._groups(matrix, len(values_IO))
+        integers_OI = combine(torch.sub, values_IO.mT, zeros_GO.mT, group_I)
+        return Grid(integers_OI, matrix[".scales"].float().mT, group_I)
+
+
+def one_of(settings: Mapping[str, Any], name: str, other: str, default: Any) -> Any:
+    """Return the value of a setting that has two names, or `default` under neither. Raises ValueError if the two disagree."""
+    values = [settings[key] for key in (name, other) if settings.get(key) is not None]
+    if any(value != values[0] for value in values):
+        raise ValueError(f"its {name} is {str(values[0])[:40]!r}, but its {other} is {str(values[1])[:40]!r}")
+    return values[0] if values else default
+
+
+def gptq_format(settings: Mapping[str, Any]) -> str:
+    """Return the format of GPTQ files, "gptq" unless named. Raises ValueError if its two names disagree."""
+    return str(one_of(settings, "checkpoint_format", "format", "gptq")).lower()
+
+
+def group_size_of(settings: Mapping[str, Any]) -> Any:
+    """Return the number of inputs that share a scale; -1 for all of them. Raises ValueError if its two names disagree."""
+    return one_of(settings, "group_size", "q_group_size", -1)
+
+
+class Gptq(_ByColumns):
+    """GPTQ: qweight is packed along inputs. g_idx_I gives each input's group, if inputs are not in their groups' order. Version 1
+    stores zero points less one."""
+
+    def _size(self, matrix: PackedMatrix) -> tuple[int, int]:
+        words = matrix.packed
+        whole = words.dtype == torch.int32 and words.ndim == 2 and words.shape[0] * WORD_BITS % self.bits == 0
+        matrix.require(whole, f"not a matrix of {self.bits} bits packed into int32")
+        return words.shape[0] * WORD_BITS // self.bits, words.shape[1]
+
+    def grid(self, matrix: PackedMatrix) -> Grid:
+        ordered = (
+            ".g_idx" in matrix.beside or not matrix.settings.get("desc_act") or matrix.settings.get("static_groups")
+        )
+        matrix.require(bool(ordered), "its config says that inputs are reordered (desc_act), but it has no g_idx")
+        values_IO = _unpacked(matrix, matrix.packed, self.bits)
+        zeros_GO = _unpacked(matrix, matrix[".qzeros"].mT, self.bits).mT
+        if matrix.settings.get("sym") is True:
+            middle = 1 << self.bits - 1  # some writers store it as it is, others less one, whichever version they name
+            fits = bool((zeros_GO == zeros_GO[0, 0]).all()) and int(zeros_GO[0, 0]) in (middle, middle - 1)
+            matrix.require(fits, f"its config says that it is symmetric (sym), but its zero points are not {middle}")
+            zeros_GO = torch.full_like(zeros_GO, middle)
+        elif gptq_format(matrix.settings) == "gptq":
+            zeros_GO = (zeros_GO + 1) & ((1 << self.bits) - 1)
+        return self._grid(matrix, values_IO, zeros_GO)
+
+
+class Awq(_ByColumns):
+    """AWQ: qweight_IO and qzeros_GO are both packed along outputs, in AWQ's own order."""
+
+    def _size(self, matrix: PackedMatrix) -> tuple[int, int]:
+        words = matrix.packed
+        matrix.require(words.dtype == torch.int32 and words.ndim == 2, "not a matrix of 4 bits packed into int32")
+        return words.shape[0], words.shape[1] * WORD_BITS // AWQ_BITS
+
+    def grid(self, matrix: PackedMatrix) -> Grid:
+        values_IO, zeros_GO = (
+            _unpacked(matrix, packed.mT, AWQ_BITS).unflatten(0, (-1, 8))[:, list(AWQ_ORDER)].flatten(0, 1).mT
+            for packed in (matrix.packed, matrix[".qzeros"])
+        )
+        return self._grid(matrix, values_IO, zeros_GO)
+
+
+@dataclass(frozen=True)
+class CompressedIntegers(_IntegerMethod):
+    """compressed-tensors, pack-quantized: weight_packed is packed along inputs, with an offset of half the range, and so are zero
+    points along outputs. weight_shape holds (O, I), weight_g_idx each input's group. Groups have `group_size` inputs; 0: all."""
+
+    bits: int = 4
+    group_size: int = 0
+
+    def step(self, _matrix: PackedMatrix) -> int:
+        return WORD_BITS
+
+    def rows(self, matrix: PackedMatrix, first: int, last: int) -> PackedMatrix:
+        axes = {"": 0, ".weight_scale": 0, ".weight_zero_point": 0}
+        return matrix.cut(axes, first, last, self.shape(matrix)[0])
+
+    def shape(self, matrix: PackedMatrix) -> tuple[int, ...]:
+        stored, words, scales = matrix[".weight_shape"], matrix.packed, matrix[".weight_scale"]
+        matrix.require(stored.shape == (2,) and not stored.is_floating_point(), "its weight_shape is damaged")
+        outputs, inputs = matrix.outputs or int(stored[0]), int(stored[1])
+        whole = outputs > 0 and inputs > 0 and words.shape == (outputs, -(-inputs * self.bits // WORD_BITS))
+        matrix.require(whole and words.dtype == torch.int32, f"not a matrix of {self.bits} bits packed into int32")
+        fits = scales.is_floating_point() and scales.ndim == 2 and scales.shape[0] in (1, outputs)
+        zeros = matrix.beside.get(".weight_zero_point")
+        packed_zeros = (-(-outputs * self.bits // WORD_BITS), scales.shape[-1])
+        fits &= zeros is None or (zeros.dtype == torch.int32 and zeros.shape == packed_zeros)
+        matrix.require(fits, "scales and zero points do not fit the matrix")
+        group_I = self._groups(matrix, inputs)
+        _check_groups(matrix, group_I, inputs, scales.shape[1], listed=".weight_g_idx" in matrix.beside)
+        return outputs, inputs
+
+    def _groups(self, matrix: PackedMatrix, inputs: int) -> Tensor:
+        group_I = matrix.beside.get(".weight_g_idx")
+        return in_order(inputs, self.group_size) if group_I is None else group_I.long()
+
+    def grid(self, matrix: PackedMatrix) -> Grid:
+        outputs, inputs = self.shape(matrix)
+        group_I = self._groups(matrix, inputs)
+        values_OI = unpack_rows(matrix.packed, self.bits)[:, :inputs]
+        zeros = matrix.beside.get(".weight_zero_point")
+        if zeros is None:
+            integers_OI = values_OI - (1 << self.bits - 1)
+        else:
+            integers_OI = combine(torch.sub, values_OI, unpack(zeros, self.bits)[:outputs], group_I)
+        return Grid(integers_OI, matrix[".weight_scale"].float().expand(outputs, -1), group_I)
+
+
+@dataclass(frozen=True)
+class Bytes(_IntegerMethod):
+    """int8 numbers: with the largest absolute value of each row (SCB, bitsandbytes), or with scales of the matrix or its rows and
+    perhaps zero points (compressed-tensors)."""
+
+    def rows(self, matrix: PackedMatrix, first: int, last: int) -> PackedMatrix:
+        return matrix.cut(dict.fromkeys(("", *self.beside), 0), first, last, len(matrix.packed))
+
+    def shape(self, matrix: PackedMatrix) -> tuple[int, ...]:
+        outputs = len(matrix.packed)
+        fits = matrix.packed.ndim == 2 and self._scales(matrix).shape in ((outputs, 1), (1, 1))
+        matrix.require(fits, "its scales do not fit it")
+        zeros = matrix.beside.get(".weight_zero_point")
+        matrix.require(zeros is None or zeros.numel() in (1, outputs), "its zero points do not fit it")
+        outputs, inputs = matrix.packed.shape
+        return outputs, inputs
+
+    def _scales(self, matrix: PackedMatrix) -> Tensor:
+        if ".SCB" in self.beside:
+            return matrix[".SCB"].float().view(-1, 1) / INT8_LARGEST
+        return matrix[".weight_scale"].float().view(-1, 1)
+
+    def grid(self, matrix: PackedMatrix) -> Grid:
+        integers_OI, zeros = matrix.packed.short(), matrix.beside.get(".weight_zero_point")
+        if zeros is not None:
+            integers_OI = integers_OI - zeros.view(-1, 1)
+        scales_OG = self._scales(matrix).expand(len(integers_OI), 1)
+        return Grid(integers_OI, scales_OG, in_order(integers_OI.shape[1], 0))
+
+
+def settings_of_groups(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how compressed-tensors packs all its weights. Raises ValueError if its groups differ, or say nothing."""
+    groups = [group["weights"] for group in settings["config_groups"].values() if group.get("weights")]
+    kinds = [{key: each.get(key) for key in ("num_bits", "type", "group_size", "block_structure")} for each in groups]
+    if not kinds or any(kind != kinds[0] for kind in kinds):
+        raise ValueError("its groups of layers are quantised in different ways")
+    return {**kinds[0], "symmetric": all(each.get("symmetric", True) for each in groups)}
