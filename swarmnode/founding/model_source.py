@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.graph.exporting.reader import Exported
     from swarmnode.compute.graph.graph import Graph
     from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
-    from swarmnode.compute.model.gguf.hub_gguf import HubGguf
+    from swarmnode.compute.model.hub import HubGguf
 
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -157,7 +157,7 @@ def local_gguf(model: str) -> Path | None:
     """Return the GGUF file that `model` names, a file or a folder here, or a model on the hub, which is fetched; None if it names
     none. Raises UsageError, CheckpointError."""
     from swarmnode.compute.model.gguf.gguf import find_gguf
-    from swarmnode.compute.model.gguf.hub_gguf import find_on_hub
+    from swarmnode.compute.model.hub import find_on_hub
 
     path = Path(model).expanduser()
     if path.exists():
@@ -232,10 +232,10 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
     GGUF file is written into the empty `folder`. Raises CheckpointError or UsageError if the model is unknown or cannot be split or
     exported.
     """
-    from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source
+    from swarmnode.compute.graph.exporting.export import PROGRAM_SUFFIX, export_source
     from swarmnode.compute.graph.partition import UNITS, partition
     from swarmnode.compute.model.gguf.gguf import SUFFIX, GgufCheckpoint, find_gguf
-    from swarmnode.compute.model.gguf.hub_gguf import find_on_hub
+    from swarmnode.compute.model.hub import find_on_hub
     from swarmnode.founding import graph_source
 
     path = Path(model).expanduser()
@@ -430,10 +430,9 @@ def from_module(
     units; None takes the default. Raises UsageError if `units` is out of range, or, with operator and line, if the module
     cannot be exported.
     """
-    from swarmnode.compute.graph.boundary import check_travel
+    from swarmnode.compute.graph.boundary import Layout, check_travel
+    from swarmnode.compute.graph.exporting.export import export_source
     from swarmnode.compute.graph.exporting.reader import Exported
-    from swarmnode.compute.graph.exporting.source import export_source
-    from swarmnode.compute.graph.layout import Layout
     from swarmnode.compute.graph.partition import UNITS, partition
     from swarmnode.compute.graph.serialise import write_graph
 
@@ -461,7 +460,7 @@ def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:
 
 def _short_name(spec: str) -> str:
     """Return the module's name with printable characters only, in at most the length that a manifest allows."""
-    from swarmnode.compute.graph.exporting.source import module_name
+    from swarmnode.compute.graph.exporting.export import module_name
 
     return "".join(filter(str.isprintable, module_name(spec)))[:MAX_NAME_CHARS] or "graph"
 

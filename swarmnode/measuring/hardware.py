@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swarmnode.compute.capacity.memory import (
+from swarmnode.compute.capacity.capacity import (
     TRAINING_BYTES,
+    Speeds,
     UnitSizes,
     cache_tokens_that_fit,
     describe_fit,
@@ -24,7 +25,6 @@ from swarmnode.compute.capacity.memory import (
     unit_sizes,
     units_that_fit,
 )
-from swarmnode.compute.capacity.speed import Speeds
 from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width

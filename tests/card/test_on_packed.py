@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnode.compute.capacity.memory import unit_sizes
+from swarmnode.compute.capacity.capacity import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.span import ModelSpan

@@ -18,7 +18,7 @@ from swarmnode.cli.plan.fit import _rows
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
-from swarmnode.compute.capacity.speed import KNOWN_MODELS, LLAMA_8B
+from swarmnode.compute.capacity.capacity import KNOWN_MODELS, LLAMA_8B
 from swarmnode.compute.device import Device
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.packing import ggml

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from swarmnode.compute.model.adapters.adapter_file import AdapterFile, adapter_in
-from swarmnode.compute.model.adapters.changes import Lora
-from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
+from swarmnode.compute.model.adapters.span_adapters import Lora, SpanAdapters
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.linear import FbgemmLinear, Packing
 from swarmnode.compute.model.span import ModelSpan

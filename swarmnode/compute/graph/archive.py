@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.operators import resolve
+from swarmnode.compute.graph.graph import resolve
 from swarmnode.errors import CheckpointError, UsageError
 
 MAX_JSON_BYTES = 256 << 20

@@ -15,8 +15,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from swarmnode.compute.graph.graph import CONSTANT, Graph, OperatorCall, Poly, Ref, Weight
-from swarmnode.compute.graph.operators import argument_value, is_random, resolve, torch_constant
+from swarmnode.compute.graph.graph import (
+    CONSTANT,
+    Graph,
+    OperatorCall,
+    Poly,
+    Ref,
+    Weight,
+    argument_value,
+    is_random,
+    resolve,
+    torch_constant,
+)
 from swarmnode.compute.training.segment import Shares
 from swarmnode.errors import UsageError
 

@@ -15,11 +15,10 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from swarmnode.compress.codecs import DTYPE_OF
-from swarmnode.compute.graph.boundary import wire_dtype
+from swarmnode.compute.graph.boundary import constant_values, value_types, wire_dtype
 from swarmnode.compute.graph.costs.estimate import estimate_nodes, reference_seconds, type_bytes
 from swarmnode.compute.graph.graph import BUFFER, PARAMETER, Graph, Ref
 from swarmnode.compute.graph.label_count import label_means
-from swarmnode.compute.graph.layout import constant_values, value_types
 
 UNITS = 64
 """No unit shall have more than 1 / UNITS of the time or of the weights, if there is a good place to cut."""

@@ -1,7 +1,7 @@
 """File of a graph: JSON that names operators and values, beside the weights as safetensors. No code, no pickle.
 
 Everything is checked before it is used: sizes, names, that values exist before they are used, and that every operator is listed
-in `operators.py`.
+in `graph.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from swarmnode.compute.graph.boundary import Layout
 from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.graph import (
     BUFFER,
@@ -29,9 +30,9 @@ from swarmnode.compute.graph.graph import (
     Ref,
     Size,
     TensorType,
+    resolve,
+    torch_constant,
 )
-from swarmnode.compute.graph.layout import Layout
-from swarmnode.compute.graph.operators import resolve, torch_constant
 from swarmnode.compute.model.checkpoint import SINGLE_FILE, Checkpoint
 from swarmnode.errors import CheckpointError
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
-from swarmnode.compute.packing.float_methods import Mxfp4
 from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix
 from swarmnode.compute.packing.methods import method_of
 from swarmnode.compute.packing.packed_matrix import Method, PackedMatrix
 from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, TransposedWeight
+from swarmnode.compute.packing.quantisation_methods import Mxfp4
 from swarmnode.compute.packing.quantised_matrix import packed_experts, packed_matrix
 from swarmnode.compute.packing.tensor_entry import TensorEntry
 from swarmnode.errors import CheckpointError

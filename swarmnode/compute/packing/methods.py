@@ -5,21 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from swarmnode.compute.packing.float_methods import NESTED, SCALES, STATES, FourBit, Fp8, Mxfp4
 from swarmnode.compute.packing.ggml import FORMATS
-from swarmnode.compute.packing.integer_methods import (
+from swarmnode.compute.packing.packed_matrix import Method
+from swarmnode.compute.packing.quantisation_methods import (
     AWQ_BITS,
+    NESTED,
+    SCALES,
+    STATES,
     WORD_BITS,
     Awq,
     Bytes,
     CompressedIntegers,
+    FourBit,
+    Fp8,
     Gptq,
+    Mxfp4,
     gptq_format,
     group_size_of,
     one_of,
     settings_of_groups,
 )
-from swarmnode.compute.packing.packed_matrix import Method
 from swarmnode.errors import CheckpointError
 
 ADVICE = "take the model's unquantised checkpoint, and --quantize nf4 on the volunteers to hold it small"

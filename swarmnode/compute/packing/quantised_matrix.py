@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from swarmnode.compute.packing.float_methods import Mxfp4
 from swarmnode.compute.packing.ggml import FORMATS, TILE_ELEMENTS, GgmlMatrix, aligned, library, threads
 from swarmnode.compute.packing.packed_matrix import Grid, Method, PackedMatrix
 from swarmnode.compute.packing.packed_weight import MatrixProducts
+from swarmnode.compute.packing.quantisation_methods import Mxfp4
 
 BLOCK = 32
 _HALF = BLOCK // 2

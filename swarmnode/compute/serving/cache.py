@@ -1,7 +1,7 @@
 """KV caches of all sessions of a span, and the budget of bytes for them.
 
 A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory. For layers
-with a sliding window (`window.py`) it reserves at most the size of their buffers. It also reserves the largest layer once more,
+with a sliding window (`cohort.py`) it reserves at most the size of their buffers. It also reserves the largest layer once more,
 plain: for regrouping, and for reading a layer that is kept in 8 bits (`cohort.py`).
 
 Buffers grow with the session. A cohort may hold padding beyond its members' reservations while there is room. Without room it is
@@ -19,8 +19,18 @@ from typing import TypeVar
 import torch
 
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.serving.cohort import STORES, CachedSession, Cohort, copy_beginning, regroup
-from swarmnode.compute.serving.window import LONGEST_SHARED, MAX_LAG, Window, Windows, sliding_layers
+from swarmnode.compute.serving.cohort import (
+    LONGEST_SHARED,
+    MAX_LAG,
+    STORES,
+    CachedSession,
+    Cohort,
+    Window,
+    Windows,
+    copy_beginning,
+    regroup,
+    sliding_layers,
+)
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, Full, MemoryLedger

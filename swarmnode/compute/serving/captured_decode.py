@@ -30,9 +30,8 @@ from torch import Tensor
 
 from swarmnode.compute.executor import card_answers, forget_traceback
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.serving.cohort import Cohort
+from swarmnode.compute.serving.cohort import LONGEST_SHARED, AttentionCache, Cohort
 from swarmnode.compute.serving.flat_program import Recorder
-from swarmnode.compute.serving.window import LONGEST_SHARED, AttentionCache
 from swarmnode.compute.stopwatch import Stopwatch, synchronize
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 

@@ -23,8 +23,8 @@ from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.packing.card_matrix import choose_products
 from swarmnode.compute.packing.packed_weight import held_by
 from swarmnode.compute.packing.quantize import quantize_layers
+from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 

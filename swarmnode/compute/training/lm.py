@@ -20,8 +20,8 @@ from swarmnode.codec.body import SHARED
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.linear import let_go, speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
+from swarmnode.compute.serving.cohort import AttentionCache, sliding_layers
 from swarmnode.compute.serving.loading import check_family
-from swarmnode.compute.serving.window import AttentionCache, sliding_layers
 from swarmnode.compute.training.losses import RouterWatch, busiest_share, next_token_loss, router_losses
 from swarmnode.compute.training.randomness import CounterDropout, draws_dropout, reseed
 from swarmnode.compute.training.segment import Segment, Shares, Values

@@ -15,7 +15,7 @@ from torch import Tensor
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.checkpoint_writer import QuantisedCheckpoint, ShardWriter
 from swarmnode.compute.model.family import settings_of
-from swarmnode.compute.packing.integer_methods import AWQ_ORDER, unpack
+from swarmnode.compute.packing.quantisation_methods import AWQ_ORDER, unpack
 from swarmnode.errors import CheckpointError
 from tests.llama import save_llama
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from swarmnode.compute.capacity.memory import unit_sizes
+from swarmnode.compute.capacity.capacity import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.packing.quantize import quantize_layers
 from swarmnode.compute.serving.loading import load_span

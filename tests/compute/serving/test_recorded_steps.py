@@ -19,10 +19,10 @@ from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.packing.packed_weight import JoinedProducts
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS, StaticColumns
+from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.flat_program import CannotBeRecorded, Recorder
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.ledger import Account, MemoryLedger
 from tests.card.test_on_captured_decode import CLOSE, Dictated, decode_with_guesses, decoder
 from tests.compute.model.llama_gguf import LAYERS, save_llama_gguf, save_moe_gguf

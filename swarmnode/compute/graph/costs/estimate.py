@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
+from swarmnode.compute.graph.boundary import Layout, Value, trained_values, value_types
 from swarmnode.compute.graph.costs.rates import (
     FRESH,
     PLAIN,
@@ -30,9 +31,17 @@ from swarmnode.compute.graph.costs.rates import (
     bytes_of,
     total,
 )
-from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
-from swarmnode.compute.graph.layout import Layout, Value, trained_values, value_types
-from swarmnode.compute.graph.operators import argument_value, resolve, torch_constant
+from swarmnode.compute.graph.graph import (
+    Argument,
+    Graph,
+    OperatorCall,
+    Poly,
+    Ref,
+    TensorType,
+    argument_value,
+    resolve,
+    torch_constant,
+)
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS

@@ -18,10 +18,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from swarmnode.compute.graph.graph import (
+    ASSERT,
+    BATCH_NORM_WITHOUT_STATISTICS,
     BUFFER,
     CONSTANT,
+    COPY,
+    DETACH,
+    EVALUATED_BATCH_NORM,
+    FUNCTIONAL_BATCH_NORM,
+    INSTEAD,
     NAMED,
     PARAMETER,
+    SHAPED,
+    SPARSE,
     Argument,
     BufferUpdate,
     Constant,
@@ -36,17 +45,6 @@ from swarmnode.compute.graph.graph import (
     Size,
     TensorType,
     Weight,
-)
-from swarmnode.compute.graph.operators import (
-    ASSERT,
-    BATCH_NORM_WITHOUT_STATISTICS,
-    COPY,
-    DETACH,
-    EVALUATED_BATCH_NORM,
-    FUNCTIONAL_BATCH_NORM,
-    INSTEAD,
-    SHAPED,
-    SPARSE,
     moved_by_batch_norm,
     resolve,
 )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.model.adapters.changes import (
+from swarmnode.compute.model.adapters.span_adapters import (
     REPLACEABLE,
     Change,
     Lora,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from swarmnode.compute.model.adapters.changes import Lora, Whole, blocks_of, dora, moved_to, shapes_of, whole
+from swarmnode.compute.model.adapters.span_adapters import Lora, Whole, blocks_of, dora, moved_to, shapes_of, whole
 from swarmnode.compute.model.linear import BlockedLinear, FbgemmLinear, TimedLinear, plain_linear
 from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix, library
 from swarmnode.compute.packing.packed_weight import PackedWeight
