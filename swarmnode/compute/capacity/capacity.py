@@ -11,29 +11,26 @@ The weights are made up and nothing is loaded, so that a host can tell a card's 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.device import Device
+from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.quantize import quantize_layers
+from swarmnode.compute.packing.tensor_entry import TensorEntry
 from swarmnode.compute.serving.runner import WANT_LAST, WANT_NOTHING, StageRunner, StepInput
 from swarmnode.compute.stopwatch import Clock, best_s
 from swarmnode.compute.training.lm import SpanSegment
+from swarmnode.compute.training.optimizer import FLOAT_BYTES, memory_bytes
 from swarmnode.config import PLAIN
 from swarmnode.counting import format_bytes
-
-if TYPE_CHECKING:
-    import torch
-
-    from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.swarm.records.run import Run
-
+from swarmnode.swarm.records.run import Run
 
 # Bytes per weight of a quantised matrix, block scales included (int8 by rows; NF4 by blocks of 64 with double quantisation,
 # arXiv 2305.14314 section 3). Other tensors keep their dtype.
@@ -82,11 +79,7 @@ def unit_sizes(
 
 def graph_sizes(checkpoint: Checkpoint) -> UnitSizes:
     """Return the sizes of a served graph's layers, which cache nothing between passes. A shared tensor counts in each layer."""
-    weights = tuple(
-        sum(checkpoint.entries[name].nbytes for name in checkpoint.tensors_of(unit, unit + 1))
-        for unit in range(checkpoint.units)
-    )
-    return UnitSizes(weights, (0,) * len(weights))
+    return _uncached_sizes(checkpoint, lambda entries: sum(entry.nbytes for entry in entries.values()))
 
 
 def training_sizes(checkpoint: Checkpoint) -> UnitSizes:
@@ -94,11 +87,9 @@ def training_sizes(checkpoint: Checkpoint) -> UnitSizes:
 
     A tied matrix counts in both ends.
     """
-    weights = tuple(
-        TRAINING_BYTES * sum(checkpoint.entries[name].elements for name in checkpoint.tensors_of(unit, unit + 1))
-        for unit in range(checkpoint.units)
+    return _uncached_sizes(
+        checkpoint, lambda entries: TRAINING_BYTES * sum(entry.elements for entry in entries.values())
     )
-    return UnitSizes(weights, (0,) * len(weights))
 
 
 def run_sizes(checkpoint: Checkpoint, run: Run) -> UnitSizes:
@@ -106,17 +97,21 @@ def run_sizes(checkpoint: Checkpoint, run: Run) -> UnitSizes:
 
     A tied matrix counts in both ends.
     """
-    import torch
 
-    from swarmnode.compute.training.optimizer import FLOAT_BYTES, memory_bytes
-
-    weights = []
-    for unit in range(checkpoint.units):
-        shapes = {name: checkpoint.entries[name].shape for name in checkpoint.tensors_of(unit, unit + 1)}
+    def unit_bytes(entries: Mapping[str, TensorEntry]) -> int:
+        shapes = {name: entry.shape for name, entry in entries.items()}
         tensors = {name: torch.empty(shape, device="meta", requires_grad=True) for name, shape in shapes.items()}
         elements = sum(tensor.numel() for tensor in tensors.values())
-        weights.append(2 * FLOAT_BYTES * elements + int(memory_bytes(run, tensors)))
-    return UnitSizes(tuple(weights), (0,) * len(weights))
+        return 2 * FLOAT_BYTES * elements + int(memory_bytes(run, tensors))
+
+    return _uncached_sizes(checkpoint, unit_bytes)
+
+
+def _uncached_sizes(checkpoint: Checkpoint, bytes_of: Callable[[Mapping[str, TensorEntry]], int]) -> UnitSizes:
+    """Return the sizes of units that cache nothing, by the tensors that each needs."""
+    units = (checkpoint.tensors_of(unit, unit + 1) for unit in range(checkpoint.units))
+    weights = tuple(bytes_of({name: checkpoint.entries[name] for name in names}) for names in units)
+    return UnitSizes(weights, (0,) * len(weights))
 
 
 def units_that_fit(sizes: UnitSizes, limit_bytes: int, cache_tokens: int, *, start: int = 1) -> int:
@@ -365,7 +360,12 @@ def measure_modules(
         one, many = ([_drawn(size, device, dtype) for size in part.inputs(count)] for count in (1, positions))
         with torch.inference_mode():
             decode_s, prompt_s = (_pass_s(part.run, inputs, weights, device, clock) for inputs in (one, many))
-        yield ModuleSpeed(part.name, decode_s, prompt_s, _training_s(part.run, many, weights, device, clock))
+        learnt = [value.detach().requires_grad_() for value in (*many, *weights)]
+
+        def there_and_back(run: Module = part.run, learnt: Sequence[Tensor] = learnt) -> None:
+            torch.autograd.grad(run(*learnt).float().sum(), learnt)
+
+        yield ModuleSpeed(part.name, decode_s, prompt_s, best_s(there_and_back, device.torch_device, clock))
 
 
 def measure_product_s(
@@ -434,14 +434,3 @@ def _drawn(size: tuple[int, ...], device: Device, dtype: torch.dtype) -> Tensor:
 
 def _pass_s(run: Module, inputs: Sequence[Tensor], weights: Sequence[Tensor], device: Device, clock: Clock) -> float:
     return best_s(lambda: run(*inputs, *weights), device.torch_device, clock)
-
-
-def _training_s(
-    run: Module, inputs: Sequence[Tensor], weights: Sequence[Tensor], device: Device, clock: Clock
-) -> float:
-    learnt = [value.detach().requires_grad_() for value in (*inputs, *weights)]
-
-    def there_and_back() -> None:
-        torch.autograd.grad(run(*learnt).float().sum(), learnt)
-
-    return best_s(there_and_back, device.torch_device, clock)

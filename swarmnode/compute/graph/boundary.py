@@ -5,6 +5,7 @@ A layout: the computation and the weights of each unit of a cut graph, and the v
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,6 @@ from swarmnode.compute.graph.graph import (
     GraphInput,
     OperatorCall,
     Ref,
-    Size,
     TensorType,
     is_random,
     torch_constant,
@@ -71,7 +71,11 @@ class Layout:
         self._trained = trained_values(graph)
         self._types = {Ref(item.name): item.type for item in graph.inputs} | value_types(graph.nodes)
         constants = constant_values(graph)
-        self._unit_of = {node.name: unit for node, unit in _units_of(graph) if node.name not in constants}
+        self._unit_of = {
+            node.name: bisect_right(graph.cuts, number)
+            for number, node in enumerate(graph.nodes)
+            if node.name not in constants
+        }
         self.units = tuple(self._collect(constants))
         self.blocks = self._find_blocks()
         self.labels = self._find_labels()
@@ -151,7 +155,17 @@ class Layout:
         ]
         inputs = [Ref(item.name) for item in self.graph.inputs]
         crossing[0] = [ref for ref in inputs if ref in used or ref not in labels]
-        self._carry_batch(crossing)
+        if self.graph.any_batch:
+            # An input crosses the boundaries up to the last one that would not show the size of the batch otherwise.
+            teller = next((ref for ref in crossing[0] if self._types[ref].tells_batch), None)
+            if teller is None:
+                raise CheckpointError(
+                    "no input of the graph has the size of the batch; export the module with batched inputs"
+                )
+            silent = [k for k, refs in enumerate(crossing) if not any(self._types[ref].tells_batch for ref in refs)]
+            for refs in crossing[: max(silent, default=-1) + 1]:
+                if teller not in refs:
+                    refs.insert(0, teller)
         for refs in [*crossing, self.graph.results]:
             yield self._values(refs)
 
@@ -160,23 +174,6 @@ class Layout:
             Value(ref, kind, ref.name in self._trained and _takes_gradient(kind))
             for ref, kind in ((ref, self._types[ref]) for ref in refs)
         )
-
-    def _carry_batch(self, crossing: list[list[Ref]]) -> None:
-        """Let an input cross the boundaries up to the last one that would not show the size of the batch otherwise.
-
-        Raises CheckpointError if no input shows it.
-        """
-        if not self.graph.any_batch:
-            return
-        teller = next((ref for ref in crossing[0] if self._types[ref].tells_batch), None)
-        if teller is None:
-            raise CheckpointError(
-                "no input of the graph has the size of the batch; export the module with batched inputs"
-            )
-        silent = [k for k, refs in enumerate(crossing) if not any(self._types[ref].tells_batch for ref in refs)]
-        for refs in crossing[: max(silent, default=-1) + 1]:
-            if teller not in refs:
-                refs.insert(0, teller)
 
 
 def taken(unit: Unit) -> set[Ref]:
@@ -219,15 +216,6 @@ def constant_values(graph: Graph) -> set[str]:
         if fixed and not is_random(node.operator, node.args) and node.name not in results:
             nodes.add(node.name)
     return nodes
-
-
-def _units_of(graph: Graph) -> Iterable[tuple[OperatorCall, int]]:
-    cuts = iter((*graph.cuts, len(graph.nodes)))
-    cut, unit = next(cuts), 0
-    for number, node in enumerate(graph.nodes):
-        if number == cut:
-            cut, unit = next(cuts), unit + 1
-        yield node, unit
 
 
 Described = tuple[torch.dtype, tuple[int, ...]]
@@ -343,9 +331,17 @@ def input_values(graph: Graph, arrays: Mapping[str, Any]) -> tuple[Tensor, ...]:
     batch = _batch(graph, values)
     for item, value in zip(graph.inputs, values, strict=True):
         if tuple(value.shape) != item.type.sizes(batch):
+            sizes = (
+                str(size)
+                if isinstance(size, int)
+                else "batch"
+                if size.coefficients == (0, 1)
+                else "a size of the batch's"
+                for size in item.type.shape
+            )
             fixed = "" if graph.any_batch else f", for it was exported for batches of {batch} only"
             raise UsageError(
-                f"{item.argument!r} has the shape {tuple(value.shape)}, but the model takes {_shape_text(item)}{fixed}"
+                f"{item.argument!r} has the shape {tuple(value.shape)}, but the model takes ({', '.join(sizes)}){fixed}"
                 + (f"; the batch is {batch} here" if graph.any_batch and len(values) > 1 else "")
             )
     return values
@@ -353,8 +349,10 @@ def input_values(graph: Graph, arrays: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 def output_arrays(graph: Graph, values: Sequence[Tensor]) -> dict[str, np.ndarray]:
     """Return the outputs by name as numpy arrays; bfloat16 is widened to float32."""
-    by_ref = dict(zip(graph.results, values, strict=True))
-    return {output.name: _as_array(by_ref[output.value]) for output in graph.outputs}
+    near = (value.detach().cpu() for value in values)
+    wide = (value.float() if value.dtype is torch.bfloat16 else value for value in near)
+    by_ref = dict(zip(graph.results, wide, strict=True))
+    return {output.name: by_ref[output.value].numpy() for output in graph.outputs}
 
 
 def _batch(graph: Graph, values: Sequence[Tensor]) -> int:
@@ -396,22 +394,6 @@ def _as_tensor(array: Any, item: GraphInput) -> Tensor:
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         array = array.astype(np.float64)
     return torch.from_numpy(array.copy()).to(dtype)
-
-
-def _as_array(value: Tensor) -> np.ndarray:
-    value = value.detach().cpu()
-    return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
-
-
-def _shape_text(item: GraphInput) -> str:
-    """Return the shape as a text, as "(batch, 3, 8)"."""
-
-    def text(size: Size) -> str:
-        return (
-            str(size) if isinstance(size, int) else "batch" if size.coefficients == (0, 1) else "a size of the batch's"
-        )
-
-    return f"({', '.join(map(text, item.type.shape))})"
 
 
 def described(values: Sequence[Tensor]) -> list[Described]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,8 @@ from swarmnode.compute.graph.graph import (
     INSTEAD_OF_OPERATOR,
     Argument,
     Graph,
-    OperatorCall,
     Poly,
     Ref,
-    TensorType,
     argument_value,
     draws_by_device,
     gives_list,
@@ -83,23 +82,14 @@ class RangeCheck:
     def places(self, places: Tensor, low: int, high: int, *, passes: int | None = None) -> Tensor:
         """Return the indices with those outside [low, high) replaced by 0; `passes` is one more that is valid."""
         wrong = (places < low) | (places >= high)
-        return self._replaced(places, wrong if passes is None else wrong & (places != passes))
-
-    def probabilities(self, values: Tensor) -> Tensor:
-        """Return the probabilities with those outside [0, 1], and NaN, replaced by 0."""
-        return self._replaced(values, ~((values >= 0) & (values <= 1)))
-
-    def weights(self, values: Tensor) -> Tensor:
-        """Return the weights of a draw with invalid ones replaced by 1: those negative, infinite or NaN, and rows of zeros."""
-        wrong = ~((values >= 0) & (values < float("inf")))
-        nothing = values.masked_fill(wrong, 0).sum(-1, keepdim=True) == 0
-        return self._replaced(values, wrong | nothing, 1)
+        return self.replaced(places, wrong if passes is None else wrong & (places != passes))
 
     def together(self, values: Tensor, wrong: Tensor, instead: Tensor | int) -> Tensor:
         """Return the values, all replaced by `instead` if any of `wrong` is true."""
         return torch.where(self._found(wrong), torch.as_tensor(instead).to(values), values)
 
-    def _replaced(self, values: Tensor, wrong: Tensor, instead: int = 0) -> Tensor:
+    def replaced(self, values: Tensor, wrong: Tensor, instead: int = 0) -> Tensor:
+        """Return the values, those of them replaced by `instead` that are `wrong`."""
         self._found(wrong)
         return values.masked_fill(wrong, instead)
 
@@ -125,10 +115,10 @@ def _bags(check: RangeCheck, given: Given) -> dict[str, Any]:
 def _repeats(check: RangeCheck, given: Given) -> dict[str, Any]:
     """Check repeats: they are not negative, and make up the declared size of the result."""
     repeats, size = given["repeats"], given["output_size"]
-    if not isinstance(repeats, Tensor) or size is None:
-        return (
-            {"repeats": check.places(repeats, 0, torch.iinfo(torch.int32).max)} if isinstance(repeats, Tensor) else {}
-        )
+    if not isinstance(repeats, Tensor):
+        return {}
+    if size is None:
+        return {"repeats": check.places(repeats, 0, torch.iinfo(torch.int32).max)}
     times = 1
     if "self" in given and repeats.numel() == 1:  # repeats each element
         source, dim = given["self"], given["dim"]
@@ -140,29 +130,18 @@ def _repeats(check: RangeCheck, given: Given) -> dict[str, Any]:
 
 
 def _shares(check: RangeCheck, given: Given) -> dict[str, Any]:
-    return {"self": check.weights(given["self"])}
+    """Check the weights of a draw: not negative, infinite or NaN, and no rows of zeros. Wrong ones become 1."""
+    values = given["self"]
+    wrong = ~((values >= 0) & (values < float("inf")))
+    nothing = values.masked_fill(wrong, 0).sum(-1, keepdim=True) == 0
+    return {"self": check.replaced(values, wrong | nothing, 1)}
 
 
-def _along(check: RangeCheck, given: Given) -> dict[str, Any]:
-    source = given["self"]
-    size = source.shape[given["dim"]] if source.dim() else 1
-    return {"index": check.places(given["index"], 0, size)}
-
-
-def _check_fill(check: RangeCheck, given: Given) -> dict[str, Any]:
-    size = given["self"].shape[given["dim"]]
-    return {"index": check.places(given["index"], -size, size)}
-
-
-def _take(check: RangeCheck, given: Given) -> dict[str, Any]:
-    size = given["self"].numel()
-    return {"index": check.places(given["index"], -size, size)}
-
-
-def _take_along(check: RangeCheck, given: Given) -> dict[str, Any]:
-    source, dim = given["self"], given["dim"]
-    size = source.numel() if dim is None else source.shape[dim]
-    return {"indices": check.places(given["indices"], 0, size)}
+def _along(check: RangeCheck, given: Given, name: str = "index", *, from_end: bool = False) -> dict[str, Any]:
+    """Check places in a dimension, or in all elements without one. `from_end`: negative numbers count from its end."""
+    source, dim = given["self"], given.get("dim")
+    size = source.numel() if dim is None else source.shape[dim] if source.dim() else 1
+    return {name: check.places(given[name], -size if from_end else 0, size)}
 
 
 def _index(check: RangeCheck, given: Given) -> dict[str, Any]:
@@ -195,19 +174,16 @@ def _one_hot(check: RangeCheck, given: Given) -> dict[str, Any]:
 
 
 def _probabilities(check: RangeCheck, given: Given) -> dict[str, Any]:
-    return {"self": check.probabilities(given["self"])}
-
-
-def _drawn(check: RangeCheck, given: Given) -> dict[str, Any]:
-    """Check a tensor of probabilities, unless one number is given for all elements."""
-    return {} if "p" in given else _probabilities(check, given)
+    """Check a tensor of probabilities, unless one number (`p`) is given for all elements. NaN is wrong, too."""
+    values = given["self"]
+    return {} if "p" in given else {"self": check.replaced(values, ~((values >= 0) & (values <= 1)))}
 
 
 def _masked(check: RangeCheck, given: Given) -> dict[str, Any]:
     """Check a mask: it may not choose more places than the source has elements."""
     mask = given["mask"].expand(torch.broadcast_shapes(given["mask"].shape, given["self"].shape))
     beyond = mask & (mask.flatten().cumsum(0).view(mask.shape) > prod(given["source"].shape))
-    return {"mask": check._replaced(mask, beyond)}
+    return {"mask": check.replaced(mask, beyond)}
 
 
 def _asserted(check: RangeCheck, given: Given) -> dict[str, Any]:
@@ -259,12 +235,12 @@ _RULES: dict[str, Callable[[RangeCheck, Given], dict[str, Any]]] = {
     **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"), _classes),
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss"), _classes),
     "multilabel_margin_loss": _labels,
-    "index_fill": _check_fill,
-    "take": _take,
-    "take_along_dim": _take_along,
+    "index_fill": partial(_along, from_end=True),
+    "take": partial(_along, from_end=True),
+    "take_along_dim": partial(_along, name="indices"),
     "one_hot": _one_hot,
     "binary_cross_entropy": _probabilities,
-    "bernoulli": _drawn,
+    "bernoulli": _probabilities,
     "masked_scatter": _masked,
     "_assert_async": _asserted,
     "ctc_loss": _transcripts,
@@ -327,10 +303,15 @@ class GraphSegment(Segment):
         self.is_portable = not any(draws_by_device(node.operator, node.args) for node in graph.nodes)
         held = {name for unit in self.layout.units[start:end] for name in unit.weights}
         self._weights = {weight.name: weight for weight in graph.weights if weight.name in held}
-        self._tensors = {
-            name: _as_weight(weights[weight.tensor].to(self.device), weight.trained, weight.type, weight.tensor)
-            for name, weight in self._weights.items()
-        }
+        self._tensors: dict[str, Tensor] = {}
+        for name, weight in self._weights.items():
+            tensor, kind = weights[weight.tensor].to(self.device), weight.type
+            if tuple(tensor.shape) != kind.shape or str(tensor.dtype) != f"torch.{kind.dtype}":
+                (text,) = map(text_of, described([tensor]))
+                raise CheckpointError(
+                    f"the tensor {weight.tensor} is {text}, but the graph has {kind.dtype} {kind.shape}; export the module again"
+                )
+            self._tensors[name] = nn.Parameter(tensor) if weight.trained else tensor
         self._programs = {number: self._compile(self.layout.units[number], number) for number in range(start, end)}
         places = {self._slot(Ref(name)): tensor for name, tensor in self._tensors.items()}
         self._template: list[Any] = [places.get(slot) for slot in range(len(self._slots))]
@@ -403,7 +384,14 @@ class GraphSegment(Segment):
             dropout.begin(seed, number)
         try:
             with dropout or nullcontext():
-                _interpret(program, slots, batch)
+                for call in program.calls:
+                    args = [_fill(argument, slots, batch) for argument in call.args]
+                    kwargs = {key: _fill(argument, slots, batch) for key, argument in call.kwargs.items()}
+                    output = call.function(*args, **kwargs)
+                    for item, slot in call.results:
+                        slots[slot] = output if item is None else output[item]
+                    for slot in call.done:
+                        slots[slot] = None
         except (IndexError, torch.linalg.LinAlgError) as error:
             raise ProtocolError(f"layer {number} of the graph cannot work with this batch: {error}") from error
         for buffer, slot in program.moves:
@@ -422,25 +410,24 @@ class GraphSegment(Segment):
         calls = []
         for node in unit.nodes:
             done = sorted({self._slot(ref) for ref in node.refs() if last_use.get(ref) == node.name})
-            calls.append(self._compile_call(node, tuple(done)))
+            function = resolve(node.operator)
+            if len(node.types) == 1:
+                item = 0 if gives_list(function) else None
+                results: list[tuple[int | None, int]] = [(item, self._slot(Ref(node.name)))]
+            else:
+                results = [(item, self._slot(Ref(node.name, item))) for item in range(len(node.types))]
+            call = _Call(
+                function=self._means.guarded(node, self._ranges.guarded(node.operator, function)),
+                args=tuple(map(self._compile_argument, node.args)),
+                kwargs={key: self._compile_argument(argument) for key, argument in node.kwargs.items()},
+                results=tuple(results),
+                done=tuple(done),
+            )
+            calls.append(call)
         return _Program(
             calls=tuple(calls),
             moves=tuple((self._tensors[move.buffer], self._slot(move.value)) for move in unit.moves),
             is_random=any(is_random(node.operator, node.args) for node in unit.nodes),
-        )
-
-    def _compile_call(self, node: OperatorCall, done: tuple[int, ...]) -> _Call:
-        function = resolve(node.operator)
-        if len(node.types) == 1:
-            results: list[tuple[int | None, int]] = [(0 if gives_list(function) else None, self._slot(Ref(node.name)))]
-        else:
-            results = [(item, self._slot(Ref(node.name, item))) for item in range(len(node.types))]
-        return _Call(
-            function=self._means.guarded(node, self._ranges.guarded(node.operator, function)),
-            args=tuple(map(self._compile_argument, node.args)),
-            kwargs={key: self._compile_argument(argument) for key, argument in node.kwargs.items()},
-            results=tuple(results),
-            done=done,
         )
 
     def _compile_argument(self, argument: Argument) -> Any:
@@ -464,21 +451,9 @@ def load_segment(folder: Path, start: int, end: int, *, device: torch.device | s
         raise CheckpointError(
             f"{folder}: the graph needs the tensor {missing[0]}, which the weights lack; export the module again"
         )
-    copies = {
-        name: tensor.clone() for name, tensor in checkpoint.read(names).items()
-    }  # training must not write into a mapped file
+    # Training must not write into a mapped file.
+    copies = {name: tensor.clone() for name, tensor in checkpoint.read(names).items()}
     return GraphSegment(checkpoint.graph, copies, start, end, device=device)
-
-
-def _interpret(program: _Program, slots: list[Any], batch: int) -> None:
-    for call in program.calls:
-        args = [_fill(argument, slots, batch) for argument in call.args]
-        kwargs = {key: _fill(argument, slots, batch) for key, argument in call.kwargs.items()}
-        output = call.function(*args, **kwargs)
-        for item, slot in call.results:
-            slots[slot] = output if item is None else output[item]
-        for slot in call.done:
-            slots[slot] = None
 
 
 def _fill(argument: Any, slots: list[Any], batch: int) -> Any:
@@ -488,12 +463,3 @@ def _fill(argument: Any, slots: list[Any], batch: int) -> Any:
     if kind is list:
         return [_fill(item, slots, batch) for item in argument]
     return argument.at(batch) if kind is Poly else argument
-
-
-def _as_weight(tensor: Tensor, trained: bool, kind: TensorType, name: str) -> Tensor:
-    if tuple(tensor.shape) != kind.shape or str(tensor.dtype) != f"torch.{kind.dtype}":
-        (text,) = map(text_of, described([tensor]))
-        raise CheckpointError(
-            f"the tensor {name} is {text}, but the graph has {kind.dtype} {kind.shape}; export the module again"
-        )
-    return nn.Parameter(tensor) if trained else tensor

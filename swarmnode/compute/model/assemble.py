@@ -51,21 +51,7 @@ def assemble(
 
     Raises CheckpointError if tensors are missing or misshapen, or transformers cannot fill the model.
     """
-    model_class = _cut_class(family, start, end, packed)
-    try:
-        with ONE_AT_A_TIME, quiet_loader():
-            model, info = model_class.from_pretrained(
-                None,
-                config=family.config,
-                state_dict=dict(tensors),
-                dtype=dtype,
-                ignore_mismatched_sizes=True,  # reported below
-                output_loading_info=True,
-            )
-    except FOREIGN_ERRORS as error:
-        raise CheckpointError(
-            f"{family.model_class.__name__} cannot be filled from the checkpoint: {error}; fetch the checkpoint again"
-        ) from error
+    model, info = _filled(_cut_class(family, start, end, packed), family, tensors, dtype)
     wrong = [*info["missing_keys"], *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
     if wrong:
         raise CheckpointError(
@@ -76,6 +62,27 @@ def assemble(
         _remove(model, family.input_embedding)  # was needed only for a tied head
     model.requires_grad_(False)
     return model
+
+
+def _filled(
+    model_class: Any, family: Family, tensors: Mapping[str, Any], dtype: torch.dtype | str
+) -> tuple[Any, dict[str, Any]]:
+    """Return a model that transformers' loader filled, and its report. Raises CheckpointError if the loader fails."""
+    try:
+        with ONE_AT_A_TIME, quiet_loader():
+            model, report = model_class.from_pretrained(
+                None,
+                config=family.config,
+                state_dict=dict(tensors),
+                dtype=dtype,
+                ignore_mismatched_sizes=True,  # the caller reports them
+                output_loading_info=True,
+            )
+    except FOREIGN_ERRORS as error:
+        raise CheckpointError(
+            f"{family.model_class.__name__} cannot be filled from the checkpoint: {error}; fetch the checkpoint again"
+        ) from error
+    return model, dict(report)
 
 
 def outline(family: Family, start: int, end: int, *, dtype: torch.dtype, packed: Packed = MappingProxyType({})) -> Any:
@@ -174,7 +181,8 @@ def check_tensors(checkpoint: Checkpoint) -> None:
         name: torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Outline)
         for name, (shape, dtype) in shapes.items()
     }
-    found = _compare(family, outlines)
+    with ONE_AT_A_TIME, no_init_weights():
+        _, found = _filled(family.model_class, family, outlines, torch.bfloat16)
     whole = [name for name, entry in entries.items() if name not in outlines and name in found["missing_keys"]]
     if whole:
         raise CheckpointError(
@@ -201,25 +209,6 @@ def check_tensors(checkpoint: Checkpoint) -> None:
             f"{checkpoint.path}: has {_count(ignored)} that the model of its config.json "
             f"has no place for, as {ignored[0]}; check that the two belong together"
         )
-
-
-def _compare(family: Family, outlines: dict[str, Any]) -> dict[str, Any]:
-    """Return the report of transformers' loader on the tensors. Raises CheckpointError if the loader fails."""
-    try:
-        with ONE_AT_A_TIME, quiet_loader(), no_init_weights():
-            _, found = family.model_class.from_pretrained(
-                None,
-                config=family.config,
-                state_dict=outlines,
-                dtype=torch.bfloat16,
-                ignore_mismatched_sizes=True,  # the caller reports them
-                output_loading_info=True,
-            )
-    except FOREIGN_ERRORS as error:
-        raise CheckpointError(
-            f"{family.model_class.__name__} cannot be filled from the checkpoint: {error}; fetch the checkpoint again"
-        ) from error
-    return dict(found)
 
 
 def _counts(family: Family, name: str, outlines: dict[str, Any]) -> bool:

@@ -14,7 +14,6 @@ whatever else a pass computes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,9 +103,11 @@ def attention_by_position(
 ) -> tuple[Tensor, None]:
     """Return the attention (B, T, H, W) of queries (B, H, T, D) to keys (B, G, C, D) and values (B, G, C, W), and None.
 
-    This is what transformers expects. `attention_mask` is float16 (B, 1, T, C): 0 for columns that count, else minus infinity. None
-    if all before the position count. Attention with a dropout or a position bias is torch's. So is attention that takes gradients,
-    or a mask of another dtype as in training. Raises ValueError if ggml cannot take these shapes.
+    transformers expects this pair. `attention_mask` is float16 (B, 1, T, C): 0 for columns that count, else minus infinity; None if
+    all columns up to the position's own count. torch computes the attention instead, whose bits depend on the company, if it takes
+    gradients, has a dropout or a position bias or is not causal, or if the mask has another dtype, as in training.
+
+    Raises ValueError if ggml cannot take these shapes.
     """
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     has_other_mask = attention_mask is not None and attention_mask.dtype != torch.float16
@@ -125,7 +126,12 @@ def attention_by_position(
         key, value = key.float().contiguous(), value.float().contiguous()
     rows, heads, count, width = query.shape
     q_BTHD = query.transpose(1, 2).float().contiguous()
-    mask_BTC = _full_mask(attention_mask, rows, count, key.shape[2])
+    columns = key.shape[2]
+    if attention_mask is None:  # a causal pass whose queries belong to the last columns
+        hidden_TC = torch.full((count, columns), -math.inf, dtype=torch.float16).triu_(columns - count + 1)
+        mask_BTC = hidden_TC.expand(rows, count, columns).contiguous()
+    else:
+        mask_BTC = attention_mask.expand(rows, 1, count, columns).reshape(rows, count, columns)
     y_BTHW = torch.empty(rows, count, heads, value.shape[3])
     scale = 1 / math.sqrt(width) if scaling is None else scaling
     if rows == count == 1:
@@ -167,14 +173,6 @@ def _attend(tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], scale: float
     prepared()
 
 
-def _full_mask(mask: Tensor | None, rows: int, count: int, columns: int) -> Tensor:
-    """Return the mask (B, T, C) of a causal pass whose queries belong to the last columns, unless one is given."""
-    if mask is not None:
-        return mask.expand(rows, 1, count, columns).reshape(rows, count, columns)
-    hidden_TC = torch.full((count, columns), -math.inf, dtype=torch.float16).triu_(columns - count + 1)
-    return hidden_TC.expand(rows, count, columns).contiguous()
-
-
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return transformers' mask as `attention_by_position` takes it."""
     mask: Tensor | None = sdpa_mask(*args, **kwargs)
@@ -207,23 +205,19 @@ class SameBits(TorchFunctionMode):
         given = kwargs or {}
         if function not in IN_VECTORS or not args or torch.is_grad_enabled():
             return function(*args, **given)
-        x, *others = args
+        original = x = args[0]
+        others = args[1:]
         inplace = given.pop("inplace", False)
-        y = _in_whole_vectors(lambda part: function(part, *others, **given), x)
-        return x.copy_(y) if inplace else y
-
-
-def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Return function(x), of which each thread computes whole vectors."""
-    width = x.shape[-1] if x.dim() else 1
-    missing = -width % VECTORS
-    if missing or not x.is_contiguous():
-        x = functional.pad(x.view(1) if x.dim() == 0 else x, (0, missing)).contiguous()
-    count, elements = torch.get_num_threads(), x.numel()
-    rest = elements % (count * VECTORS)
-    if count == 1 or elements <= ALONE or (elements >= SHARE * count and not rest):
-        y = function(x)
-    else:
-        sizes: int | list[int] = ALONE if elements < SHARE * count else [elements - rest, rest]
-        y = torch.cat([function(part) for part in x.view(-1).split(sizes)]).view(x.shape)
-    return y[..., :width].contiguous() if missing else y
+        width = x.shape[-1] if x.dim() else 1
+        missing = -width % VECTORS
+        if missing or not x.is_contiguous():
+            x = functional.pad(x.view(1) if x.dim() == 0 else x, (0, missing)).contiguous()
+        count, elements = torch.get_num_threads(), x.numel()
+        rest = elements % (count * VECTORS)
+        if count == 1 or elements <= ALONE or (elements >= SHARE * count and not rest):
+            y = function(x, *others, **given)
+        else:
+            sizes: int | list[int] = ALONE if elements < SHARE * count else [elements - rest, rest]
+            y = torch.cat([function(part, *others, **given) for part in x.view(-1).split(sizes)]).view(x.shape)
+        y = y[..., :width].contiguous() if missing else y
+        return original.copy_(y) if inplace else y

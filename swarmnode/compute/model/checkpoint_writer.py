@@ -21,16 +21,14 @@ from torch import Tensor
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, Checkpoint
 from swarmnode.compute.model.family import KEYS, family_of, plain_config
 from swarmnode.compute.model.quantised_weights import QuantisedTensors, dequantised
+from swarmnode.compute.packing.tensor_entry import STORED_DTYPES
 from swarmnode.errors import CheckpointError
 from swarmnode.files import parse_json
 from swarmnode.swarm.storage.content import INDEX_NAME, SMALL_NAMES, Progress
 
 SHARD_BYTES = 1 << 30
 HEADER_ALIGNMENT = 8
-DTYPE_NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:

@@ -111,7 +111,14 @@ class HubCheckpoint(Checkpoint):
             has_gguf = any(file.endswith(GGUF_SUFFIX) for file in self._hub.files)
             hint = f"; for its GGUF files give hf.co/{repository}, or {repository}:QUANT" if has_gguf else ""
             raise CheckpointError(f"{repository}: has no {CONFIG_FILE}, so it is not a model of transformers{hint}")
-        self._take(self._remote_entries())
+        with _hub_errors(repository, self.revision):
+            metadata = self._hub.api.get_safetensors_metadata(repository, revision=self.revision)
+        entries: dict[str, TensorEntry] = {}
+        for file, header in metadata.files_metadata.items():
+            for name, tensor in header.tensors.items():
+                begin, end = tensor.data_offsets
+                entries[name] = TensorEntry(self.path / file, tensor.dtype, tuple(tensor.shape), begin, end)
+        self._take(entries)
 
     def __repr__(self) -> str:
         return f"HubCheckpoint({self.repository}, {len(self.entries)} tensors)"
@@ -125,7 +132,14 @@ class HubCheckpoint(Checkpoint):
         for shard in sorted({self.entries[name].file.name for name in names}):
             local = read_header(self._hub.fetch_whole(shard))
             for name in names:
-                if self.entries[name].file.name == shard and not _same_tensor(local.get(name), self.entries[name]):
+                promised, found = self.entries[name], local.get(name)
+                if promised.file.name != shard:
+                    continue
+                if found is None or (found.dtype, found.shape, found.nbytes) != (
+                    promised.dtype,
+                    promised.shape,
+                    promised.nbytes,
+                ):
                     raise CheckpointError(
                         f"{self.repository}: {name} in {shard} is not what the hub's header promised; try again"
                     )
@@ -138,16 +152,6 @@ class HubCheckpoint(Checkpoint):
     def small_file(self, name: str) -> Path | None:
         """Fetch a small file and return its path; None if the hub does not have it."""
         return self._hub.fetch(name) if name in self._hub.files else None
-
-    def _remote_entries(self) -> dict[str, TensorEntry]:
-        with _hub_errors(self.repository, self.revision):
-            metadata = self._hub.api.get_safetensors_metadata(self.repository, revision=self.revision)
-        entries: dict[str, TensorEntry] = {}
-        for file, header in metadata.files_metadata.items():
-            for name, tensor in header.tensors.items():
-                begin, end = tensor.data_offsets
-                entries[name] = TensorEntry(self.path / file, tensor.dtype, tuple(tensor.shape), begin, end)
-        return entries
 
 
 def _check_name(repository: str, revision: str | None) -> None:
@@ -209,10 +213,6 @@ def _sha256_of(path: Path) -> str:
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def _same_tensor(one: TensorEntry | None, other: TensorEntry) -> bool:
-    return one is not None and (one.dtype, one.shape, one.nbytes) == (other.dtype, other.shape, other.nbytes)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from swarmnode.compute.packing.packed_matrix import Method, PackedMatrix
 from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, TransposedWeight
 from swarmnode.compute.packing.quantisation_methods import Mxfp4
 from swarmnode.compute.packing.quantised_matrix import packed_experts, packed_matrix
-from swarmnode.compute.packing.tensor_entry import TensorEntry
+from swarmnode.compute.packing.tensor_entry import LazyTensor, TensorEntry
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import Progress
 
@@ -41,22 +41,14 @@ class QuantisedTensors:
     def __init__(self, path: Path, settings: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> None:
         self.settings = settings
         self.method: Method = method_of(settings)
-        self._path, self._entries = path, entries
+        self._entries = entries
         packed = {name for name, entry in entries.items() if self.method.packs(name, entry)}
         self.beside = {
             self.method.stem(name) + suffix for name in packed for suffix in self.method.beside
         } & entries.keys()
         self.packed = packed - self.beside  # quantised scales look like packed weights, too
-        self._check()
-
-    def __repr__(self) -> str:
-        return f"QuantisedTensors({type(self.method).__name__}, {len(self.packed)} matrices of {self._path})"
-
-    def _check(self) -> None:
         if not self.packed:
-            raise CheckpointError(
-                f"{self._path}: its config says quantised, but no tensor is; fetch the checkpoint again"
-            )
+            raise CheckpointError(f"{path}: its config says quantised, but no tensor is; fetch the checkpoint again")
         suffixes = tuple(suffix for suffix in self.method.beside if suffix.startswith("."))
         for name in self.plain_names:
             if suffixes and name.endswith(suffixes):
@@ -124,28 +116,16 @@ class QuantisedTensors:
             if progress is not None:
                 progress(done, total)
 
-    def slices(self, tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, QuantisedSlice]:
+    def slices(self, tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, LazyTensor]:
         """Return the parameters that these packed tensors make, to be dequantised when they are read."""
-        return {self.parameter(name): QuantisedSlice(self, name, tensors) for name in names}
-
-
-class QuantisedSlice:
-    """Parameter that is dequantised when it is read, with the interface of a safetensors slice."""
-
-    def __init__(self, quantised: QuantisedTensors, name: str, tensors: Mapping[str, Any]) -> None:
-        self._quantised, self._name, self._tensors = quantised, name, tensors
-
-    def __getitem__(self, index: Any) -> Tensor:
-        whole: Tensor = dequantised(self._quantised.method, self._quantised.matrix(self._name, self._tensors))[index]
-        return whole
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the parameter."""
-        return list(plain_shape(self._quantised.method, self._quantised.matrix(self._name, self._tensors)))
-
-    def get_dtype(self) -> str:
-        """Return the dtype of the values."""
-        return "F32"
+        return {
+            self.parameter(name): LazyTensor(
+                "F32",
+                lambda name=name: plain_shape(self.method, self.matrix(name, tensors)),
+                lambda name=name: dequantised(self.method, self.matrix(name, tensors)),
+            )
+            for name in names
+        }
 
 
 def dequantised(method: Method, matrix: PackedMatrix) -> Tensor:
@@ -202,7 +182,14 @@ def read_quantised(
         if target != looked_up and place.names <= packed.keys():
             weight = _read(quantised, slices, place, packed, dtype, exact=exact)
         elif target in matrices and len(place.names) == 1 and place.names <= plain.keys():
-            weight = _read_plain(plain[place.parts[0][0]], dtype, exact=exact, looked_up=target == looked_up)
+            # In the bytes of its file: in float32, as products take activations on CPUs, an embedding would take twice the memory.
+            stored = plain[place.parts[0][0]]
+            form, shape = FORMATS.get(stored.get_dtype()), stored.get_shape()
+            if form is not None and form.name in PLAIN_MATRICES and len(shape) == 2:
+                form.check_shape(shape)
+                rows_OB, is_looked_up = stored[...].view(torch.uint8), target == looked_up
+                matrix = GgmlMatrix(rows_OB, form, shape[1], exact=exact, looked_up=is_looked_up)
+                weight = PackedWeight([matrix], dtype)
         if weight is not None:
             held[target] = weight
             for name in place.names:
@@ -246,23 +233,18 @@ def _read(
     return PackedStack(weights) if place.stacked else weights[0]
 
 
-def _read_plain(stored: Any, dtype: torch.dtype, *, exact: bool, looked_up: bool) -> PackedWeight | None:
-    """Return a plain matrix in the bytes of its file; None if it has another dtype, or is no matrix. In float32, as products
-    take activations on CPUs, an embedding would take twice the memory."""
-    name, shape = stored.get_dtype(), stored.get_shape()
-    if name not in PLAIN_MATRICES or len(shape) != 2:
-        return None
-    FORMATS[name].check_shape(shape)
-    rows_OB = stored[...].view(torch.uint8)
-    matrix = GgmlMatrix(rows_OB, FORMATS[name], shape[1], exact=exact, looked_up=looked_up)
-    return PackedWeight([matrix], dtype)
-
-
 def _places(model: Any, names: Iterable[str]) -> dict[str, _Place]:
     """Return where tensors of a checkpoint belong in the model, by its parameters, from transformers' table of renamed tensors
     and joined experts. Parameters that are made in another way are left out."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        Concatenate,
+        MergeModulelist,
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     try:
@@ -286,17 +268,11 @@ def _places(model: Any, names: Iterable[str]) -> dict[str, _Place]:
         elif target in shapes and pattern is not None and None not in sources:
             converter = by_pattern[pattern]
             order = [sources.get(pattern, []) for pattern in converter.source_patterns]
-            if _joins_experts(converter) and {len(each) for each in order} == {shapes[target][0]}:
+            # Matrices of experts are stacked, and the parts of each joined one above the other.
+            stacking, *joining = converter.operations or [None]
+            stacks = isinstance(stacking, MergeModulelist) and stacking.dim == 0
+            joins = len(joining) == 1 and isinstance(joining[0], Concatenate) and joining[0].dim == 1
+            is_known = stacks and (joins if len(order) > 1 else not joining)
+            if is_known and {len(each) for each in order} == {shapes[target][0]}:
                 places[target] = _Place(list(zip(*order, strict=True)), stacked=True)
     return places
-
-
-def _joins_experts(converter: Any) -> bool:
-    """Return whether a converter stacks the matrices of experts, and joins the parts of each one above the other."""
-    from transformers.core_model_loading import Concatenate, MergeModulelist
-
-    operations = converter.operations
-    stacks = bool(operations) and isinstance(operations[0], MergeModulelist) and operations[0].dim == 0
-    if len(converter.source_patterns) == 1:
-        return stacks and len(operations) == 1
-    return stacks and len(operations) == 2 and isinstance(operations[1], Concatenate) and operations[1].dim == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -52,22 +53,15 @@ def _bits(bytes_NB: Tensor) -> Tensor:
     return _shifted(bytes_NB.reshape(-1, 1), 1, 1).view(len(bytes_NB), -1)
 
 
-def _q4_0(b: Tensor) -> Tensor:
-    return _half(b, 0) * (_shifted(b[:, 2:], 16, 4).float() - 8)
-
-
-def _q4_1(b: Tensor) -> Tensor:
-    return _half(b, 0) * _shifted(b[:, 4:], 16, 4).float() + _half(b, 2)
-
-
-def _q5_0(b: Tensor) -> Tensor:
-    codes = _shifted(b[:, 6:], 16, 4) | (_bits(b[:, 2:6]) << 4)
-    return _half(b, 0) * (codes.float() - 16)
-
-
-def _q5_1(b: Tensor) -> Tensor:
-    codes = _shifted(b[:, 8:], 16, 4) | (_bits(b[:, 4:8]) << 4)
-    return _half(b, 0) * codes.float() + _half(b, 2)
+def _of_32(b: Tensor, bits: int, *, least: bool) -> Tensor:
+    """Return the values of Q4_0, Q5_0, Q4_1 and Q5_1: codes of `bits`, with an offset of half their range or a `least` value."""
+    place = 4 if least else 2
+    codes = _shifted(b[:, -16:], 16, 4)
+    if bits == 5:
+        codes = codes | (_bits(b[:, place : place + 4]) << 4)
+    if least:
+        return _half(b, 0) * codes.float() + _half(b, 2)
+    return _half(b, 0) * (codes.float() - 2 ** (bits - 1))
 
 
 def _q8_0(b: Tensor) -> Tensor:
@@ -138,7 +132,8 @@ def _mxfp4(b: Tensor) -> Tensor:
 
 
 _VALUES: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
+    "Q4_0": partial(_of_32, bits=4, least=False), "Q4_1": partial(_of_32, bits=4, least=True),
+    "Q5_0": partial(_of_32, bits=5, least=False), "Q5_1": partial(_of_32, bits=5, least=True), "Q8_0": _q8_0,
     "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
     "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
 }  # fmt: skip

@@ -106,14 +106,9 @@ class CardMatrix:
         return MatrixKind(self.form.name, self.outputs, self.inputs, self.dtype, name)
 
     @property
-    def _kernels(self) -> ModuleType | None:
-        """Kernels for this matrix on its device; None if there are none."""
+    def kernels(self) -> ModuleType | None:
+        """Triton kernels for this matrix on its device; None if there are none."""
         return None if self._stored is not None else kernels(self.device)
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether there are kernels for this matrix on its device."""
-        return self._kernels is not None
 
     def move_to(self, device: torch.device) -> None:
         """Move the bytes to another device."""
@@ -121,7 +116,7 @@ class CardMatrix:
 
     def rows(self, numbers_N: Tensor) -> Tensor:
         """Return the rows (N, I) of these numbers in the model's dtype."""
-        if (triton := self._kernels) is not None:
+        if (triton := self.kernels) is not None:
             values: Tensor = triton.values(self._memory, self.form, self.inputs, numbers_N, self.dtype)
             return values
         packed_NB = self._memory.view(self.outputs, -1)[numbers_N]
@@ -143,15 +138,15 @@ class CardMatrix:
         """Return the values (height or less, I) of the rows from `first` on, in the model's dtype."""
         row_bytes = self.form.row_bytes(self.inputs)
         packed_B = self._memory[first * row_bytes : (first + height) * row_bytes]
-        if (triton := self._kernels) is not None:
+        if (triton := self.kernels) is not None:
             count = len(packed_B) // row_bytes
             values: Tensor = triton.values(packed_B, self.form, self.inputs, count, self.dtype)
             return values
         return self._values(packed_B).view(-1, self.inputs)
 
-    def by_kernel(self, tile: object, x_RI: Tensor) -> Tensor:
-        """Return y (R, O) by the Triton kernel, in tiles of this size. Only if the matrix `has_kernels`."""
-        triton = self._kernels
+    def by_kernel(self, x_RI: Tensor, *, tile: object) -> Tensor:
+        """Return y (R, O) by the Triton kernel, in tiles of this size. Only if the matrix has kernels."""
+        triton = self.kernels
         assert triton is not None
         y_RO: Tensor = triton.multiply(self._memory, self.form, x_RI.contiguous(), self.outputs, tile)
         return y_RO
@@ -162,7 +157,7 @@ class CardMatrix:
 
 def tiled(matrix: CardMatrix, x_RI: Tensor) -> Tensor:
     """Return y (R, O). Some rows of the matrix are dequantised at a time."""
-    most = TILE_ELEMENTS if matrix.has_kernels else TORCH_ELEMENTS
+    most = TILE_ELEMENTS if matrix.kernels is not None else TORCH_ELEMENTS
     height = max(1, most // matrix.inputs)
     parts_RO = [functional.linear(x_RI, matrix.tile(first, height)) for first in range(0, matrix.outputs, height)]
     return parts_RO[0] if len(parts_RO) == 1 else torch.cat(parts_RO, dim=1)
@@ -170,7 +165,7 @@ def tiled(matrix: CardMatrix, x_RI: Tensor) -> Tensor:
 
 def working_bytes(matrix: CardMatrix) -> int:
     """Return the most memory that a product takes besides its input and output."""
-    if matrix.has_kernels:
+    if matrix.kernels is not None:
         return min(TILE_ELEMENTS, matrix.outputs * matrix.inputs) * matrix.dtype.itemsize
     return min(TORCH_ELEMENTS, matrix.outputs * matrix.inputs) * TORCH_BYTES
 
@@ -183,32 +178,25 @@ def choose_products(matrices: Iterable[CardMatrix]) -> None:
     """
     alike: dict[MatrixKind, list[CardMatrix]] = {}
     for matrix in matrices:
-        if matrix.has_kernels:
+        if matrix.kernels is not None:
             alike.setdefault(matrix.kind, []).append(matrix)
     for kind, some in alike.items():
         if kind not in _choices:
-            _choices[kind] = _fastest(some[:MATRICES_TIMED])
+            timed, triton = some[:MATRICES_TIMED], kernels(some[0].device)
+            assert triton is not None
+            rivals: list[Product] = [tiled]
+            for tile in triton.TILES:
+                product = functools.partial(CardMatrix.by_kernel, tile=tile)
+                try:
+                    _time_s(product, timed[:1], 1)
+                except triton.FAILURES as error:
+                    log.info("%r cannot be multiplied in %s: %s", timed[0], tile, str(error).partition("\n")[0])
+                else:
+                    rivals.append(product)
+            times_s = [sum(_time_s(product, timed, rows) for rows in TIMED_ROWS) for product in rivals]
+            _choices[kind] = rivals[times_s.index(min(times_s))]
         for matrix in some:
             matrix.product = _choices[kind]
-
-
-def _fastest(matrices: Sequence[CardMatrix]) -> Product:
-    triton = kernels(matrices[0].device)
-    assert triton is not None
-    rivals: list[Product] = [tiled]
-    for tile in triton.TILES:
-        product = functools.partial(_by_kernel, tile)
-        try:
-            _time_s(product, matrices[:1], 1)
-        except triton.FAILURES as error:
-            log.info("%r cannot be multiplied in %s: %s", matrices[0], tile, str(error).partition("\n")[0])
-        else:
-            rivals.append(product)
-    return min(rivals, key=lambda product: sum(_time_s(product, matrices, rows) for rows in TIMED_ROWS))
-
-
-def _by_kernel(tile: object, matrix: CardMatrix, x_RI: Tensor) -> Tensor:
-    return matrix.by_kernel(tile, x_RI)
 
 
 def _time_s(product: Product, matrices: Sequence[CardMatrix], rows: int) -> float:

@@ -116,7 +116,12 @@ def _c_name(name: str) -> str:
 
 
 class _Library:
-    """ggml's C functions that are used here. Raises AttributeError if the library lacks one, OSError if it cannot be loaded."""
+    """C functions of ggml in the library `file`, by short names.
+
+    Functions that some builds lack: `dequantisers` has those that are there, `interleaved` (ggml's kind of memory in which the rows
+    of some formats lie interleaved) and `quantise_rows` are None without theirs. Raises AttributeError if the library lacks another
+    function, OSError if it cannot be loaded.
+    """
 
     def __init__(self, file: Path) -> None:
         self._dll = ctypes.CDLL(str(file))
@@ -144,38 +149,26 @@ class _Library:
         self._silence = ctypes.CFUNCTYPE(None, c_int, ctypes.c_char_p, c_void_p)(lambda *_: None)
         self._function("ggml_log_set", None, pointer, pointer)(ctypes.cast(self._silence, pointer), None)
         row = (None, pointer, pointer, c_int64)
-        self.dequantisers = {
-            name: function for name in (*FORMATS, *ACTIVATIONS) if (function := self._dequantiser(name)) is not None
-        }
+        self.dequantisers = {}
+        for name in (*FORMATS, *ACTIVATIONS):
+            function = self._optional_function(f"dequantize_row_{_c_name(name)}", *row)
+            if function is not None:
+                self.dequantisers[name] = function
         self.quantisers = {name: self._function(f"quantize_row_{_c_name(name)}", *row) for name in ACTIVATIONS}
-        self.interleaved = self._interleaved_memory()
-        self.quantise_rows = self._row_quantiser()
+        memory = self._optional_function("_Z35ggml_backend_cpu_repack_buffer_typev", pointer)
+        self.interleaved: int | None = None if memory is None else memory()
+        arguments = (c_int, pointer, pointer, c_int64, c_int64, c_int64, pointer)
+        self.quantise_rows = self._optional_function("ggml_quantize_chunk", size, *arguments)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         function: Any = getattr(self._dll, name)
         function.restype, function.argtypes = result, arguments
         return function  # type: ignore[no-any-return]
 
-    def _interleaved_memory(self) -> int | None:
-        """Return ggml's kind of memory in which the rows of some formats lie interleaved; None if this build has none."""
+    def _optional_function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any] | None:
+        """Return a C function; None if this build lacks it."""
         try:
-            kind: int | None = self._function("_Z35ggml_backend_cpu_repack_buffer_typev", c_void_p)()
-        except AttributeError:
-            return None
-        return kind
-
-    def _row_quantiser(self) -> Callable[..., Any] | None:
-        """Return the C function that rounds rows of floats to a format; None if the library has none."""
-        try:
-            arguments = (c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)
-            return self._function("ggml_quantize_chunk", c_size_t, *arguments)
-        except AttributeError:
-            return None
-
-    def _dequantiser(self, name: str) -> Callable[..., Any] | None:
-        """Return the C function (block, floats, count) for a format; None if the library has none."""
-        try:
-            return self._function(f"dequantize_row_{_c_name(name)}", None, c_void_p, c_void_p, c_int64)
+            return self._function(name, result, *arguments)
         except AttributeError:
             return None
 
@@ -338,13 +331,32 @@ class _Thread(threading.local):
         self._last_split: tuple[Tensor, str, Tensor] | None = None
 
     def split(self, x_RI: Tensor, form: Format) -> Tensor:
-        """Return the parts (PARTS, R, bytes) of activations. The last ones are kept: several matrices take the same x."""
+        """Return activations as sums of parts (PARTS, R, bytes), each the rest that the one before left, times STEP.
+
+        The last ones are kept: several matrices take the same x.
+        """
         last = self._last_split
         if last is not None and last[1] == form.name and torch.equal(last[0], x_RI):
             return last[2]
-        parts = _split(self._ggml, x_RI, form)
-        self._last_split = x_RI.clone(), form.name, parts
-        return parts
+        rows, inputs = x_RI.shape
+        parts_PRB = aligned(PARTS * rows * form.row_bytes(inputs)).view(PARTS, rows, -1)
+        rest_RI, lost_N1 = x_RI, torch.zeros(1, 1)
+        for part_RB in parts_PRB:
+            self._ggml.quantisers[form.name](rest_RI.data_ptr(), part_RB.data_ptr(), x_RI.numel())
+            if form.name == "Q8_1":
+                # Blocks have their sums in float16: what the part before has lost of these is added here.
+                blocks_NB = part_RB.view(-1, form.block_bytes)
+                scale_N1, sum_N1 = blocks_NB[:, :2].view(torch.float16), blocks_NB[:, 2:4].view(torch.float16)
+                rounded_RI = blocks_NB[:, 4:].view(torch.int8).float() * scale_N1.float()
+                wanted_N1 = rounded_RI.sum(dim=1, keepdim=True) + lost_N1 * STEP
+                sum_N1.copy_(wanted_N1)
+                lost_N1 = wanted_N1 - sum_N1.float()
+            else:
+                rounded_RI = torch.empty(rows, inputs)
+                self._ggml.dequantisers[form.name](part_RB.data_ptr(), rounded_RI.data_ptr(), x_RI.numel())
+            rest_RI = (rest_RI - rounded_RI.view(rows, inputs)) * STEP
+        self._last_split = x_RI.clone(), form.name, parts_PRB
+        return parts_PRB
 
     def compute(self, prepared: Prepared) -> None:
         """Compute a prepared graph. Raises RuntimeError if ggml cannot."""
@@ -364,35 +376,6 @@ class _Thread(threading.local):
         else:
             self._prepared.move_to_end((make, kind))
         return found
-
-
-def _split(ggml: _Library, x_RI: Tensor, form: Format) -> Tensor:
-    """Return activations as sums of PARTS parts (PARTS, R, bytes), each the rest that the one before left, times STEP."""
-    rows, inputs = x_RI.shape
-    parts_PRB = aligned(PARTS * rows * form.row_bytes(inputs)).view(PARTS, rows, -1)
-    rest_RI, lost_N1 = x_RI, None
-    for part_RB in parts_PRB:
-        ggml.quantisers[form.name](rest_RI.data_ptr(), part_RB.data_ptr(), x_RI.numel())
-        if form.name == "Q8_1":
-            rounded_RI, lost_N1 = _rounded_with_sums(part_RB, lost_N1)
-        else:
-            rounded_RI = torch.empty(rows, inputs)
-            ggml.dequantisers[form.name](part_RB.data_ptr(), rounded_RI.data_ptr(), x_RI.numel())
-        rest_RI = (rest_RI - rounded_RI.view(rows, inputs)) * STEP
-    return parts_PRB
-
-
-def _rounded_with_sums(part_RB: Tensor, lost_N1: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the values of a part in Q8_1, and how far its blocks' sums in float16 are off. What the part before has lost is
-    added to the sums here."""
-    blocks_NB = part_RB.view(-1, ACTIVATIONS["Q8_1"].block_bytes)
-    scale_N1, sum_N1 = blocks_NB[:, :2].view(torch.float16), blocks_NB[:, 2:4].view(torch.float16)
-    values_NE = blocks_NB[:, 4:].view(torch.int8).float() * scale_N1.float()
-    wanted_N1 = values_NE.sum(dim=1, keepdim=True)
-    if lost_N1 is not None:
-        wanted_N1 += lost_N1 * STEP
-    sum_N1.copy_(wanted_N1)
-    return values_NE, wanted_N1 - sum_N1.float()
 
 
 @functools.cache
@@ -460,7 +443,11 @@ class GgmlMatrix:
         kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self.order is None
         self._memory = packed_OB.view(-1) if kept else aligned(packed_OB.nbytes)
         if self.order is not None:
-            self._interleave(packed_OB.contiguous())
+            packed_OB, ggml = packed_OB.contiguous(), library()
+            assert ggml is not None
+            with _interleaved_tensor(ggml, form, self.outputs, inputs) as (tensor, base):
+                ggml.set_values(tensor, packed_OB.data_ptr(), 0, packed_OB.nbytes)
+                ctypes.memmove(self._memory.data_ptr(), base, packed_OB.nbytes)
         elif not kept:
             self._memory.copy_(packed_OB.reshape(-1))
 
@@ -468,13 +455,6 @@ class GgmlMatrix:
     def has_rows(self) -> bool:
         """Whether rows can be read: not if they are interleaved."""
         return self.order is None
-
-    def _interleave(self, packed_OB: Tensor) -> None:
-        ggml = library()
-        assert ggml is not None
-        with _interleaved_tensor(ggml, self.form, self.outputs, self.inputs) as (tensor, base):
-            ggml.set_values(tensor, packed_OB.data_ptr(), 0, packed_OB.nbytes)
-            ctypes.memmove(self._memory.data_ptr(), base, packed_OB.nbytes)
 
     def rows(self, numbers_N: Tensor) -> Tensor:
         """Return the rows (N, I) of these numbers as float32. Only for a matrix that `has_rows`."""
@@ -494,12 +474,19 @@ class GgmlMatrix:
             return torch.empty(0, self.outputs)
         recorder = threads().recorder
         if recorder is not None:
-            y_RO: Tensor = recorder.calling(self.multiply, x_RI) if self._exact else recorder.product(self, x_RI)
-            return y_RO
+            recorded_RO: Tensor = recorder.calling(self.multiply, x_RI) if self._exact else recorder.product(self, x_RI)
+            return recorded_RO
         if not self._exact:
             return self._product(x_RI, FORMATS[F32], len(x_RI), apart=self.takes_rows_apart(len(x_RI)))
         if not self.form.activations or len(x_RI) > FEW_ROWS:
-            return self._dequantised_product(x_RI)
+            y_RO = torch.empty(len(x_RI), self.outputs)
+            packed_OB = self._memory.view(self.outputs, -1)
+            height = max(1, TILE_ELEMENTS // self.inputs)
+            for first in range(0, self.outputs, height):
+                tile_OB = packed_OB[first : first + height]
+                tile_OI = dequantise(tile_OB.reshape(-1), self.form, len(tile_OB) * self.inputs).view(-1, self.inputs)
+                torch.mm(x_RI, tile_OI.t(), out=y_RO[:, first : first + height])
+            return y_RO
         x_form = ACTIVATIONS[self.form.activations]
         parts_PRO = self._product(threads().split(x_RI, x_form), x_form, PARTS * len(x_RI)).view(
             PARTS, *x_RI.shape[:1], -1
@@ -543,15 +530,4 @@ class GgmlMatrix:
         if self.order is not None:
             product.buffer.value, product.extra.value = self.order.buffer, self.order.extra
         here.compute(product)
-        return y_RO
-
-    def _dequantised_product(self, x_RI: Tensor) -> Tensor:
-        """Return the product (R, O). Some rows of the matrix are dequantised at a time."""
-        y_RO = torch.empty(len(x_RI), self.outputs)
-        packed_OB = self._memory.view(self.outputs, -1)
-        height = max(1, TILE_ELEMENTS // self.inputs)
-        for first in range(0, self.outputs, height):
-            tile_OB = packed_OB[first : first + height]
-            tile_OI = dequantise(tile_OB.reshape(-1), self.form, len(tile_OB) * self.inputs).view(-1, self.inputs)
-            torch.mm(x_RI, tile_OI.t(), out=y_RO[:, first : first + height])
         return y_RO

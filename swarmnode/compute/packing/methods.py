@@ -35,36 +35,27 @@ COMPRESSED_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pa
 
 
 def method_of(settings: Mapping[str, Any]) -> Method:
-    """Return the method that a quantization_config names. Raises CheckpointError if it is damaged or not supported."""
-    name = str(settings.get("quant_method") or _bitsandbytes(settings) or "unknown").lower()
+    """Return the method that a quantization_config names. Raises CheckpointError if it is damaged or not supported, or has a key
+    that may change the weights and that is not read here. A key without a value (null, false, empty) changes nothing."""
+    older = settings.get("load_in_4bit") or settings.get("load_in_8bit")  # bitsandbytes' older configs name no method
+    name = str(settings.get("quant_method") or ("bitsandbytes" if older else "unknown")).lower()
     if name not in METHODS:
         raise CheckpointError(
             f"the checkpoint is quantised ({name}), and only {', '.join(METHODS)} can be read: {ADVICE}"
         )
     try:
-        _check_keys(name, settings)
-        return METHODS[name](settings)
+        make, read, harmless = METHODS[name]
+        for key, value in settings.items():
+            if key not in read and key not in harmless and key not in EVERYWHERE and value:
+                raise CheckpointError(
+                    f"the checkpoint's quantization_config ({name}) has {str(key)[:40]}: {str(value)[:40]}, which may change the "
+                    f"weights and is not supported: {ADVICE}"
+                )
+        return make(settings)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise CheckpointError(
             f"the checkpoint's quantization_config ({name}) is damaged: {error}; fetch config.json again"
         ) from None
-
-
-def _check_keys(name: str, settings: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the config of the method `name` has a key that may change the weights and that is not read here. A
-    key without a value (null, false, empty) changes nothing."""
-    read, harmless = KEYS[name]
-    for key, value in settings.items():
-        if key not in read and key not in harmless and key not in EVERYWHERE and value:
-            raise CheckpointError(
-                f"the checkpoint's quantization_config ({name}) has {str(key)[:40]}: {str(value)[:40]}, which may change the "
-                f"weights and is not supported: {ADVICE}"
-            )
-
-
-def _bitsandbytes(settings: Mapping[str, Any]) -> str | None:
-    """Return bitsandbytes for configs of its older versions, which do not name their method; None for others."""
-    return "bitsandbytes" if settings.get("load_in_4bit") or settings.get("load_in_8bit") else None
 
 
 def _value_bytes(bits: int, *, symmetric: bool) -> float:
@@ -81,7 +72,20 @@ def _of_gptq(settings: Mapping[str, Any]) -> Method:
             f"the checkpoint is GPTQ of {bits} bits in the format {form!r}, which is not supported: {ADVICE}"
         )
     _check_group_size(settings)
-    _check_dynamic(settings)
+    # Rules by name that pack some layers otherwise than the others; those that begin with "-:" leave layers unpacked, as the
+    # tensors show themselves.
+    rules = settings.get("dynamic") or {}
+    if not isinstance(rules, dict):
+        raise ValueError(f"its dynamic rules are {str(rules)[:40]!r}, not a table")
+    for pattern, changed in rules.items():
+        differs = not isinstance(changed, dict) or any(
+            key in PACKING and settings.get(key) != value for key, value in changed.items()
+        )
+        if differs and not pattern.startswith("-:"):
+            raise CheckpointError(
+                f"the checkpoint is GPTQ with other settings for layers like {pattern[:60]!r} ({str(changed)[:60]}), which is not "
+                f"supported: {ADVICE}"
+            )
     value_bytes = _value_bytes(bits, symmetric=settings.get("sym") is True)
     beside = (".qzeros", ".scales", ".g_idx")
     return Gptq(("I32",), ".qweight", ".weight", beside, WORD_BITS / bits, value_bytes, bits)
@@ -97,23 +101,6 @@ def _of_awq(settings: Mapping[str, Any]) -> Method:
     _check_group_size(settings)
     value_bytes = _value_bytes(bits, symmetric=settings.get("zero_point") is False)
     return Awq(("I32",), ".qweight", ".weight", (".qzeros", ".scales"), WORD_BITS / AWQ_BITS, value_bytes)
-
-
-def _check_dynamic(settings: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if GPTQ's rules by name pack some layers otherwise than the others. Rules that begin with "-:" leave
-    layers unpacked, as the tensors show themselves."""
-    rules = settings.get("dynamic") or {}
-    if not isinstance(rules, dict):
-        raise ValueError(f"its dynamic rules are {str(rules)[:40]!r}, not a table")
-    for pattern, changed in rules.items():
-        differs = not isinstance(changed, dict) or any(
-            key in PACKING and settings.get(key) != value for key, value in changed.items()
-        )
-        if differs and not pattern.startswith("-:"):
-            raise CheckpointError(
-                f"the checkpoint is GPTQ with other settings for layers like {pattern[:60]!r} ({str(changed)[:60]}), which is not "
-                f"supported: {ADVICE}"
-            )
 
 
 def _check_group_size(settings: Mapping[str, Any]) -> None:
@@ -197,36 +184,35 @@ CALIBRATION = _keys(
     "enable_norm_bias_tuning not_use_best_mse dynamic_max_gap offload_to_disk vram_strategy gc_mode"
 )
 """Keys of GPTQ and AWQ for how values were found, how inputs are ordered (`g_idx` shows it), or how kernels use them."""
-KEYS = {  # by method: keys that are read, and keys without meaning here
-    "gptq": (_keys("bits group_size sym format checkpoint_format dynamic desc_act static_groups"), CALIBRATION),
+METHODS: dict[str, tuple[Callable[[Mapping[str, Any]], Method], frozenset[str], frozenset[str]]] = {
+    "gptq": (
+        _of_gptq,
+        _keys("bits group_size sym format checkpoint_format dynamic desc_act static_groups"),
+        CALIBRATION,
+    ),
     "awq": (
+        _of_awq,
         _keys("bits w_bit group_size q_group_size zero_point version"),
         CALIBRATION | _keys("do_fuse fuse_max_seq_len modules_to_fuse"),
     ),
     "bitsandbytes": (
+        _of_bitsandbytes,
         _keys("load_in_4bit load_in_8bit _load_in_4bit _load_in_8bit"),
         _keys(
             "bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant llm_int8_threshold "
             "llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight llm_int8_skip_modules"
         ),
     ),
-    "fp8": (_keys("weight_block_size"), _keys("activation_scheme fmt scale_fmt dequantize")),
-    "fbgemm_fp8": (_keys("weight_block_size"), _keys("activation_scale_ub")),
+    "fp8": (_of_fp8, _keys("weight_block_size"), _keys("activation_scheme fmt scale_fmt dequantize")),
+    "fbgemm_fp8": (_of_fp8, _keys("weight_block_size"), _keys("activation_scale_ub")),
     "compressed-tensors": (
+        _of_compressed_tensors,
         _keys("format config_groups transform_config sparsity_config"),
         _keys("global_compression_ratio kv_cache_scheme run_compressed quantization_config"),
     ),
-    "mxfp4": (frozenset[str](), _keys("dequantize swizzled")),
+    "mxfp4": (_of_mxfp4, frozenset[str](), _keys("dequantize swizzled")),
 }
-"""kv_cache_scheme, activation_scheme and llm_int8_threshold change how activations are rounded, which weights alone do not need."""
+"""By method: its maker, keys that are read, and keys without meaning here.
 
-
-METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
-    "gptq": _of_gptq,
-    "awq": _of_awq,
-    "bitsandbytes": _of_bitsandbytes,
-    "fp8": _of_fp8,
-    "fbgemm_fp8": _of_fp8,
-    "compressed-tensors": _of_compressed_tensors,
-    "mxfp4": _of_mxfp4,
-}
+kv_cache_scheme, activation_scheme and llm_int8_threshold change how activations are rounded, which weights alone do not need.
+"""

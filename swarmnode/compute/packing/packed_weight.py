@@ -3,8 +3,6 @@
 A module keeps its own code: `functional.linear(x, weight, bias)` and `functional.embedding(ids, weight)` find a `PackedWeight` in
 the place of the parameter, and torch calls its `__torch_function__`.
 
-Matrices of frozen linear layers, read in blocks whatever form they are held in, and products with them that gradients pass.
-
 The forward product of a frozen layer may be any kernel. Its gradient with regard to the inputs needs the matrix itself.
 
 Products of several packed matrices with the same activations as one computation of ggml, at fixed places in memory.
@@ -13,7 +11,6 @@ Products of several packed matrices with the same activations as one computation
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,7 +25,6 @@ from swarmnode.compute.packing.ggml import (
     EXTRA_AT,
     F32,
     FORMATS,
-    Format,
     GgmlMatrix,
     Prepared,
     address_at,
@@ -163,7 +159,8 @@ class PackedWeight(_StandIn):
         if function is functional.linear:
             return _linear(*args, **given)
         if function is functional.embedding:
-            return _embedding(*args, **given)
+            ids, weight = args[:2]  # settings of a training have no effect here
+            return weight.rows(ids.reshape(-1)).view(*ids.shape, weight.shape[1])
         raise TypeError(
             f"a packed weight has no {getattr(function, '__name__', function)}: load the model with --products plain"
         )
@@ -268,19 +265,14 @@ class PackedStack(_StandIn):
 
 def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Return (..., O) for x (..., I), in the dtype of x."""
-    return frozen_product(x, partial(_multiply, weight, bias), weight.blocks)
 
+    def multiply(x: Tensor) -> Tensor:
+        y_RO = weight.multiply(x.reshape(-1, x.shape[-1]))
+        if bias is not None:
+            y_RO += bias
+        return y_RO.view(*x.shape[:-1], -1).to(x.dtype)
 
-def _multiply(weight: PackedWeight, bias: Tensor | None, x: Tensor) -> Tensor:
-    y_RO = weight.multiply(x.reshape(-1, x.shape[-1]))
-    if bias is not None:
-        y_RO += bias
-    return y_RO.view(*x.shape[:-1], -1).to(x.dtype)
-
-
-def _embedding(ids: Tensor, weight: PackedWeight, *_: Any, **__: Any) -> Tensor:
-    """Return (..., I) for ids (...). Settings of a training have no effect here."""
-    return weight.rows(ids.reshape(-1)).view(*ids.shape, weight.shape[1])
+    return frozen_product(x, multiply, weight.blocks)
 
 
 def read_weights(
@@ -293,37 +285,32 @@ def read_weights(
 
     Raises CheckpointError if a file cannot be read, or a weight has scales that are no finite numbers.
     """
+
+    def weight(parts: Sequence[TensorEntry], rows: Sequence[Tensor], *, looked_up: bool) -> PackedWeight:
+        matrices: list[MatrixProducts] = []
+        for entry, packed_OB in zip(parts, rows, strict=True):
+            form, inputs = FORMATS[entry.dtype], entry.shape[-1]
+            if device.type == "cpu":
+                matrices.append(GgmlMatrix(packed_OB, form, inputs, exact=exact, looked_up=looked_up))
+            else:
+                matrices.append(CardMatrix(packed_OB, form, inputs, dtype, device))
+        return PackedWeight(matrices, dtype, device)
+
     weights: dict[str, PackedWeight | PackedStack] = {}
     kept_bytes = 0
     for name, parts in joined(entries).items():
-        weights[name] = _read_weight(name, parts, dtype, exact=exact, looked_up=name == looked_up, device=device)
+        rows = [read_packed(part, name) for part in parts]
+        if rows[0].ndim == 2:
+            weights[name] = weight(parts, rows, looked_up=name == looked_up)
+        else:
+            stacks = zip(*rows, strict=True)
+            weights[name] = PackedStack([weight(parts, matrices, looked_up=False) for matrices in stacks])
         kept_bytes += weights[name].nbytes
         if kept_bytes >= TRIM_BYTES:
             trim_heap()
             kept_bytes = 0
     trim_heap()
     return weights
-
-
-def _read_weight(
-    name: str, parts: Sequence[TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: bool, device: torch.device
-) -> PackedWeight | PackedStack:
-    forms = [FORMATS[part.dtype] for part in parts]
-    inputs = parts[0].shape[-1]
-
-    def matrix(part_OB: Tensor, form: Format, *, looked_up: bool) -> MatrixProducts:
-        if device.type == "cpu":
-            return GgmlMatrix(part_OB, form, inputs, exact=exact, looked_up=looked_up)
-        return CardMatrix(part_OB, form, inputs, dtype, device)
-
-    def weight(parts_OB: Sequence[Tensor], *, looked_up: bool) -> PackedWeight:
-        each = zip(parts_OB, forms, strict=True)
-        return PackedWeight([matrix(*part, looked_up=looked_up) for part in each], dtype, device)
-
-    read = [read_packed(part, name) for part in parts]
-    if read[0].ndim == 2:
-        return weight(read, looked_up=looked_up)
-    return PackedStack([weight(matrices, looked_up=False) for matrices in zip(*read, strict=True)])
 
 
 def held_by(model: nn.Module) -> Iterator[PackedWeight | PackedStack]:

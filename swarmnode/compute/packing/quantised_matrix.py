@@ -49,10 +49,6 @@ def _nibbles(codes_NE: Tensor) -> Tensor:
     return codes_NE[:, :_HALF] | codes_NE[:, _HALF:] << 4
 
 
-def _four_bits(blocks_NE: Tensor) -> Tensor:
-    return _nibbles((blocks_NE + 8).to(torch.uint8))
-
-
 def _five_bits(blocks_NE: Tensor) -> Tensor:
     codes_NE = (blocks_NE + 16).to(torch.uint8)
     highest_NE = (codes_NE >> 4).view(-1, 4, 8)
@@ -60,6 +56,10 @@ def _five_bits(blocks_NE: Tensor) -> Tensor:
     for place in range(1, 8):
         highest_N4 |= highest_NE[:, :, place] << place
     return torch.cat([highest_N4, _nibbles(codes_NE & 0xF)], dim=1)
+
+
+def _four_bits(blocks_NE: Tensor) -> Tensor:
+    return _nibbles((blocks_NE + 8).to(torch.uint8))
 
 
 def _eight_bits(blocks_NE: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ tensor that the model joins from several has an entry for each of them, NAME/0, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,9 +40,7 @@ class TensorEntry:
     begin: int
     end: int
     heads: int = 0  # of a packed rotary projection whose rows llama.cpp has interleaved; 0: the rows are in order
-    values: int | None = (
-        None  # of a parameter that a quantised tensor stands for (0: its scales); None: is not quantised
-    )
+    values: int | None = None  # of the parameter of a quantised tensor (0: its scales); None: it is not quantised
     memory: int | None = None  # bytes that it takes while it stays packed; None: as many as in the file
 
     @property
@@ -152,52 +150,34 @@ def turned(rows_OB: Tensor, heads: int) -> Tensor:
     return rows_OB.view(heads, outputs // heads // 2, 2, -1).transpose(1, 2).reshape(outputs, -1)
 
 
-def dequantised(entry: TensorEntry, name: str) -> Tensor:
-    """Return the values of the packed tensor `name` as float32, in its shape. Raises CheckpointError as `read_packed` does."""
-    return dequantise(read_packed(entry, name).reshape(-1), FORMATS[entry.dtype], entry.elements).view(entry.shape)
+class LazyTensor:
+    """Tensor that is read when it is asked for, with the interface of a safetensors slice. `dtype` is a name in safetensors."""
 
-
-class FileSlice:
-    """Tensor of a safetensors file that is read into memory of its own, with the interface of a safetensors slice."""
-
-    def __init__(self, entry: TensorEntry) -> None:
-        self._entry = entry
+    def __init__(self, dtype: str, shape: Callable[[], Sequence[int]], read: Callable[[], Tensor]) -> None:
+        self._dtype, self._shape, self._read = dtype, shape, read
 
     def __getitem__(self, index: Any) -> Tensor:
-        dtype = STORED_DTYPES.get(self._entry.dtype)
-        if dtype is None:
-            raise CheckpointError(
-                f"{self._entry.file}: has tensors of type {self._entry.dtype}, which are not read here"
-            )
-        return read_bytes(self._entry).view(dtype).view(self._entry.shape)[index]
+        return self._read()[index]
 
     def get_shape(self) -> list[int]:
-        """Return the shape."""
-        return list(self._entry.shape)
+        """Return the shape. Raises CheckpointError if it is that of damaged quantised tensors."""
+        return list(self._shape())
 
     def get_dtype(self) -> str:
         """Return the name of the dtype in safetensors."""
-        return self._entry.dtype
+        return self._dtype
 
 
-class PackedSlice:
-    """Tensor of a model, made of one or several packed ones, with the interface of a safetensors slice."""
+def file_slice(entry: TensorEntry) -> LazyTensor:
+    """Return a tensor of a safetensors file, to be read into memory of its own. Reading raises CheckpointError as `read_bytes`
+    does, or if the dtype is unknown."""
 
-    def __init__(self, entries: list[TensorEntry], name: str) -> None:
-        self._entries, self._name = entries, name
+    def read() -> Tensor:
+        if entry.dtype not in STORED_DTYPES:
+            raise CheckpointError(f"{entry.file}: has tensors of type {entry.dtype}, which are not read here")
+        return read_bytes(entry).view(STORED_DTYPES[entry.dtype]).view(entry.shape)
 
-    def __getitem__(self, index: Any) -> Tensor:
-        parts = [dequantised(entry, self._name) for entry in self._entries]
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2))[index]
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor."""
-        *stacked, _, inputs = self._entries[0].shape
-        return [*stacked, sum(entry.shape[-2] for entry in self._entries), inputs]
-
-    def get_dtype(self) -> str:
-        """Return the dtype of the values."""
-        return "F32"
+    return LazyTensor(entry.dtype, lambda: entry.shape, read)
 
 
 def joined(entries: Mapping[str, TensorEntry]) -> dict[str, list[TensorEntry]]:
@@ -208,9 +188,19 @@ def joined(entries: Mapping[str, TensorEntry]) -> dict[str, list[TensorEntry]]:
     return parts
 
 
-def packed_slices(entries: Mapping[str, TensorEntry]) -> dict[str, PackedSlice]:
-    """Return the parameters that these packed tensors make, nothing read yet."""
-    return {name: PackedSlice(parts, name) for name, parts in joined(entries).items()}
+def packed_slices(entries: Mapping[str, TensorEntry]) -> dict[str, LazyTensor]:
+    """Return the parameters that these packed tensors make, nothing read yet. Reading raises CheckpointError as `read_packed`."""
+
+    def packed_slice(name: str, parts: Sequence[TensorEntry]) -> LazyTensor:
+        *stacked, _, inputs = parts[0].shape
+        shape = (*stacked, sum(part.shape[-2] for part in parts), inputs)
+        return LazyTensor("F32", lambda: shape, lambda: torch.cat([values(part, name) for part in parts], dim=-2))
+
+    def values(part: TensorEntry, name: str) -> Tensor:
+        packed = read_packed(part, name).reshape(-1)
+        return dequantise(packed, FORMATS[part.dtype], part.elements).view(part.shape)
+
+    return {name: packed_slice(name, parts) for name, parts in joined(entries).items()}
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -26,9 +26,10 @@ average.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,28 +51,25 @@ with lean():
 class AttentionCache(Cache):
     """Cache that keeps keys and values itself, not in transformers' layer objects.
 
-    `sliding` are the numbers, in the whole model, of the layers that look back over a window.
+    `windows` are those of layers that look back over some positions only; `capacity` is the number of columns of other layers'
+    buffers. The code of a model family reads `is_sliding` (up to the layer after the last one with a window) to build masks, and
+    `is_linear` and `is_dummy`: no layer has a recurrent state, all have keys and values.
     """
 
-    def __init__(self, sliding: Collection[int]) -> None:
+    is_sliding: Any = ()  # attributes in the places of transformers' properties
+    is_linear: Any = ()
+    is_dummy: Any = ()
+
+    def __init__(self, windows: Windows, capacity: int) -> None:
         super().__init__(layers=[])
-        self._is_sliding = [layer in sliding for layer in range(max(sliding, default=-1) + 2)]
+        self.windows, self.capacity = windows, capacity
+        self.is_sliding = [layer in windows for layer in range(max(windows, default=-1) + 2)]
+        self.is_linear = self.is_dummy = [False] * len(self.is_sliding)
 
-    @property
-    def is_sliding(self) -> list[bool]:
-        """A value for each layer, up to the one after the last sliding layer: whether it attends to a sliding window only. The code
-        of the model family reads it to build masks."""
-        return self._is_sliding
-
-    @property
-    def is_linear(self) -> list[bool]:
-        """False for each layer: none has a recurrent state."""
-        return [False] * len(self._is_sliding)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """False for each layer: all have keys and values."""
-        return self.is_linear
+    def columns_in(self, layer: int) -> int:
+        """Return the number of columns of a layer's buffers."""
+        window = self.windows.get(layer)
+        return self.capacity if window is None else min(self.capacity, window.columns)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return -1: there is no fixed length."""
@@ -122,51 +120,56 @@ LEVELS = 127  # of int8 on each side of zero: with a scale in bfloat16, which is
 SMALLEST = 1e-30  # scale: of a vector of zeros, too
 
 
-class KvStore(Protocol):
+class KvStore(ABC):
     """Form of the keys and values in a cohort's buffers. `keys` and `values` are (rows, heads, T, dim), in any float dtype."""
 
+    @abstractmethod
     def allocate(self, keys: Tensor, values: Tensor, rows: int, columns: int) -> Buffers:
         """Return uninitialised buffers of `rows` rows and `columns` columns for keys and values like these."""
 
+    @abstractmethod
+    def stored(self, keys: Tensor, values: Tensor) -> Buffers:
+        """Return keys and values in the form of the buffers, in their order."""
+
+    @abstractmethod
+    def restored(self, buffers: Sequence[Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values in columns of the buffers, in the dtypes of `keys` and `values`."""
+
     def write(self, buffers: Buffers, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Write T columns from column `start` on, and return the keys and values of all columns up to them."""
+        count = keys.shape[2]
+        for buffer, new in zip(buffers, self.stored(keys, values), strict=True):
+            buffer.narrow(2, start, count).copy_(new)
+        return self.restored([buffer.narrow(2, 0, start + count) for buffer in buffers], keys, values)
 
     def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
         """Write T columns at `places_T` (int64), and return the keys and values of all columns of the buffers."""
+        for buffer, new in zip(buffers, self.stored(keys, values), strict=True):
+            buffer.index_copy_(2, places_T, new)
+        return self.restored(buffers, keys, values)
 
 
 class PlainStore(KvStore):
-    """Keys and values as they come: attention reads the buffers themselves."""
+    """Keys and values as they come: attention reads the buffers themselves, one for the keys and one for the values."""
 
     def allocate(self, keys: Tensor, values: Tensor, rows: int, columns: int) -> Buffers:
-        """Return a buffer for the keys and one for the values, in their dtypes."""
         return tuple(like.new_empty(rows, like.shape[1], columns, like.shape[3]) for like in (keys, values))
 
-    def write(self, buffers: Buffers, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Write T columns from column `start` on, and return views of all columns up to them."""
-        kept_keys, kept_values = buffers
-        count = keys.shape[2]
-        kept_keys.narrow(2, start, count).copy_(keys)
-        kept_values.narrow(2, start, count).copy_(values)
-        return kept_keys.narrow(2, 0, start + count), kept_values.narrow(2, 0, start + count)
+    def stored(self, keys: Tensor, values: Tensor) -> Buffers:
+        return keys, values
 
-    def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Write T columns at `places_T`, and return the buffers."""
-        kept_keys, kept_values = buffers
-        kept_keys.index_copy_(2, places_T, keys)
-        kept_values.index_copy_(2, places_T, values)
-        return kept_keys, kept_values
+    def restored(self, buffers: Sequence[Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return buffers[0], buffers[1]
 
 
 class Int8Store(KvStore):
     """Keys and values in 8 bits: per head and position `dim` values of int8 and the scale of their largest in bfloat16.
 
     Attention gets a copy of one layer at a time, in the dtype of the new keys. The newest positions are read back, too, so that a
-    position of a prompt sees what a decoded one sees.
+    position of a prompt sees what a decoded one sees. The buffers are those of the keys, their scales, the values and their scales.
     """
 
     def allocate(self, keys: Tensor, values: Tensor, rows: int, columns: int) -> Buffers:
-        """Return buffers for the keys, their scales, the values and their scales."""
         shapes = [(rows, like.shape[1], columns, like.shape[3]) for like in (keys, values)]
         return tuple(
             keys.new_empty((*shape[:3], width), dtype=dtype)
@@ -174,18 +177,19 @@ class Int8Store(KvStore):
             for width, dtype in ((shape[3], torch.int8), (1, torch.bfloat16))
         )
 
-    def write(self, buffers: Buffers, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Quantise T columns into the columns from `start` on, and return copies of all columns up to them."""
-        count = keys.shape[2]
-        for buffer, new in zip(buffers, _quantised(keys, values), strict=True):
-            buffer.narrow(2, start, count).copy_(new)
-        return _restored([buffer.narrow(2, 0, start + count) for buffer in buffers], keys, values)
+    def stored(self, keys: Tensor, values: Tensor) -> Buffers:
+        if keys.shape != values.shape:
+            return *quantise(keys), *quantise(values)
+        levels, scales = quantise(torch.cat([keys, values], 1))  # a third less time for a single position
+        heads = keys.shape[1]
+        return levels[:, :heads], scales[:, :heads], levels[:, heads:], scales[:, heads:]
 
-    def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise T columns into those at `places_T`, and return copies of all columns of the buffers."""
-        for buffer, new in zip(buffers, _quantised(keys, values), strict=True):
-            buffer.index_copy_(2, places_T, new)
-        return _restored(buffers, keys, values)
+    def restored(self, buffers: Sequence[Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        key_levels, key_scales, value_levels, value_scales = buffers
+        return (
+            key_levels.to(keys.dtype).mul_(key_scales.to(keys.dtype)),
+            value_levels.to(values.dtype).mul_(value_scales.to(values.dtype)),
+        )
 
 
 STORES: dict[str, KvStore] = {PLAIN: PlainStore(), INT8_KV: Int8Store()}
@@ -200,24 +204,6 @@ def quantise(states: Tensor) -> tuple[Tensor, Tensor]:
     states = states.float()
     scales = (states.abs().amax(-1, keepdim=True) * (1 / LEVELS)).clamp_(min=SMALLEST).to(torch.bfloat16)
     return (states / scales.float()).round_().to(torch.int8), scales
-
-
-def _quantised(keys: Tensor, values: Tensor) -> Buffers:
-    """Return int8 and scales of the keys and of the values, in the order of the buffers."""
-    if keys.shape != values.shape:
-        return *quantise(keys), *quantise(values)
-    levels, scales = quantise(torch.cat([keys, values], 1))  # a third less time for a single position
-    heads = keys.shape[1]
-    return levels[:, :heads], scales[:, :heads], levels[:, heads:], scales[:, heads:]
-
-
-def _restored(buffers: Buffers | list[Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values of quantised columns in the dtypes of `keys` and `values`."""
-    key_levels, key_scales, value_levels, value_scales = buffers
-    return (
-        key_levels.to(keys.dtype).mul_(key_scales.to(keys.dtype)),
-        value_levels.to(values.dtype).mul_(value_scales.to(values.dtype)),
-    )
 
 
 PLAIN_STORE = PlainStore()
@@ -268,17 +254,15 @@ class Cohort(AttentionCache):
         windows: Windows,
         store: KvStore = PLAIN_STORE,
     ) -> None:
-        super().__init__(windows)
+        super().__init__(windows, capacity)
         self.store = store
         self.members = list(members)
         self.present = set(members)
         self.buffers: dict[int, Buffers] = {}
-        self.capacity = capacity
         self.device = device
         self.rows = sum(member.rows for member in members)
         self.end = max(member.length for member in members)
         self.dirty_end = capacity  # columns from here on are zero
-        self.windows = windows
         self._first_kept = {
             window: max(0, self.end - window.kept) if capacity > window.columns else 0 for window in windows.values()
         }
@@ -306,25 +290,18 @@ class Cohort(AttentionCache):
         window = self.windows.get(layer)
         return 0 if window is None else self._first_kept[window]
 
-    def columns_in(self, layer: int) -> int:
-        """Return the number of columns of a layer's buffers."""
-        window = self.windows.get(layer)
-        return self.capacity if window is None else min(self.capacity, window.columns)
-
     def make_room(self, count: int) -> None:
         """Drop the oldest columns of the layers with a limited window whose buffers have no room for `count` more columns."""
         for window, first in self._first_kept.items():
             if self.end + count - first > min(self.capacity, window.columns):
-                self._move_window(window, max(first, self.end - window.kept))
-
-    def _move_window(self, window: Window, first: int) -> None:
-        by, held = first - self._first_kept[window], self.end - first
-        for layer in [layer for layer in self.buffers if self.windows.get(layer) == window]:
-            for buffer in self.buffers[layer]:
-                buffer[:, :, :held] = buffer[:, :, by : by + held].clone()
-        self._first_kept[window] = first
-        self.dirty_end = self.capacity
-        self.note_floors()
+                moved = max(first, self.end - window.kept)
+                by, held = moved - first, self.end - moved
+                for layer in [layer for layer in self.buffers if self.windows.get(layer) == window]:
+                    for buffer in self.buffers[layer]:
+                        buffer[:, :, :held] = buffer[:, :, by : by + held].clone()
+                self._first_kept[window] = moved
+                self.dirty_end = self.capacity
+                self.note_floors()
 
     def zero_from(self, column: int) -> None:
         """Set the columns from `column` on, which are not in use, to zero."""
@@ -351,7 +328,13 @@ class Cohort(AttentionCache):
         self.present = set(members)
         for member in self.members:
             if member.lag and member in self.present:
-                self._move_up(member)
+                for layer, buffers in self.buffers.items():
+                    old = self.held(member, layer)
+                    new = slice(old.start + member.lag, old.stop + member.lag)
+                    for buffer in buffers:
+                        rows = buffer[member.row_slice]
+                        rows[:, :, new] = rows[:, :, old].clone()
+                member.lag = 0
                 is_changed = True
         if is_changed:
             self.refresh_rows()
@@ -369,15 +352,6 @@ class Cohort(AttentionCache):
             self.end -= lag
             for member in self.members:
                 member.lag -= lag
-
-    def _move_up(self, member: CachedSession) -> None:
-        for layer, buffers in self.buffers.items():
-            old = self.held(member, layer)
-            new = slice(old.start + member.lag, old.stop + member.lag)
-            for buffer in buffers:
-                rows = buffer[member.row_slice]
-                rows[:, :, new] = rows[:, :, old].clone()
-        member.lag = 0
 
     def held(self, member: CachedSession, layer: int) -> slice:
         """Return the columns of a member's kept positions within the buffers of a layer."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,16 +125,12 @@ def _largest_difference(family: Family) -> float:
     ids_BT = torch.randint(2, family.config.vocab_size, (2, LENGTH))
     mask_BT = (torch.arange(LENGTH) >= torch.tensor(PADDING)[:, None]).to(torch.int64)
     positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
-    expected_BTV = _whole_logits(whole, ids_BT, mask_BT, positions_BT)
+    takes_positions = "position_ids" in inspect.signature(whole.forward).parameters
+    positions = {"position_ids": positions_BT} if takes_positions else {}
+    expected_BTV: Tensor = whole(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **positions).logits
     logits_BTV = _split_logits(family, whole.state_dict(), ids_BT)
     difference_BT = (logits_BTV - expected_BTV).abs().amax(dim=-1) * mask_BT
     return float(difference_BT.max() / expected_BTV.std())
-
-
-def _whole_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor) -> Tensor:
-    positions = {"position_ids": positions_BT} if "position_ids" in inspect.signature(model.forward).parameters else {}
-    logits_BTV: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **positions).logits
-    return logits_BTV
 
 
 def _split_logits(family: Family, tensors: dict[str, Tensor], ids_BT: Tensor) -> Tensor:

@@ -287,11 +287,14 @@ class StageRunner:
 
     @torch.inference_mode()
     def run_each(self, works: Sequence[StepInput]) -> list[StepOutput | Exception]:
-        """Run all works, at most one per session. Returns for each its result, or its error.
+        """Run all works, at most one per session. Returns for each its result, or its error, in the order of the works.
 
-        An input may make a whole pass fail in an unforeseen way. The pass's works are then tried again in halves, down to each
-        alone, so that only the guilty ones fail: at most twice as many passes as there are works.
-        Raises ValueError for two works of one session.
+        Works are checked first: one that is refused gets a ProtocolError and takes part in no pass. A failed work keeps what it
+        asked for before the pass (`truncate_to`, `reorder`). An input may make a whole pass fail in an unforeseen way. The pass's
+        works are then tried again in halves, down to each alone, so that only the guilty ones fail: at most twice as many passes
+        as there are works.
+
+        Raises ValueError for two works of one session, and the error of a pass that lost the device: all its sessions are lost.
         """
         if len({work.session_id for work in works}) < len(works):
             raise ValueError("two works of one session in one run")
@@ -300,20 +303,17 @@ class StageRunner:
         for work in works:
             try:
                 self._check(work)
-                self._rearrange(work)
+                # Once, however often the pass is tried.
+                if work.truncate_to is not None:
+                    self.pool.truncate(work.session_id, work.truncate_to)
+                if work.reorder:
+                    self.pool.reorder(work.session_id, work.reorder)
                 ready.append(work)
             except ProtocolError as error:
                 outcomes[work.session_id] = error
         for together in self._group(ready):
             outcomes.update(self._run_together(together))
         return [outcomes[work.session_id] for work in works]
-
-    def _rearrange(self, work: StepInput) -> None:
-        """Truncate and reorder before the pass: once, however often the pass is tried."""
-        if work.truncate_to is not None:
-            self.pool.truncate(work.session_id, work.truncate_to)
-        if work.reorder:
-            self.pool.reorder(work.session_id, work.reorder)
 
     def _group(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
         """Group works that go through the model together.
@@ -328,17 +328,16 @@ class StageRunner:
             is_short, is_early = work.count <= self._longest_shared, self._before_switch(opened.cached) > 0
             adapter = "" if is_shared else opened.adapter
             alike.setdefault((opened.start, opened.end, adapter, is_short, is_early), []).append(work)
-        return [group for candidates in alike.values() for group in self._fill_up(candidates)]
-
-    def _fill_up(self, works: list[StepInput]) -> list[list[StepInput]]:
-        """Group works that can be filled up to the longest one; each other work is alone."""
-        longest = max(work.count for work in works)
-        rows = sum(work.x.shape[0] for work in works)
-        if longest > self._longest_shared and longest > min(self._longest_pass, self.config.prefill_positions // rows):
-            return [[work] for work in works]
-        together = [work for work in works if self._room(work) >= longest]
-        alone = [[work] for work in works if self._room(work) < longest]
-        return [together, *alone] if together else alone
+        groups: list[list[StepInput]] = []
+        for some in alike.values():
+            # Together go those that can be filled up to the longest one, unless that is too long for one pass.
+            longest, rows = max(work.count for work in some), sum(work.x.shape[0] for work in some)
+            most = max(self._longest_shared, min(self._longest_pass, self.config.prefill_positions // rows))
+            fits = [longest <= most and self._room(work) >= longest for work in some]
+            if any(fits):
+                groups.append([work for work, is_together in zip(some, fits, strict=True) if is_together])
+            groups += [[work] for work, is_together in zip(some, fits, strict=True) if not is_together]
+        return groups
 
     def _room(self, work: StepInput) -> int:
         """Return the most positions that a session's step may have after padding in a shared pass.
@@ -364,41 +363,31 @@ class StageRunner:
                 if len(works) == 1 and longest > min(self._longest_shared, self._room(works[0])):
                     outcomes[works[0].session_id] = self._run_prompt(works[0])
                 else:
-                    for result in self._run_steps(opened, works, longest):
-                        outcomes[result.session_id] = result
+                    work_of = {self._sessions[work.session_id].cached: work for work in works}
+                    # A number of columns that is captured, if all have room for that many.
+                    columns = longest if self.captured is None else self.captured.columns_for(longest)
+                    if columns > self._longest_shared or any(self._room(work) < columns for work in works):
+                        columns = longest
+                    for cohort in self.pool.prepare(list(work_of), columns):
+                        present = {member: work_of[member] for member in cohort.members if member in cohort.present}
+                        for result in self._run_cohort(opened, cohort, present, columns):
+                            outcomes[result.session_id] = result
         except Exception as error:
             if is_device_fault(error):
                 raise
             log.warning("a pass over %d sessions failed\n%s", len(works), forget_traceback(error))
-            outcomes |= self._run_apart([work for work in works if work.session_id not in outcomes], error)
-        return outcomes
-
-    def _run_apart(self, failed: Sequence[StepInput], error: Exception) -> dict[Hashable, StepOutput | Exception]:
-        """Run each half of a failed pass's works, or each adapter's. A work that was alone, or whose cache is lost, gets the
-        error."""
-        if len(failed) == 1 or any(self._sessions[work.session_id].cached.lost for work in failed):
-            return {work.session_id: error for work in failed}
-        if not self.span.adapters.are_shared and len({self._sessions[work.session_id].adapter for work in failed}) > 1:
-            self.pool.dissolve()  # a layer has just turned out not to tell the rows of different adapters apart
-            outcomes: dict[Hashable, StepOutput | Exception] = {}
-            for group in self._group(failed):
+            # A work that was alone, or whose cache is lost, gets the error. Else each half runs again, or each adapter's works.
+            failed = [work for work in works if work.session_id not in outcomes]
+            opened_of = [self._sessions[work.session_id] for work in failed]
+            if len(failed) == 1 or any(opened.cached.lost for opened in opened_of):
+                return outcomes | {work.session_id: error for work in failed}
+            groups: Sequence[Sequence[StepInput]] = failed[: len(failed) // 2], failed[len(failed) // 2 :]
+            if not self.span.adapters.are_shared and len({opened.adapter for opened in opened_of}) > 1:
+                self.pool.dissolve()  # a layer has just turned out not to tell the rows of different adapters apart
+                groups = self._group(failed)
+            for group in groups:
                 outcomes |= self._run_together(group)
-            return outcomes
-        middle = len(failed) // 2
-        return self._run_together(failed[:middle]) | self._run_together(failed[middle:])
-
-    def _run_steps(self, opened: _Opened, works: Sequence[StepInput], longest: int) -> Iterator[StepOutput]:
-        work_of = {self._sessions[work.session_id].cached: work for work in works}
-        columns = self._columns(works, longest)
-        for cohort in self.pool.prepare(list(work_of), columns):
-            present = {member: work_of[member] for member in cohort.members if member in cohort.present}
-            yield from self._run_cohort(opened, cohort, present, columns)
-
-    def _columns(self, works: Sequence[StepInput], longest: int) -> int:
-        """Return the number of columns of a pass over these works: a number that is captured, if all have room for that many."""
-        columns = longest if self.captured is None else self.captured.columns_for(longest)
-        fits = columns <= self._longest_shared and all(self._room(work) >= columns for work in works)
-        return columns if fits else longest
+        return outcomes
 
     def _run_cohort(
         self, opened: _Opened, cohort: Cohort, works: Mapping[CachedSession, StepInput], columns: int

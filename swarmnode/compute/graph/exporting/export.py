@@ -67,20 +67,17 @@ def assumed_answers(run: Callable[[], Any]) -> list[bool | None]:
     """Run a module through `run` and return its answers to questions, in order; None for a question that is no guard."""
     with _Questions() as asked:
         run()
-    return [
-        answer if finite or (number < MOST and _raises(run, number)) else None
-        for number, (answer, finite) in enumerate(zip(asked.answers, asked.about_finite, strict=True))
-    ]
-
-
-def _raises(run: Callable[[], Any], turned: int) -> bool:
-    """Return whether `run` fails if question number `turned` about a tensor's value gets the other answer."""
-    try:
-        with _Questions(turned):
-            run()
-    except Exception:  # the module's own code may raise anything
-        return True
-    return False
+    answers: list[bool | None] = []
+    for number, (answer, finite) in enumerate(zip(asked.answers, asked.about_finite, strict=True)):
+        is_guard = finite
+        if not finite and number < MOST:
+            try:
+                with _Questions(number):  # with the other answer
+                    run()
+            except Exception:  # the module's own code may raise anything
+                is_guard = True
+        answers.append(answer if is_guard else None)
+    return answers
 
 
 def _is_question(function: Any, args: tuple[Any, ...]) -> bool:
@@ -139,9 +136,8 @@ class AssumedAnswers(TorchFunctionMode):
             answer = self._answers[self._asked]
             self._asked += 1
             if answer is not None:
-                torch._assert_async(
-                    args[0] if answer else args[0].logical_not(), "assumed"
-                )  # without a text it is dead code
+                truth = args[0] if answer else args[0].logical_not()
+                torch._assert_async(truth, "assumed")  # without a text it is dead code
                 return answer
         return function(*args, **(kwargs or {}))
 
@@ -261,7 +257,11 @@ def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tenso
     if any_batch and batch > 1:
         for dim in (torch.export.Dim("batch"), torch.export.Dim.AUTO):
             with suppress(Exception):  # the last attempt reports any other problem than the batch
-                return attempt(_batch_shapes(args, kwargs, batch, dim))
+                by_place, by_name = (
+                    [{0: dim} if value.dim() and value.shape[0] == batch else {} for value in values]
+                    for values in (args, kwargs.values())
+                )
+                return attempt((tuple(by_place), dict(zip(kwargs, by_name, strict=True))))
     failed = FailedCall()
     try:
         with failed:
@@ -271,15 +271,6 @@ def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tenso
     except Exception as error:  # the module's own code and torch may raise anything
         raise UsageError(complaint(error, failed)) from error
     return read_program(module, program)
-
-
-def _batch_shapes(args: tuple[Tensor, ...], kwargs: dict[str, Tensor], batch: int, dim: Any) -> Any:
-    """Return dynamic shapes for torch.export: the first size of each input with as many rows as the batch is `dim`."""
-
-    def free(value: Tensor) -> dict[int, Any]:
-        return {0: dim} if value.dim() and value.shape[0] == batch else {}
-
-    return tuple(map(free, args)), {name: free(kwargs[name]) for name in kwargs}
 
 
 class _Attempt:
@@ -317,7 +308,15 @@ def _trace(
     hook = module.register_forward_pre_hook(assumed.begin)  # torch may run it more than once
     try:
         with _quiet(), seen_by_tracing(), assumed:
-            return _functional(torch.export.export(module, example, dynamic_shapes=shapes, strict=False))
+            program: Any = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+            # Without writes in place. Results of regions without gradients are detached, which the rewriting would lose.
+            _open_no_grad(program.graph_module)
+            (outputs,) = program.graph_module.graph.find_nodes(op="output")[0].args
+            for spec, output in zip(program.graph_signature.output_specs, outputs, strict=True):
+                spec.arg.name = output.name
+            program = program.run_decompositions({})
+            _restore_shapes(program.graph)
+            return program
     finally:
         hook.remove()
 
@@ -369,21 +368,6 @@ def seen_by_tracing() -> Iterator[None]:
         patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", own_frames),
     ):
         yield
-
-
-def _functional(program: Any) -> Any:
-    """Return the program without writes in place.
-
-    Results of regions without gradients are detached, which the rewriting would lose.
-    """
-    module = program.graph_module
-    _open_no_grad(module)
-    (outputs,) = module.graph.find_nodes(op="output")[0].args
-    for spec, output in zip(program.graph_signature.output_specs, outputs, strict=True):
-        spec.arg.name = output.name
-    program = program.run_decompositions({})
-    _restore_shapes(program.graph)
-    return program
 
 
 def _restore_shapes(graph: Any) -> None:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NoReturn
+from typing import IO, Any, Literal, NoReturn
 
 import numpy as np
 import torch
@@ -69,8 +69,7 @@ _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the GGUF file at `path`: the file itself, or the only one in a folder without safetensors; None if there is none. The
-    file of a split model is its first part.
+    """Return the GGUF file at `path`: the file itself, or the only one in a folder without safetensors; None if there is none.
 
     Of a split model it is the first part. Raises CheckpointError if there are several models, or parts are missing.
     """
@@ -98,6 +97,23 @@ def parts_of(file: Path) -> list[Path]:
     return parts
 
 
+def open_parts(file: Path) -> tuple[list[Path], list[Any]]:
+    """Return all files of a model, of which `file` is one, and gguf's readers of them.
+
+    Raises CheckpointError if one is missing or damaged, or if they have another number of tensors than the first one says.
+    """
+    try:
+        parts = parts_of(file)
+        readers = [read_gguf(part) for part in parts]
+        count, field = sum(len(reader.tensors) for reader in readers), readers[0].fields.get("split.tensors.count")
+        wanted = count if field is None else field.contents()
+    except (*FOREIGN_ERRORS, OSError) as error:
+        raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
+    if wanted != count:
+        raise CheckpointError(f"{file}: its parts have {count} tensors, and should have {wanted}")
+    return parts, readers
+
+
 class GgufCheckpoint:
     """Causal language model in a GGUF file, or in the files of a split one. Raises CheckpointError if it cannot be read."""
 
@@ -108,19 +124,14 @@ class GgufCheckpoint:
 
         self.file = file
         read: Any = load_gguf_checkpoint
+        self._parts, self._readers = open_parts(file)
         try:
-            with quiet_loader():
-                self._parts = parts_of(file)
-                self._readers = [read_gguf(part) for part in self._parts]
-                first = self._readers[0]
-                with _replaced(gguf, "GGUFReader", lambda *_: first):  # it takes seconds to read again
-                    self._parsed: dict[str, Any] = read(str(file))
-                self._header = GgufHeader(*self._readers)
-                told = self._header.general("split.tensors.count")
+            first = self._readers[0]
+            with quiet_loader(), _replaced(gguf, "GGUFReader", lambda *_: first):  # it takes seconds to read again
+                self._parsed: dict[str, Any] = read(str(file))
+            self._header = GgufHeader(*self._readers)
         except (*FOREIGN_ERRORS, OSError) as error:
             raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
-        if told is not None and told != len(self._stored):
-            raise CheckpointError(f"{file}: its parts have {len(self._stored)} tensors, and should have {told}")
 
     @property
     def _stored(self) -> list[Any]:
@@ -155,7 +166,9 @@ class GgufCheckpoint:
         family = self._write_config(out)
         self._write_tokenizer(out)
         try:
-            write_plain(self._all_tensors(family), out, self.plain_bytes, progress)
+            model = build_on_meta(family.model_class, family.config)
+            tensors = self._tensors(self._names(model), self._stored, DTYPE)
+            write_plain(self._checked(tensors, _shapes(family, model)), out, self.plain_bytes, progress)
         except FOREIGN_ERRORS as error:
             raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}; fetch the file again") from error
 
@@ -172,7 +185,13 @@ class GgufCheckpoint:
             model = build_on_meta(family.model_class, family.config)
             names = self._names(model)
             index, lacking = self._index(names, _shapes(family, model))
-            self._check_finite(index, progress)
+            total, done = sum(int(place.tensor.n_bytes) for place in index), 0
+            for place in index:
+                packed_B = torch.from_numpy(np.copy(place.tensor.data)).view(-1)
+                check_finite(packed_B, place.form, f"{self.file}: {place.source}")
+                done += int(place.tensor.n_bytes)
+                if progress is not None:
+                    progress(done, total)
             kept = {each.source for each in index}
             rest = [tensor for tensor in self._stored if tensor.name not in kept]
             plain = self._checked(self._tensors(names, rest, torch.float32), lacking)
@@ -204,21 +223,10 @@ class GgufCheckpoint:
         whole = {each.parameter for each in found}
         return found, {name: shape for name, shape in shapes.items() if name not in whole}
 
-    def _check_finite(self, index: Sequence[_Packed], progress: Progress | None) -> None:
-        """Raise CheckpointError if a packed tensor has values that are no finite numbers."""
-        total, done = sum(int(place.tensor.n_bytes) for place in index), 0
-        for place in index:
-            check_finite(
-                torch.from_numpy(np.copy(place.tensor.data)).view(-1), place.form, f"{self.file}: {place.source}"
-            )
-            done += int(place.tensor.n_bytes)
-            if progress is not None:
-                progress(done, total)
-
     def _place(self, tensor: Any, processor: Any, names: Mapping[str, str]) -> _Packed | None:
         """Return the place of a tensor that can stay packed; None for small ones, other formats, and other orders than of rows."""
         form = FORMATS.get(tensor.tensor_type.name)
-        shape = tuple(int(size) for size in reversed(tensor.shape))
+        shape = shape_of(tensor)
         if form is None or form.name == F32 or len(shape) not in (2, 3) or shape[-1] % form.block:
             return None
         part = _EXPERTS.fullmatch(tensor.name)
@@ -228,35 +236,27 @@ class GgufCheckpoint:
         if len(shape) == 3:
             return None
         probe = np.broadcast_to(np.float32(0), shape)
-        read = processor.process(
-            weights=probe, name=tensor.name, tensor_key_mapping=names, parsed_parameters={**self._parsed, "tensors": {}}
-        )
+        read = self._read(processor, tensor.name, probe, names)
         if read.name not in names:
             return None
-        heads = 0 if read.weights is probe else self._heads_of(tensor.name, shape, processor, names)
-        return None if heads is None else _Packed(tensor, form, shape, names[read.name], heads)
-
-    def _heads_of(self, name: str, shape: tuple[int, ...], processor: Any, names: Mapping[str, str]) -> int | None:
-        """Return into how many heads the rows of a tensor are interleaved; None if its order differs otherwise."""
+        if read.weights is probe:
+            return _Packed(tensor, form, shape, names[read.name], 0)
+        # The reader changes the order of rows: is it that of a rotary projection, interleaved in each head?
         probe_OI = torch.arange(shape[0], dtype=torch.float32)[:, None].expand(shape)
-        read = processor.process(
-            weights=probe_OI.numpy(),
-            name=name,
-            tensor_key_mapping=names,
-            parsed_parameters={**self._parsed, "tensors": {}},
-        )
-        found_OI = torch.from_numpy(np.copy(read.weights))
+        found_OI = torch.from_numpy(np.copy(self._read(processor, tensor.name, probe_OI.numpy(), names).weights))
         config = self._parsed["config"]
         for heads in {config.get("num_attention_heads"), config.get("num_key_value_heads")} - {None}:
             whole = found_OI.shape == probe_OI.shape and shape[0] % (2 * heads) == 0
             if whole and torch.equal(turned(probe_OI.contiguous(), heads), found_OI):
-                return int(heads)
+                return _Packed(tensor, form, shape, names[read.name], int(heads))
         return None
 
-    def _all_tensors(self, family: Family) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's tensors by name. Raises CheckpointError if the file has others, misshapen ones, or lacks some."""
-        model = build_on_meta(family.model_class, family.config)
-        yield from self._checked(self._tensors(self._names(model), self._stored, DTYPE), _shapes(family, model))
+    def _read(
+        self, processor: Any, name: str, weights: Any, names: Mapping[str, str], together: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the name and weights that transformers' converter makes of a tensor; `together` collects parts of joined ones."""
+        parsed = {**self._parsed, "tensors": {} if together is None else together}
+        return processor.process(weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=parsed)
 
     def _checked(
         self, tensors: Iterator[tuple[str, Tensor]], lacking: dict[str, torch.Size]
@@ -339,12 +339,8 @@ class GgufCheckpoint:
         for tensor in tensors:
             if tensor.name in ROPE_TENSORS:  # the config holds them
                 continue
-            read = processor.process(
-                weights=dequantize(tensor.data, tensor.tensor_type),
-                name=tensor.name,
-                tensor_key_mapping=names,
-                parsed_parameters={**self._parsed, "tensors": together},
-            )
+            weights = dequantize(tensor.data, tensor.tensor_type)
+            read = self._read(processor, tensor.name, weights, names, together)
             if read.name in names:
                 yield names[read.name], torch.from_numpy(np.copy(read.weights)).to(dtype)
             elif read.name is not None:
@@ -391,74 +387,87 @@ def check_header(file: Path) -> None:
     """
     import gguf
 
-    size = file.stat().st_size
+    known, sizes = set(gguf.GGMLQuantizationType), gguf.GGML_QUANT_SIZES
     with file.open("rb") as stream:
         magic, version = stream.read(4), stream.read(4)
-        order: Literal["little", "big"] = "big" if version[:2] == b"\0\0" else "little"
-        values = 0
-
-        def fail(what: str) -> NoReturn:
-            raise ValueError(f"its header {what}: it is damaged, or cut short: fetch the file again")
-
-        def number(count: int) -> int:
-            raw = stream.read(count)
-            if len(raw) < count:
-                fail("ends early")
-            return int.from_bytes(raw, order)
-
-        def skip(count: int, what: str) -> None:
-            if count > size - stream.tell():
-                fail(f"has {what} of {count} bytes, more than the file")
-            stream.seek(count, 1)
-
-        def add(count: int, what: str) -> None:
-            nonlocal values
-            values += count
-            if count > size or values > MAX_HEADER_VALUES:
-                fail(f"says {count} {what}, more than are read ({MAX_HEADER_VALUES:,} in all)")
-
-        def value(kind: int) -> None:
-            if kind == ARRAY:
-                kind, count = number(4), number(8)
-                add(count, "elements of an array")
-                if kind in SCALAR_BYTES:
-                    skip(count * SCALAR_BYTES[kind], "an array")
-                elif kind != STRING:
-                    fail(f"has an array of values of type {kind}")
-                else:
-                    for _ in range(count):
-                        skip(number(8), "a text")
-            elif kind == STRING:
-                skip(number(8), "a text")
-            elif kind in SCALAR_BYTES:
-                skip(SCALAR_BYTES[kind], "a number")
-            else:
-                fail(f"has a value of type {kind}")
-
         if magic != b"GGUF":
             return
-        tensors, keys = number(8), number(8)
-        add(tensors, "tensors")
-        add(keys, "keys")
+        header = _HeaderScan(stream, file.stat().st_size, "big" if version[:2] == b"\0\0" else "little")
+        tensors, keys = header.number(8), header.number(8)
+        header.count(tensors, "tensors")
+        header.count(keys, "keys")
         for _ in range(keys):
-            skip(number(8), "a key")
-            value(number(4))
+            header.skip(header.number(8), "a key")
+            header.skip_value(header.number(4))
         for _ in range(tensors):
-            length = number(8)
+            length = header.number(8)
             if length > MAX_TENSOR_NAME:
-                fail(f"has a tensor with a name of {length} bytes")
-            name = stream.read(length).decode(errors="replace")
-            if (dimensions := number(4)) > MAX_DIMENSIONS:
-                fail(f"says {dimensions} dimensions of {name[:MAX_TOLD_CHARS]}")
-            shape = [number(8) for _ in range(dimensions)]
-            kind, offset = number(4), number(8)
-            if kind in set(gguf.GGMLQuantizationType):
-                block, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-                if 0 in shape or offset + math.prod(shape) // block * block_bytes > size:
+                header.fail(f"has a tensor with a name of {length} bytes")
+            name = stream.read(length).decode(errors="replace")[:MAX_TOLD_CHARS]
+            if (dimensions := header.number(4)) > MAX_DIMENSIONS:
+                header.fail(f"says {dimensions} dimensions of {name}")
+            shape = [header.number(8) for _ in range(dimensions)]
+            kind, offset = header.number(4), header.number(8)
+            if kind in known:
+                block, block_bytes = sizes[gguf.GGMLQuantizationType(kind)]
+                if 0 in shape or offset + math.prod(shape) // block * block_bytes > header.size:
                     raise ValueError(
-                        f"cut short: fetch the file again; its header says {shape} of {name[:MAX_TOLD_CHARS]} from byte {offset} "
-                        f"on, and the file has {size} bytes"
+                        f"cut short: fetch the file again; its header says {shape} of {name} from byte {offset} on, and the file "
+                        f"has {header.size} bytes"
                     )
+
+
+@dataclass
+class _HeaderScan:
+    """Reading place in the header of a GGUF file of `size` bytes. Its methods raise ValueError if the header is damaged."""
+
+    stream: IO[bytes]
+    size: int
+    order: Literal["little", "big"]
+    values: int = 0
+    """Keys, tensors and elements of arrays so far"""
+
+    def fail(self, what: str) -> NoReturn:
+        """Raise ValueError: the header does `what`."""
+        raise ValueError(f"its header {what}: it is damaged, or cut short: fetch the file again")
+
+    def number(self, count: int) -> int:
+        """Read an unsigned number of `count` bytes."""
+        raw = self.stream.read(count)
+        if len(raw) < count:
+            self.fail("ends early")
+        return int.from_bytes(raw, self.order)
+
+    def skip(self, count: int, what: str) -> None:
+        """Pass over `count` bytes."""
+        if count > self.size - self.stream.tell():
+            self.fail(f"has {what} of {count} bytes, more than the file")
+        self.stream.seek(count, 1)
+
+    def count(self, count: int, what: str) -> None:
+        """Add `count` to the values of the header, which are limited."""
+        self.values += count
+        if count > self.size or self.values > MAX_HEADER_VALUES:
+            self.fail(f"says {count} {what}, more than are read ({MAX_HEADER_VALUES:,} in all)")
+
+    def skip_value(self, kind: int) -> None:
+        """Pass over the value of a key, of the type with this number."""
+        if kind in SCALAR_BYTES:
+            self.skip(SCALAR_BYTES[kind], "a number")
+        elif kind == STRING:
+            self.skip(self.number(8), "a text")
+        elif kind != ARRAY:
+            self.fail(f"has a value of type {kind}")
+        else:
+            kind, count = self.number(4), self.number(8)
+            self.count(count, "elements of an array")
+            if kind in SCALAR_BYTES:
+                self.skip(count * SCALAR_BYTES[kind], "an array")
+            elif kind != STRING:
+                self.fail(f"has an array of values of type {kind}")
+            else:
+                for _ in range(count):
+                    self.skip(self.number(8), "a text")
 
 
 def fault_of_gguf(error: BaseException) -> str:
@@ -517,6 +526,11 @@ class _Outline(Checkpoint):
         }
         for each in index:
             self.entries[each.name] = TensorEntry(file, each.form.name, each.shape, 0, int(each.tensor.n_bytes))
+
+
+def shape_of(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor of gguf's reader, with the outermost dimension first."""
+    return tuple(int(size) for size in reversed(tensor.shape))
 
 
 def _shapes(family: Family, model: Any) -> dict[str, torch.Size]:

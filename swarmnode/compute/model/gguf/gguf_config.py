@@ -158,7 +158,15 @@ def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, An
     if values["model_type"] == "mistral":  # the config's default is that of its first version
         values.setdefault("sliding_window", None)
     if hasattr(defaults, "query_pre_attn_scalar"):
-        values["query_pre_attn_scalar"] = _attention_scalar(header, values, defaults)
+        # The root of this number divides a Gemma's attention scores. The largest models use another one than a head's size, which
+        # is not in their files.
+        if scale := header.said("attention.scale"):
+            scalar = round(float(scale) ** -2)
+        elif values.get("num_hidden_layers") == _LARGEST_GEMMAS.get(values["model_type"]):
+            scalar = int(values["hidden_size"]) // int(values["num_attention_heads"])
+        else:
+            scalar = int(values.get("head_dim") or defaults.head_dim)
+        values["query_pre_attn_scalar"] = scalar
         read_keys.add("attention.scale")
     if hasattr(defaults, "rope_parameters"):
         values |= _positions(header, values, defaults)
@@ -167,22 +175,14 @@ def complete_config(header: GgufHeader, read: Mapping[str, Any]) -> dict[str, An
     return values
 
 
-def _attention_scalar(header: GgufHeader, values: Mapping[str, Any], defaults: Any) -> int:
-    """Return the number whose root divides a Gemma's attention scores.
-
-    The largest models use another number than a head's size, which is not in their files.
-    """
-    scale = header.said("attention.scale")
-    if scale:
-        return round(float(scale) ** -2)
-    if values.get("num_hidden_layers") == _LARGEST_GEMMAS.get(values["model_type"]):
-        return int(values["hidden_size"]) // int(values["num_attention_heads"])
-    return int(values.get("head_dim") or defaults.head_dim)
-
-
 def _check(header: GgufHeader, read: Collection[str], values: Mapping[str, Any], defaults: Any) -> None:
     """Raise CheckpointError if a key of the file is neither read nor without effect, or the file is not a whole model."""
-    config = {**vars(defaults), **values, "head_dim": _head_size(values, defaults)}
+    # The size of a head: the config's, the family's own (Gemma's), or else an equal part of the hidden size.
+    widths, counts = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
+    width, count = (next((values[name] for name in names if name in values), 1) for names in (widths, counts))
+    usual, own = defaults.hidden_size // defaults.num_attention_heads, getattr(defaults, "head_dim", None)
+    head = int(values.get("head_dim") or (own if own and own != usual else width // count))
+    config = {**vars(defaults), **values, "head_dim": head}
     for key, value in header.items():
         if key not in read and not _is_neutral(key, value, config):
             raise CheckpointError(f"its {header.architecture}.{key} is {str(value)[:64]}, which is not supported here")
@@ -192,18 +192,13 @@ def _check(header: GgufHeader, read: Collection[str], values: Mapping[str, Any],
             raise CheckpointError(f"its {key} is {str(found)[:64]}: this is not a whole model")
 
 
-def _head_size(values: Mapping[str, Any], defaults: Any) -> int:
-    """Return the size of a head: the config's, the family's own (Gemma's), or else an equal part of the hidden size."""
-    widths, counts = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
-    width, count = (next((values[name] for name in names if name in values), 1) for names in (widths, counts))
-    usual, own = defaults.hidden_size // defaults.num_attention_heads, getattr(defaults, "head_dim", None)
-    return int(values.get("head_dim") or (own if own and own != usual else width // count))
-
-
 def _is_neutral(key: str, value: Any, config: Mapping[str, Any]) -> bool:
     """Return whether a key's value changes nothing in a model with this config."""
     head = config["head_dim"]
-    window = {"attention.sliding_window": config.get("max_position_embeddings") or math.inf}
+    ropes = config.get("rope_parameters") or {}
+    local = (
+        ropes.get("sliding_attention") if isinstance(ropes, dict) else None
+    )  # of layers with a window, in some families
     same: dict[str, Any] = {
         "attention.key_length": head,
         "attention.value_length": head,
@@ -212,7 +207,7 @@ def _is_neutral(key: str, value: Any, config: Mapping[str, Any]) -> bool:
         "attention.sliding_window_pattern": config.get("_sliding_window_pattern"),
         "use_parallel_residual": config.get("use_parallel_residual", True),
         "rope.dimension_count": head,
-        "rope.freq_base_swa": _local_base(config),
+        "rope.freq_base_swa": local.get("rope_theta") if isinstance(local, dict) else None,
         "attention.max_alibi_bias": 8.0 if config["model_type"] == "bloom" else 0,
         "attention.head_count_kv": config.get("num_attention_heads") or config.get("n_head"),
         "expert_weights_norm": config.get("norm_topk_prob"),
@@ -220,18 +215,11 @@ def _is_neutral(key: str, value: Any, config: Mapping[str, Any]) -> bool:
     }
     if key in _SILENT:
         return True
-    if key in window:
-        return value in (0, None) or value >= window[key]
+    if key == "attention.sliding_window":
+        return value in (0, None) or value >= (config.get("max_position_embeddings") or math.inf)
     if key in same and isinstance(value, float | int) and isinstance(same[key], float | int):
         return math.isclose(value, same[key], rel_tol=1e-5)
     return value in _ONES if key in _FACTORS else not value
-
-
-def _local_base(config: Mapping[str, Any]) -> Any:
-    """Return the base of the rotary frequencies of layers with a window; None unless the family has its own for them."""
-    ropes = config.get("rope_parameters") or {}
-    local = ropes.get("sliding_attention") if isinstance(ropes, dict) else None
-    return local.get("rope_theta") if isinstance(local, dict) else None
 
 
 def _positions(header: GgufHeader, values: Mapping[str, Any], defaults: Any) -> dict[str, Any]:
@@ -282,7 +270,13 @@ def _scaling(header: GgufHeader, default: Mapping[str, Any], head: int) -> dict[
     beside: dict[str, Any] = {"original_max_position_embeddings": original}
     is_yarn = kind == "yarn" and factor != 1
     if long is None and is_yarn:
-        return {"rope_type": "yarn", "factor": factor, **_yarn(header, default, factor, attention), **beside}
+        yarn = {"truncate": default["truncate"]} if "truncate" in default else {}
+        for name in ("beta_fast", "beta_slow"):
+            if (beta := header.said(f"rope.scaling.yarn_{name}")) is not None:
+                yarn[name] = beta
+        if attention != 1:
+            yarn["attention_factor"] = attention * _yarn_attention(factor)
+        return {"rope_type": "yarn", "factor": factor, **yarn, **beside}
     if long is None and attention == 1:
         return None if factor == 1 else {"rope_type": "linear", "factor": factor}
     if "full_attention" in default:
@@ -322,17 +316,6 @@ def _factors(header: GgufHeader, rotated: int) -> tuple[list[float] | None, list
                 f"its {name} has not {rotated // 2} numbers above 0, one for each frequency; fetch it again"
             )
     return found[0], found[1]
-
-
-def _yarn(header: GgufHeader, default: Mapping[str, Any], factor: float, attention: float) -> dict[str, Any]:
-    """Return YaRN's settings besides its factor, if they differ from the defaults."""
-    found = {"truncate": default["truncate"]} if "truncate" in default else {}
-    for name in ("beta_fast", "beta_slow"):
-        if (beta := header.said(f"rope.scaling.yarn_{name}")) is not None:
-            found[name] = beta
-    if attention != 1:
-        found["attention_factor"] = attention * _yarn_attention(factor)
-    return found
 
 
 def _yarn_attention(factor: float) -> float:

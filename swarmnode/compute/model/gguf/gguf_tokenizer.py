@@ -264,16 +264,6 @@ class GgufTokenizer:
         if len(table) != len(self.tokens):
             raise CheckpointError(f"its {PREFIX}{key} has {len(table):,} entries for {len(self.tokens):,} tokens")
 
-    def _check(self) -> None:
-        """Raise CheckpointError if a tokenizer key is set that is neither read here nor known to have no effect."""
-        for name in self._fields:
-            key = name.removeprefix(PREFIX)
-            known = key in READ or key in WITHOUT_EFFECT or key.startswith("chat_template.")
-            if name.startswith(PREFIX) and not known and self._said(key) not in (False, []):
-                raise CheckpointError(
-                    f"its {name} is not supported here: put the model's tokenizer.json beside the file"
-                )
-
     @property
     def ends(self) -> tuple[int, ...]:
         """Ids of all tokens that end a text: those named in the file, and the known control tokens of the vocabulary."""
@@ -301,7 +291,13 @@ class GgufTokenizer:
         """
         from transformers import PreTrainedTokenizerFast
 
-        self._check()
+        for name in self._fields:
+            key = name.removeprefix(PREFIX)
+            known = key in READ or key in WITHOUT_EFFECT or key.startswith("chat_template.")
+            if name.startswith(PREFIX) and not known and self._said(key) not in (False, []):
+                raise CheckpointError(
+                    f"its {name} is not supported here: put the model's tokenizer.json beside the file"
+                )
         make: Any = PreTrainedTokenizerFast
         pre = pre_tokenizer(str(self._said("ggml.pre") or DEFAULT))
         pipeline = self._pipeline(pre, file)
@@ -319,24 +315,19 @@ class GgufTokenizer:
             add_eos_token=bool(self._said("ggml.add_eos_token")) and "eos_token" in named,
             clean_up_tokenization_spaces=False,
         )
-        tokenizer.chat_template = self._templates()
+        # One chat template, or several by name.
+        default = self._said("chat_template")
+        templates = {name: self._said(f"chat_template.{name}") for name in self._said("chat_templates") or ()}
+        templates = {name: str(template) for name, template in templates.items() if template is not None}
+        if templates and default is not None:
+            templates["default"] = str(default)
+        tokenizer.chat_template = templates or (None if default is None else str(default))
         try:
             tokenizer.save_pretrained(out, save_jinja_files=False)
-        except (
-            Exception
-        ) as error:  # the tokenizers library has no class of its own for a failed write, as on a full disk
+        except Exception as error:  # of tokenizers, which has no class of its own for a failed write, as on a full disk
             if type(error) is not Exception:
                 raise
             raise LocalError(f"the tokenizer cannot be written into {out}: {error}; choose another place") from error
-
-    def _templates(self) -> str | dict[str, str] | None:
-        """Return the chat template, or several by name; None if the file has none."""
-        default = self._said("chat_template")
-        named = {name: self._said(f"chat_template.{name}") for name in self._said("chat_templates") or ()}
-        named = {name: str(template) for name, template in named.items() if template is not None}
-        if not named:
-            return None if default is None else str(default)
-        return {**named, **({} if default is None else {"default": str(default)})}
 
     def _token_id(self, name: str) -> int | None:
         """Return the id under `tokenizer.ggml.NAME_token_id`; None if there is none, or it is outside the vocabulary."""

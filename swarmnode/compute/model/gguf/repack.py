@@ -22,7 +22,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +33,8 @@ from torch import Tensor, nn
 from swarmnode.compute.model.assemble import assemble, check_tensors
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.checkpoint_writer import write_plain
-from swarmnode.compute.model.gguf.gguf import fault_of_gguf, parts_of, read_gguf
+from swarmnode.compute.model.gguf.gguf import fault_of_gguf, open_parts, shape_of
+from swarmnode.compute.model.gguf.gguf_config import GgufHeader
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.compute.packing.ggml import DTYPES, FORMATS, PACKAGE, Format, check_finite, dequantise, library
 from swarmnode.compute.packing.recipes import END, TABLE, FormatChoice, FormatMix, Matrix, choose
@@ -281,8 +282,16 @@ class FolderPack:
                 tensor = self._new[name]
                 rows_OI = values[name].reshape(-1, tensor.shape[-1])
                 form = self.choice.forms[name]
-                read = _reading(rows_OI)
-                writer.add(tensor, quantised_tiles(len(rows_OI), tensor.shape[-1], read, form, name))
+                writer.add(
+                    tensor,
+                    quantised_tiles(
+                        len(rows_OI),
+                        tensor.shape[-1],
+                        lambda first, end, rows_OI=rows_OI: rows_OI[first:end].float(),
+                        form,
+                        name,
+                    ),
+                )
                 del left[name]
                 done += tensor.nbytes
                 if progress is not None:
@@ -300,11 +309,6 @@ class FolderPack:
         model = assemble(self._family, self._checkpoint.open_slices(names), unit, unit + 1, dtype=dtype)
         state: dict[str, Tensor] = model.state_dict()
         return state
-
-
-def _reading(rows_OI: Tensor) -> Any:
-    """Return the function that reads rows as float32."""
-    return lambda first, end: rows_OI[first:end].float()
 
 
 def _packable(model: nn.Module) -> Iterator[str]:
@@ -325,11 +329,8 @@ def _elements(shape: tuple[int, ...]) -> int:
     return torch.Size(shape).numel()
 
 
-FILE_TYPE, QUANTIZATION_VERSION, ALIGNMENT_KEY = (
-    "general.file_type",
-    "general.quantization_version",
-    "general.alignment",
-)
+FILE_TYPE, QUANTIZATION_VERSION = "general.file_type", "general.quantization_version"
+ALIGNMENT_KEY = "general.alignment"
 PRESENT_VERSION = 2  # of GGUF's formats
 HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 # Small matrices, whose rounding costs much: by `llama_model_quantize` of llama.cpp's src/llama-quant.cpp.
@@ -348,12 +349,10 @@ class GgufRepack:
 
     def __init__(self, file: Path, recipe: FormatMix, *, again: bool = False) -> None:
         self.file, self._recipe = file, recipe
-        parts = parts_of(file)
+        _, self._readers = open_parts(file)
+        self._tensors: list[Any] = [tensor for reader in self._readers for tensor in reader.tensors]
+        swapped = any(reader.byte_order != "I" for reader in self._readers)
         try:
-            self._readers = [read_gguf(part) for part in parts]
-            self._tensors: list[Any] = [tensor for reader in self._readers for tensor in reader.tensors]
-            swapped = any(reader.byte_order != "I" for reader in self._readers)
-            told = self._value("split.tensors.count")
             self.choice  # noqa: B018  # raises if keys or tensors are not as they must be
         except (*FOREIGN_ERRORS, OSError) as error:
             raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
@@ -361,44 +360,45 @@ class GgufRepack:
             raise CheckpointError(
                 f"{file}: in the byte order of other machines; convert it with gguf-py's gguf-convert-endian"
             )
-        if told is not None and told != len(self._tensors):
-            raise CheckpointError(f"{file}: its parts have {len(self._tensors)} tensors, and should have {told}")
-        if not again:
-            self._check_plain()
-        for form in set(self.choice.forms.values()):
-            check_format(form)
-
-    def _check_plain(self) -> None:
-        """Raise UsageError if a matrix is packed already, and would be rounded a second time."""
-        for tensor in self._tensors:
-            own = tensor.tensor_type.name
-            wanted = self.choice.forms.get(str(tensor.name))
+        for tensor in [] if again else self._tensors:  # a matrix would be rounded a second time
+            own, wanted = tensor.tensor_type.name, self.choice.forms.get(str(tensor.name))
             if own not in DTYPES and wanted is not None and wanted.name != own:
                 raise UsageError(
                     f"{self.file}: {tensor.name} is packed already ({own}), and to round it twice costs quality: take the "
                     "model's F16 or BF16 file, or give --allow-requantize"
                 )
+        for form in set(self.choice.forms.values()):
+            check_format(form)
 
     @cached_property
     def choice(self) -> FormatChoice:
         """The formats of the matrices. Raises CheckpointError if none can be packed."""
-        names = {str(tensor.name) for tensor in self._tensors}
+        shapes = {str(tensor.name): shape_of(tensor) for tensor in self._tensors}
+        ends = {HEAD: END, EMBEDDING: TABLE} if HEAD in shapes else {EMBEDDING: END}
         matrices = [
-            Matrix(str(tensor.name), _shape(tensor), _end(str(tensor.name), has_head=HEAD in names))
-            for tensor in self._tensors
-            if len(_shape(tensor)) > 1 and str(tensor.name).endswith("weight") and not _KEPT.search(str(tensor.name))
+            Matrix(name, shape, ends.get(name, ""))
+            for name, shape in shapes.items()
+            if len(shape) > 1 and name.endswith("weight") and not _KEPT.search(name)
         ]
-        return choose(
-            self._recipe, matrices, heads_per_key=self._heads_per_key(), experts=self._number_of("expert_count", 0)
-        )
+        header = GgufHeader(*self._readers)
+
+        def number_of(key: str, default: int) -> int:
+            """Return a number of the model's architecture; of a list the largest one."""
+            found = header.said(key)
+            numbers = found if isinstance(found, list) else [found]
+            return max((int(number) for number in numbers if isinstance(number, int)), default=default)
+
+        heads = number_of("attention.head_count", 1)
+        heads_per_key = heads / max(1, number_of("attention.head_count_kv", heads))
+        return choose(self._recipe, matrices, heads_per_key=heads_per_key, experts=number_of("expert_count", 0))
 
     @cached_property
     def _new(self) -> list[NewTensor]:
         """The tensors to write, in the order of the file."""
         return [
-            NewTensor.packed(str(tensor.name), _shape(tensor), form)
+            NewTensor.packed(str(tensor.name), shape_of(tensor), form)
             if (form := self.choice.forms.get(str(tensor.name))) is not None
-            else NewTensor(str(tensor.name), _shape(tensor), int(tensor.tensor_type), int(tensor.n_bytes))
+            else NewTensor(str(tensor.name), shape_of(tensor), int(tensor.tensor_type), int(tensor.n_bytes))
             for tensor in self._tensors
         ]
 
@@ -415,27 +415,22 @@ class GgufRepack:
         writer = GgufWriter(out, self._keys(), self._new)
         done, total = 0, sum(tensor.nbytes for tensor in self._new)
         for tensor, new in zip(self._tensors, self._new, strict=True):
-            writer.add(new, self._pieces(tensor, new))
+            # The bytes of the old tensor if the format is the same.
+            packed_OB = tensor.data.reshape(-1, tensor.data.shape[-1]).view(np.uint8)
+            form = self.choice.forms.get(new.name)
+            if form is None or form.number == int(tensor.tensor_type):
+                step = max(1, (1 << 22) // packed_OB.shape[-1])
+                starts = range(0, len(packed_OB), step)
+                writer.add(new, (torch.from_numpy(np.copy(packed_OB[first : first + step])) for first in starts))
+            else:
+                read = partial(
+                    _values, packed_OB, FORMATS.get(tensor.tensor_type.name), tensor.tensor_type, new.shape[-1]
+                )
+                name = f"{self.file}: {new.name}"
+                writer.add(new, quantised_tiles(len(packed_OB), new.shape[-1], read, form, name))
             done += new.nbytes
             if progress is not None:
                 progress(done, total)
-
-    def _pieces(self, tensor: Any, new: NewTensor) -> Iterator[Tensor]:
-        """Yield the bytes of the new tensor; those of the old one if the format is the same."""
-        packed_OB = tensor.data.reshape(-1, tensor.data.shape[-1]).view(np.uint8)
-        form = self.choice.forms.get(new.name)
-        if form is None or form.number == int(tensor.tensor_type):
-            step = max(1, (1 << 22) // packed_OB.shape[-1])
-            for first in range(0, len(packed_OB), step):
-                yield torch.from_numpy(np.copy(packed_OB[first : first + step]))
-            return
-        own = FORMATS.get(tensor.tensor_type.name)
-        inputs = new.shape[-1]
-
-        def read(first: int, end: int) -> Tensor:
-            return _values(np.copy(packed_OB[first:end]), own, tensor.tensor_type).view(end - first, inputs)
-
-        yield from quantised_tiles(len(packed_OB), inputs, read, form, f"{self.file}: {new.name}")
 
     def _keys(self) -> list[bytes]:
         """Return the keys of the new file: those of the first part as they are there, but for those of its tensors' bytes."""
@@ -452,44 +447,15 @@ class GgufRepack:
             and not field.name.startswith("split.")
         ]
         file_type = int(gguf.LlamaFileType[f"MOSTLY_{self._recipe.file_type}"])
-        return [
-            *kept,
-            key_of_number(FILE_TYPE, file_type),
-            key_of_number(QUANTIZATION_VERSION, PRESENT_VERSION),
-        ]
-
-    def _value(self, key: str) -> Any:
-        """Return the value of a key; None if the file has none."""
-        field = self._readers[0].fields.get(key)
-        return None if field is None else field.contents()
-
-    def _number_of(self, key: str, default: int) -> int:
-        """Return a number of the model's architecture; of a list the largest one."""
-        found = self._value(f"{self._value('general.architecture')}.{key}")
-        numbers = found if isinstance(found, list) else [found]
-        return max((int(number) for number in numbers if isinstance(number, int)), default=default)
-
-    def _heads_per_key(self) -> float:
-        heads = self._number_of("attention.head_count", 1)
-        return heads / max(1, self._number_of("attention.head_count_kv", heads))
+        return [*kept, key_of_number(FILE_TYPE, file_type), key_of_number(QUANTIZATION_VERSION, PRESENT_VERSION)]
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
-    return tuple(int(size) for size in reversed(tensor.shape))
-
-
-def _end(name: str, *, has_head: bool) -> str:
-    """Return the role of the embedding and the head; empty for other matrices."""
-    if name == HEAD or (name == EMBEDDING and not has_head):
-        return END
-    return TABLE if name == EMBEDDING else ""
-
-
-def _values(packed_OB: Any, form: Format | None, kind: Any) -> Tensor:
-    """Return the values of rows in any of GGUF's formats as float32, in a row."""
-    packed_B = torch.from_numpy(packed_OB).view(-1)
+def _values(packed_OB: Any, form: Format | None, kind: Any, inputs: int, first: int, end: int) -> Tensor:
+    """Return rows [first, end) (N, `inputs`) as float32, of any of GGUF's formats: `form`, or the `kind` of the package gguf."""
+    rows_NB = np.copy(packed_OB[first:end])
+    packed_B = torch.from_numpy(rows_NB).view(-1)
     if form is not None:
-        return dequantise(packed_B, form, packed_B.numel() // form.block_bytes * form.block)
+        return dequantise(packed_B, form, (end - first) * inputs).view(-1, inputs)
     import gguf
 
-    return torch.from_numpy(np.copy(gguf.dequantize(packed_OB, kind))).view(-1)
+    return torch.from_numpy(np.copy(gguf.dequantize(rows_NB, kind))).view(-1, inputs)
