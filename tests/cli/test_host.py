@@ -17,7 +17,7 @@ from transformers import GPT2Config
 
 from swarmnode.cli.host import host as command
 from swarmnode.cli.use.serve import _tell_served
-from swarmnode.compute.model.packing.ggml import library
+from swarmnode.compute.packing.ggml import library
 from swarmnode.errors import ExecutorDied
 from swarmnode.gateway import gateway_address as gateway
 from swarmnode.gateway.gateway_address import GatewayAddress, Served, free_gateway_port
