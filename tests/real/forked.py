@@ -1,7 +1,7 @@
 """Real swarms whose members start in a tenth of the time: forked from a process that has imported what they import.
 
 Everything else is as with `LocalSwarm`: processes of their own, with homes, sockets and p2pds of their own, that die by signals.
-What Python does before a command's first line is left to tests that start commands: `test_weights`, `test_two_friends`, `test_demo`.
+What Python does before a command's first line is for tests that start commands: `test_weights`, `test_two_friends`, `test_demo`.
 """
 
 from __future__ import annotations
