@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from swarmnode.codec.body import VERSION
-from swarmnode.compute.capacity.memory import usable_bytes
+from swarmnode.compute.capacity.capacity import usable_bytes
 from swarmnode.compute.device import probe_device, usable_cores
 from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
 from swarmnode.counting import counted, format_bytes

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmnode.compute.capacity.memory import TRAINING_BYTES, usable_bytes
+from swarmnode.compute.capacity.capacity import TRAINING_BYTES, usable_bytes
 from swarmnode.plan.cost import HOLDERS
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search

@@ -42,7 +42,7 @@ from swarmnode.audits.referee import odd_one_out
 from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.model.adapters.changes import Lora, features_of
+from swarmnode.compute.model.adapters.span_adapters import Lora, features_of
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput

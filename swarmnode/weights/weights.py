@@ -33,7 +33,7 @@ from swarmnode.weights.sources import HubSource, LocalFiles, PeerSource, Source,
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.compute.model.packing.tensor_entry import TensorEntry
+    from swarmnode.compute.packing.tensor_entry import TensorEntry
 
 log = logging.getLogger(__name__)
 

@@ -69,7 +69,12 @@ class Peer:
     def lies(self) -> None:
         """All chunks that it gives are false from now on."""
         read = self.server._read
-        setattr(self.server, "_read", lambda *arguments: b"?" + read(*arguments)[1:])  # noqa: B010
+
+        def false(*arguments: Any) -> tuple[bytes, Any]:
+            data, stamp = read(*arguments)
+            return b"?" + data[1:], stamp
+
+        setattr(self.server, "_read", false)  # noqa: B010
 
     async def die(self) -> None:
         await self.server.close()

@@ -18,11 +18,11 @@ from swarmnode.cli.plan.fit import _rows
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
-from swarmnode.compute.capacity.speed import KNOWN_MODELS, LLAMA_8B
+from swarmnode.compute.capacity.capacity import KNOWN_MODELS, LLAMA_8B
 from swarmnode.compute.device import Device
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing import ggml
-from swarmnode.compute.model.packing.ggml import library
+from swarmnode.compute.packing import ggml
+from swarmnode.compute.packing.ggml import library
 from swarmnode.config import StageConfig
 from swarmnode.examination import judge_bandwidth, judge_versions, judge_weights
 from swarmnode.founding.model_source import from_checkpoint

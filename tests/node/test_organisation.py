@@ -15,7 +15,7 @@ import pytest
 
 from swarmnode.client.training.preparation import NO_DATA
 from swarmnode.codec.training_messages import Condition
-from swarmnode.compute.capacity.memory import limit_bytes_for
+from swarmnode.compute.capacity.capacity import limit_bytes_for
 from swarmnode.net.identity import Identity, IdentitySlot
 from swarmnode.net.memory.medium import Path as NetworkPath
 from swarmnode.node.node_config import NodeConfig

@@ -139,7 +139,7 @@ def _workload(model: Model, options: ModelOptions) -> Workload:
 
 def _hardware(network: Scenario, model: Model, options: ModelOptions) -> DeviceRates:
     """Return each device's layers per second, forward and back, and the bytes of its memory that units may take."""
-    from swarmnode.compute.capacity.memory import usable_bytes
+    from swarmnode.compute.capacity.capacity import usable_bytes
     from swarmnode.plan.offline.hosting import DeviceRates
     from swarmnode.simulate.environment.devices import BACKWARD, device_of
 

@@ -130,7 +130,7 @@ class SessionMemory:
     def _taken(self, cache_bytes: tuple[int, ...], journal_bytes: int) -> tuple[int, ...]:
         """Return the bytes that a session takes of each device's cache and of the host, whose memory may hold some of
         the caches."""
-        near = (size for size, budget in zip(cache_bytes, self._budgets, strict=True) if budget.is_in(self._ledger))
+        near = (size for size, budget in zip(cache_bytes, self._budgets, strict=True) if budget.ledger is self._ledger)
         return *cache_bytes, journal_bytes + sum(near)
 
     @property

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from swarmnode.codec.training_messages import How
-from swarmnode.compute.capacity.memory import STATE_BYTES
+from swarmnode.compute.capacity.capacity import STATE_BYTES
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.placement import PlacementRule
