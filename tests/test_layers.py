@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "swarmnode"
 ROOMS = (  # in their order: a room imports from those before it, and from itself
     *("counting", "version", "errors", "files", "config", "decisions", "hollow_package", "metrics", "ledger"),
-    *("codec", "compress", "net", "swarm", "plan", "data", "compute", "lending", "platform"),
+    *("codec", "compress", "net", "links", "swarm", "plan", "data", "compute", "lending", "platform"),
     *("membership", "peer", "weights", "founding", "measuring", "serving", "credit", "audits", "graph_serving"),
     *("tuning", "checkpoints", "training"),
     *("localswarm", "client", "node", "examination", "demo", "simulate", "programs", "terminal", "gateway", "cli"),
@@ -39,8 +39,8 @@ HEAVY = {"torch", "transformers", "hivemind", "bitsandbytes", "scipy", "numpy", 
 HEAVY |= {"fastapi", "uvicorn", "pydantic"}  # the gateway's
 HIVEMIND_FILES = {"net/libp2p/from_hivemind.py"}
 FORBIDDEN = {  # top-level package -> rooms that may not import it at all
-    "torch": {"codec", "net", "swarm", "plan"},
-    "transformers": {"codec", "compress", "net", "swarm", "plan"},
+    "torch": {"codec", "net", "links", "swarm", "plan"},
+    "transformers": {"codec", "compress", "net", "links", "swarm", "plan"},
     "asyncio": {"codec", "compress", "plan"},
     "pickle": set(LEVEL),
 }

@@ -29,7 +29,7 @@ from swarmnode.plan.cost import HOLDERS
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.hosting import DeviceRates, Planner, Workload
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.devices import device_of

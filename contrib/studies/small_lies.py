@@ -48,8 +48,7 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.sketch import sketch
 from swarmnode.founding.model_source import open_model
-from swarmnode.plan.audits.judgement import Calibration
-from swarmnode.plan.audits.selection import AuditBudget, cost_of
+from swarmnode.plan.audits import AuditBudget, Calibration, cost_of
 from swarmnode.swarm.peers.standing import are_too_many
 from swarmnode.swarm.records.statement import Edge, Statement
 

@@ -53,7 +53,7 @@ from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host
 from swarmnode.peer.questions import ask_one, board_of
-from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.blame import ARGUABLE, Blame, Verdict
 from swarmnode.serving.client.router import Router

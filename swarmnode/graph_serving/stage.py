@@ -29,14 +29,14 @@ from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.stopwatch import Clock, best_s
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolError
 from swarmnode.ledger import Account, Reservation
+from swarmnode.links.switchboard import Channel
 from swarmnode.measuring.capability import Capability
 from swarmnode.measuring.hardware import Hardware, LentDevice, Workplace
 from swarmnode.measuring.meters import RefusalMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.fair_share import FairShare
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.limits.fair_share import FairShare
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span

@@ -44,7 +44,7 @@ from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, s
 from swarmnode.measuring.draft_part import CACHE_TOKENS, DraftPart, HeadPart, draft_name
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
-from swarmnode.plan.audits.judgement import KV8, PACKED
+from swarmnode.plan.audits import KV8, PACKED
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.swarm.records.announcement import Machine, Section
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
-FASTER_PACKED = 3  # decoding with fast products on CPUs beside dequantised weights, docs/performance.md
+FASTER_PACKED = 3  # decoding with fast products on CPUs beside dequantised weights, docs/evidence.md
 NAME_LENGTH = 48  # characters of a device's announced name
 
 

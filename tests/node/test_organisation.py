@@ -22,7 +22,7 @@ from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.peer.placement import Placement
-from swarmnode.plan.offline.plan_file import PlanFile
+from swarmnode.plan.offline.planner_files import PlanFile
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Place, State, TrainingNews
 from swarmnode.swarm.records.manifest import TRAIN

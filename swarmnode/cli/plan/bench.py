@@ -101,7 +101,7 @@ def _models(
     of layers of `timed`."""
     from swarmnode.compute.capacity.capacity import measure_product_s, most_anywhere
     from swarmnode.measuring.hardware import MEMORY_SHARE
-    from swarmnode.plan.offline.fit import fit
+    from swarmnode.plan.cost import fit
 
     room_bytes = int(device.free_bytes * MEMORY_SHARE)
     full_s = _products_s(modules, "decode_s") / timed.layer.parameters  # of one parameter

@@ -113,7 +113,7 @@ def _rows(
     from swarmnode.compute.stopwatch import measure_read_rate
     from swarmnode.founding.model_source import outline
     from swarmnode.measuring.hardware import MEMORY_SHARE, packed_advice
-    from swarmnode.plan.offline import fit as plan
+    from swarmnode.plan import cost as plan
 
     source, task = outline(model, folder)
     is_text = isinstance(source, Checkpoint)
@@ -167,7 +167,7 @@ def _precisions(source: Checkpoint | Graph, device: Device, kv: str) -> Iterator
     from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
     from swarmnode.compute.graph.graph import Graph
     from swarmnode.measuring.hardware import has_packed_products
-    from swarmnode.plan.audits.judgement import PACKED
+    from swarmnode.plan.audits import PACKED
 
     if isinstance(source, Graph):
         weight_bytes = unit_weight_bytes(source)

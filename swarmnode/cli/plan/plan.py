@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from swarmnode.plan.offline.hosting import DeviceRates, Workload
-    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.plan.offline.planner_files import Scenario
     from swarmnode.simulate.environment.model import Model
 
 _traffic = partial(option, None, typed=float, min=0.0, max=1e6)
@@ -190,7 +190,7 @@ def plan(
 
     Example: swarmnode plan network.json --model ./llama --report plan.html
     """
-    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.plan.offline.planner_files import Scenario
     from swarmnode.terminal.tables import show
 
     effort = Effort(seconds, seed, quiet=as_json)

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from swarmnode.compute.serving.cache import CacheBudget, Claim, OutOfCache
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
 
 BUSY_WEIGHT = 2  # a peer must hold this many times as much for its busy session to be ended
 
