@@ -228,7 +228,7 @@ class Packing:
                     linear._forward_hooks
                 )  # one shared table, so that adapters' hooks work on either layer
                 self._model.set_submodule(name, packed)
-                let_go(linear.weight)
+                release_pages(linear.weight)
                 del self._left[name]
 
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="pack") as threads:
@@ -258,7 +258,7 @@ def packed_bytes(model: nn.Module) -> int:
     return sum(module.weight_bytes for module in model.modules() if isinstance(module, PackedLinear))
 
 
-def let_go(weight: Tensor) -> None:
+def release_pages(weight: Tensor) -> None:
     """Tell the system that a weight's pages are not needed now. They stay valid: mapped ones are read again from their file."""
     madvise: Callable[..., int] | None = getattr(_libc(), "madvise", None)
     first = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

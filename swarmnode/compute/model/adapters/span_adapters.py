@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.model.linear import PackedLinear
-from swarmnode.compute.packing.packed_weight import Block, PackedWeight, probed, tiles
+from swarmnode.compute.packing.packed_weight import Block, PackedWeight, probe_columns, tiles
 from swarmnode.compute.packing.quantize import Int8Linear
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
@@ -182,7 +182,7 @@ def blocks_of(module: nn.Module) -> Iterator[Block]:
     else:
         bias: Tensor | None = getattr(module, "bias", None)
         without = module.forward if bias is None else lambda x: module.forward(x) - bias
-        yield from probed(without, inputs, 1.0, torch.empty(0, device=weight.device))
+        yield from probe_columns(without, inputs, 1.0, torch.empty(0, device=weight.device))
 
 
 def _is_transposed(module: nn.Module) -> bool:
