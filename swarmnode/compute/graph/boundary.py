@@ -166,8 +166,8 @@ class Layout:
             for refs in crossing[: max(silent, default=-1) + 1]:
                 if teller not in refs:
                     refs.insert(0, teller)
-        for refs in [*crossing, self.graph.results]:
-            yield self._values(refs)
+        for crossed in (*crossing, self.graph.results):
+            yield self._values(crossed)
 
     def _values(self, refs: Iterable[Ref]) -> tuple[Value, ...]:
         return tuple(

@@ -430,11 +430,6 @@ def _remembered(
     return {shape: known[kind] for shape, kind in kinds.items()}
 
 
-def _material(weight_OI: Tensor) -> Tensor:
-    """Return a weight with values: the weight itself, or ones of the same size if it is on the meta device."""
-    return torch.ones(weight_OI.shape, dtype=weight_OI.dtype) if weight_OI.is_meta else weight_OI
-
-
 def _choose(weights: Sequence[Tensor], others: Sequence[Product]) -> dict[torch.Size, list[Product]]:
     """Return, for each shape of weight matrix, the fastest way to multiply for each number of rows in TIMED_ROWS."""
     sample = _first_bytes(weights, SAMPLE_BYTES)
@@ -516,7 +511,9 @@ def _first_bytes(weights: Sequence[Tensor], limit_bytes: int) -> Sample:
     used_bytes = 0
     for weight in weights:
         if used_bytes < limit_bytes or weight.shape not in sample:
-            sample.setdefault(weight.shape, []).append(_material(weight[:TALLEST]))
+            part = weight[:TALLEST]
+            part = torch.ones(part.shape, dtype=part.dtype) if part.is_meta else part  # on the meta device: no values
+            sample.setdefault(weight.shape, []).append(part)
             used_bytes += weight.nbytes
     return sample
 
