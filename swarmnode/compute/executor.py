@@ -313,20 +313,20 @@ class Executor:
         else:
             self.post(source.abandon, [item], self._over)
 
-    async def look(self, error: Exception, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+    async def check_device(self, error: Exception, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Check the device after an error outside its thread, such as one in loading. Raises ExecutorDied if the device is lost.
 
         Returns without an answer if the thread is busy for longer than `timeout_s`.
         """
 
-        def look() -> None:
+        def check() -> None:
             if is_device_fault(error):
                 raise error
 
-        looked = self.call(Urgency.CONTROL, look, kind="look at the device")
-        await asyncio.wait({looked}, timeout=timeout_s)
-        if looked.done():
-            looked.result()
+        checked = self.call(Urgency.CONTROL, check, kind="look at the device")
+        await asyncio.wait({checked}, timeout=timeout_s)
+        if checked.done():
+            checked.result()
 
     def post(self, callback: Callable[..., None], *args: Any) -> None:
         """Have the loop call `callback`, from the thread. Dropped if the loop has closed, as no caller waits any more."""

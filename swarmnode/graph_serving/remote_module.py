@@ -31,11 +31,11 @@ from swarmnode.compute.graph.boundary import (
     batch_of,
     check_values,
     described,
+    descriptions_of,
     from_wire,
     input_values,
     output_arrays,
     to_wire,
-    told,
 )
 from swarmnode.compute.graph.costs.estimate import values_bytes
 from swarmnode.errors import (
@@ -205,7 +205,7 @@ class RemoteModule:
         question = Infer(hop.start, hop.end, infos, within_s, secrets.token_bytes(SESSION_ID_BYTES))
         body, reply = await ask_one(self._board, hop.peer, question, Inferred, payload=payload, silence_s=within_s)
         with blaming(hop.peer):
-            check_values(self.layout, hop.end, told(body.values), batch)
+            check_values(self.layout, hop.end, descriptions_of(body.values), batch)
             results = await asyncio.to_thread(decode_values, body.values, reply, "cpu")
             computed = from_wire(self.layout, hop.end, results)
         if _has_nan(computed) and not _has_nan(values):

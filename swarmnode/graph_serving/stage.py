@@ -21,7 +21,7 @@ from swarmnode.codec.messages import INFER_PROTOCOL, Error, Infer, Inferred
 from swarmnode.compress.codecs import Encoded, decode_values, encode_values
 from swarmnode.compute.capacity.capacity import Speeds
 from swarmnode.compute.executor import Executor, Urgency
-from swarmnode.compute.graph.boundary import batch_of, from_wire, to_wire, told
+from swarmnode.compute.graph.boundary import batch_of, descriptions_of, from_wire, to_wire
 from swarmnode.compute.graph.costs.estimate import forward_bytes, values_bytes
 from swarmnode.compute.graph.graph import torch_constant
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
@@ -140,7 +140,7 @@ class InferenceServer:
         segment = self._segment
         if not segment.start <= asked.start < asked.end <= segment.end:
             raise ProtocolError(f"this node does not hold layers {asked.start}:{asked.end}", code=ErrorCode.WRONG_SPAN)
-        batch = batch_of(segment.layout, asked.start, told(asked.values))
+        batch = batch_of(segment.layout, asked.start, descriptions_of(asked.values))
         need_bytes = self._pass_bytes(asked.start, asked.end, batch)
         limit_bytes = self._lent.ledger.limit_bytes
         is_too_large = limit_bytes is not None and need_bytes > limit_bytes

@@ -282,7 +282,7 @@ class Node:
         """Raise ExecutorDied if an unexpected `error` comes from a lost device."""
         if isinstance(error, Exception) and not isinstance(error, SwarmnodeError):
             for executor in self._executors:
-                await executor.look(error)
+                await executor.check_device(error)
 
     async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
         """Join the swarm, load layers, and serve or train, with moves and pauses, until cancelled."""

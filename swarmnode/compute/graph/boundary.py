@@ -133,7 +133,7 @@ class Layout:
         Empty if nothing is trained, there is only one unit, or no other input shows the size of the batch.
         """
         inputs = [Ref(item.name) for item in self.graph.inputs]
-        *others, last = map(taken, self.units)
+        *others, last = map(values_taken, self.units)
         labels = [ref for ref in inputs if ref in last] if others and self.graph.loss is not None else []
         crossing = [ref for ref in inputs if ref not in labels or any(ref in taken for taken in others)]
         tells = not self.graph.any_batch or any(self._types[ref].tells_batch for ref in crossing)
@@ -147,7 +147,7 @@ class Layout:
             own = {node.name for node in unit.nodes}
             made.update({ref: number for ref in self._types if ref.name in own and ref.name in self._unit_of})
             is_last = number + 1 == self.graph.units
-            used.update(dict.fromkeys(taken(unit) - labels if is_last else taken(unit), number))
+            used.update(dict.fromkeys(values_taken(unit) - labels if is_last else values_taken(unit), number))
         used.update(dict.fromkeys(self.graph.results, self.graph.units))
         crossing = [
             [ref for ref in self._types if ref in made and made[ref] < number <= used.get(ref, -1)]
@@ -166,8 +166,8 @@ class Layout:
             for refs in crossing[: max(silent, default=-1) + 1]:
                 if teller not in refs:
                     refs.insert(0, teller)
-        for refs in [*crossing, self.graph.results]:
-            yield self._values(refs)
+        for crossed in (*crossing, self.graph.results):
+            yield self._values(crossed)
 
     def _values(self, refs: Iterable[Ref]) -> tuple[Value, ...]:
         return tuple(
@@ -176,7 +176,7 @@ class Layout:
         )
 
 
-def taken(unit: Unit) -> set[Ref]:
+def values_taken(unit: Unit) -> set[Ref]:
     """Return the values that the nodes of a unit take."""
     return {ref for node in unit.nodes for ref in node.refs()}
 
@@ -401,7 +401,7 @@ def described(values: Sequence[Tensor]) -> list[Described]:
     return [(value.dtype, tuple(value.shape)) for value in values]
 
 
-def told(infos: Sequence[TensorInfo]) -> list[Described]:
+def descriptions_of(infos: Sequence[TensorInfo]) -> list[Described]:
     """Return the dtype and shape of each tensor that a peer sends, by its own description.
 
     Raises ProtocolError if it compresses one: the decompressed tensor might take any memory.

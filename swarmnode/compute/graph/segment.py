@@ -20,7 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.boundary import Layout, Unit, Value, batch_of, check_labels, described, taken, text_of
+from swarmnode.compute.graph.boundary import (
+    Layout,
+    Unit,
+    Value,
+    batch_of,
+    check_labels,
+    described,
+    text_of,
+    values_taken,
+)
 from swarmnode.compute.graph.graph import (
     INSTEAD_OF_OPERATOR,
     Argument,
@@ -402,7 +411,7 @@ class GraphSegment(Segment):
     def _compile(self, unit: Unit, number: int) -> _Program:
         """Assign slots to values and functions to names. A slot is freed after its last use in the units here."""
         leaving = {value.ref for boundary in self.layout.boundaries[number + 1 :] for value in boundary}
-        later = {ref for following in self.layout.units[number + 1 : self.end] for ref in taken(following)}
+        later = {ref for following in self.layout.units[number + 1 : self.end] for ref in values_taken(following)}
         kept = leaving | later | {move.value for move in unit.moves} | {Ref(name) for name in unit.weights}
         for value in (*self.layout.boundaries[number], *self.layout.labels):
             self._slot(value.ref)

@@ -21,7 +21,6 @@ from swarmnode.compute.graph.graph import (
     CONSTANT,
     FORMAT,
     PARAMETER,
-    Argument,
     Constant,
     Graph,
     OperatorCall,
@@ -181,25 +180,21 @@ def _check_node(node: OperatorCall, known: dict[str, int]) -> None:
                 "arguments, which is too long; export a smaller module"
             )
         for atom in argument if isinstance(argument, list) else (argument,):
-            _check_atom(atom, known)
+            if isinstance(atom, Ref):
+                _check_ref(atom, known)
+            elif isinstance(atom, Constant):
+                torch_constant(atom.name)
+            elif isinstance(atom, Poly):
+                _check_size(atom)
+            elif isinstance(atom, Real) and atom.text not in _REALS:
+                raise _invalid("the graph has an invalid float")
+            elif isinstance(atom, str) and len(atom) > MAX_TEXT:
+                raise CheckpointError("the graph has a text that is too long; export the module with shorter names")
+            elif isinstance(atom, float) and not math.isfinite(atom):
+                raise _invalid("the graph has an infinite float or NaN as a plain number")
     for kind in node.types:
         if kind is not None:
             _check_type(kind)
-
-
-def _check_atom(atom: Argument, known: dict[str, int]) -> None:
-    if isinstance(atom, Ref):
-        _check_ref(atom, known)
-    elif isinstance(atom, Constant):
-        torch_constant(atom.name)
-    elif isinstance(atom, Poly):
-        _check_size(atom)
-    elif isinstance(atom, Real) and atom.text not in _REALS:
-        raise _invalid("the graph has an invalid float")
-    elif isinstance(atom, str) and len(atom) > MAX_TEXT:
-        raise CheckpointError("the graph has a text that is too long; export the module with shorter names")
-    elif isinstance(atom, float) and not math.isfinite(atom):
-        raise _invalid("the graph has an infinite float or NaN as a plain number")
 
 
 def _check_ref(ref: Ref, known: dict[str, int]) -> None:

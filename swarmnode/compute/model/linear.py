@@ -228,7 +228,7 @@ class Packing:
                     linear._forward_hooks
                 )  # one shared table, so that adapters' hooks work on either layer
                 self._model.set_submodule(name, packed)
-                let_go(linear.weight)
+                release_pages(linear.weight)
                 del self._left[name]
 
         with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="pack") as threads:
@@ -258,7 +258,7 @@ def packed_bytes(model: nn.Module) -> int:
     return sum(module.weight_bytes for module in model.modules() if isinstance(module, PackedLinear))
 
 
-def let_go(weight: Tensor) -> None:
+def release_pages(weight: Tensor) -> None:
     """Tell the system that a weight's pages are not needed now. They stay valid: mapped ones are read again from their file."""
     madvise: Callable[..., int] | None = getattr(_libc(), "madvise", None)
     first = -(-weight.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -430,11 +430,6 @@ def _remembered(
     return {shape: known[kind] for shape, kind in kinds.items()}
 
 
-def _material(weight_OI: Tensor) -> Tensor:
-    """Return a weight with values: the weight itself, or ones of the same size if it is on the meta device."""
-    return torch.ones(weight_OI.shape, dtype=weight_OI.dtype) if weight_OI.is_meta else weight_OI
-
-
 def _choose(weights: Sequence[Tensor], others: Sequence[Product]) -> dict[torch.Size, list[Product]]:
     """Return, for each shape of weight matrix, the fastest way to multiply for each number of rows in TIMED_ROWS."""
     sample = _first_bytes(weights, SAMPLE_BYTES)
@@ -516,7 +511,9 @@ def _first_bytes(weights: Sequence[Tensor], limit_bytes: int) -> Sample:
     used_bytes = 0
     for weight in weights:
         if used_bytes < limit_bytes or weight.shape not in sample:
-            sample.setdefault(weight.shape, []).append(_material(weight[:TALLEST]))
+            part = weight[:TALLEST]
+            part = torch.ones(part.shape, dtype=part.dtype) if part.is_meta else part  # on the meta device: no values
+            sample.setdefault(weight.shape, []).append(part)
             used_bytes += weight.nbytes
     return sample
 

@@ -70,7 +70,7 @@ class GuessingLayer(ABC):
             module._parameters.clear()
 
     @abstractmethod
-    def take(self, left_RTH: Tensor) -> Tensor:
+    def own_states(self, left_RTH: Tensor) -> Tensor:
         """Return states (R, T, H) that left the model's last layer in the form of the layer's own states."""
 
     @abstractmethod
@@ -78,7 +78,7 @@ class GuessingLayer(ABC):
         """Return the inputs (R, T, H) of the decoder layer.
 
         Args:
-            hidden_RTH: States that left the decoder layer, or states from `take`.
+            hidden_RTH: States that left the decoder layer, or states from `own_states`.
             ids_RT: Token behind each position (int64).
         """
 
@@ -132,7 +132,7 @@ def mtp_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
 class MtpLayer(GuessingLayer):
     """Multi-token prediction layer of a model."""
 
-    def take(self, left_RTH: Tensor) -> Tensor:
+    def own_states(self, left_RTH: Tensor) -> Tensor:
         """Return the states themselves: `enter` normalises the model's states and the layer's own alike."""
         return left_RTH
 
@@ -212,7 +212,7 @@ EAGLE_3 = ("d2t", "t2d", "midlayer.")  # beginnings of names
 class EagleHead(GuessingLayer):
     """EAGLE head of a model."""
 
-    def take(self, left_RTH: Tensor) -> Tensor:
+    def own_states(self, left_RTH: Tensor) -> Tensor:
         """Return the states behind the model's final norm."""
         normal_RTH: Tensor = self._main.model.base_model.norm(left_RTH)
         return normal_RTH

@@ -31,7 +31,7 @@ from swarmnode.compute.packing.ggml import (
     library,
     threads,
 )
-from swarmnode.compute.packing.tensor_entry import TensorEntry, joined, read_packed
+from swarmnode.compute.packing.tensor_entry import TensorEntry, parts_by_parameter, read_packed
 from swarmnode.errors import CheckpointError
 
 Block = tuple[slice, slice, Tensor]
@@ -80,7 +80,7 @@ def tiles(matrix_OI: Tensor) -> Iterator[Block]:
     yield slice(None), slice(None), matrix_OI
 
 
-def probed(multiply: Callable[[Tensor], Tensor], inputs: int, one: float, like: Tensor) -> Iterator[Block]:
+def probe_columns(multiply: Callable[[Tensor], Tensor], inputs: int, one: float, like: Tensor) -> Iterator[Block]:
     """Yield the columns of a matrix that only multiplies, by its products with unit vectors times `one`.
 
     The products have no bias. Unit vectors have the dtype and device of `like`. Costs as much as a prompt of I positions.
@@ -206,7 +206,7 @@ class PackedWeight(_StandIn):
                 yield slice(begin, begin + len(numbers_N)), slice(None), part.rows(numbers_N)
             if not part.has_rows:
                 like = torch.empty(0, dtype=self._takes, device=self.device)
-                for _, inputs, block in probed(part.multiply, part.inputs, EXACT_IN_8_BITS, like):
+                for _, inputs, block in probe_columns(part.multiply, part.inputs, EXACT_IN_8_BITS, like):
                     yield slice(first, end), inputs, block
             first = end
 
@@ -298,7 +298,7 @@ def read_weights(
 
     weights: dict[str, PackedWeight | PackedStack] = {}
     kept_bytes = 0
-    for name, parts in joined(entries).items():
+    for name, parts in parts_by_parameter(entries).items():
         rows = [read_packed(part, name) for part in parts]
         if rows[0].ndim == 2:
             weights[name] = weight(parts, rows, looked_up=name == looked_up)

@@ -78,7 +78,7 @@ def packed_entries(path: Path) -> dict[str, TensorEntry]:
     if not isinstance(tensors, dict):
         raise CheckpointError(f"{index}: has no table of tensors")
     entries = {name: _packed_entry(index, name, value) for name, value in tensors.items()}
-    for name, parts in joined(entries).items():
+    for name, parts in parts_by_parameter(entries).items():
         if len({(part.shape[:-2], part.shape[-1]) for part in parts}) > 1 or (name in entries and len(parts) > 1):
             raise CheckpointError(f"{index}: the parts of {name[:MAX_TOLD_CHARS]} do not fit together")
     return entries
@@ -138,10 +138,10 @@ def read_packed(entry: TensorEntry, name: str) -> Tensor:
     """
     packed_B, form = read_bytes(entry), FORMATS[entry.dtype]
     check_finite(packed_B, form, f"{entry.file}: {name}")
-    return turned(packed_B.view(*entry.shape[:-1], form.row_bytes(entry.shape[-1])), entry.heads)
+    return in_transformers_order(packed_B.view(*entry.shape[:-1], form.row_bytes(entry.shape[-1])), entry.heads)
 
 
-def turned(rows_OB: Tensor, heads: int) -> Tensor:
+def in_transformers_order(rows_OB: Tensor, heads: int) -> Tensor:
     """Return the rows of a rotary projection in transformers' order. llama.cpp interleaves the two halves of each head; 0 heads:
     the order is the same."""
     if not heads:
@@ -180,7 +180,7 @@ def file_slice(entry: TensorEntry) -> LazyTensor:
     return LazyTensor(entry.dtype, lambda: entry.shape, read)
 
 
-def joined(entries: Mapping[str, TensorEntry]) -> dict[str, list[TensorEntry]]:
+def parts_by_parameter(entries: Mapping[str, TensorEntry]) -> dict[str, list[TensorEntry]]:
     """Return the packed tensors by the names of the model's parameters that they make."""
     parts: dict[str, list[TensorEntry]] = {}
     for name in sorted(entries):
@@ -200,7 +200,7 @@ def packed_slices(entries: Mapping[str, TensorEntry]) -> dict[str, LazyTensor]:
         packed = read_packed(part, name).reshape(-1)
         return dequantise(packed, FORMATS[part.dtype], part.elements).view(part.shape)
 
-    return {name: packed_slice(name, parts) for name, parts in joined(entries).items()}
+    return {name: packed_slice(name, parts) for name, parts in parts_by_parameter(entries).items()}
 
 
 def read_json(file: Path) -> dict[str, Any]:

@@ -321,8 +321,10 @@ class CachePool:
         for layer in layers:
             window, size = self.windows.get(layer), self.span.dtype.itemsize
             held = columns if window is None else min(columns, window.columns)
-            kept += held * self.span.family.cache_bytes_per_token(layer + 1, size, self.kv)
-            largest = max(largest, held * self.span.family.cache_bytes_per_token(layer + 1, size, PLAIN))
+            own = plain = held * self.span.family.cache_bytes_per_token(layer + 1, size, self.kv)
+            if self.kv != PLAIN:
+                plain = held * self.span.family.cache_bytes_per_token(layer + 1, size, PLAIN)
+            kept, largest = kept + own, max(largest, plain)
         return kept + largest
 
 

@@ -142,7 +142,7 @@ class MtpGuesses:
 
     def _guess(self, drawn: Sequence[DrawnStates]) -> dict[Hashable, tuple[int, ...]]:
         starts = {one.session: one.start - self._sessions[one.session].begin for one in drawn}
-        states = {one.session: self.layer.take(one.hidden_TH[None]) for one in drawn}
+        states = {one.session: self.layer.own_states(one.hidden_TH[None]) for one in drawn}
         ids = {one.session: torch.tensor([one.ids]) for one in drawn}
         guesses: dict[Hashable, tuple[int, ...]] = dict.fromkeys(starts, ())
         for _ in range(GUESSES):

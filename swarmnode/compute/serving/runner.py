@@ -77,7 +77,7 @@ class ExpertCounts:
             self._chosen.append(inputs[1].detach().view(len(inputs[1]), -1))
 
 
-def marks(rows: int, count: int, guessed: int, longest: int) -> tuple[Tensor, Tensor]:
+def position_masks(rows: int, count: int, guessed: int, longest: int) -> tuple[Tensor, Tensor]:
     """Return which of `rows` rows times `longest` positions are sure, and which are guesses: of the first `count` positions of
     each row the last `guessed` ones are."""
     positions = torch.arange(longest)
@@ -416,7 +416,9 @@ class StageRunner:
             yield
             return
         sizes = ((work.count, work.guessed) if (work := works.get(member)) else (0, 0) for member in cohort.members)
-        parts = [marks(member.rows, *size, columns) for member, size in zip(cohort.members, sizes, strict=True)]
+        parts = [
+            position_masks(member.rows, *size, columns) for member, size in zip(cohort.members, sizes, strict=True)
+        ]
         sure_N, guessed_N = (torch.cat(some) for some in zip(*parts, strict=True))
         captured, self.captured = self.captured, None
         try:

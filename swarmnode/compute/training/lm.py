@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.linear import let_go, speed_up_linears
+from swarmnode.compute.model.linear import release_pages, speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.cohort import AttentionCache, Window, sliding_layers
 from swarmnode.compute.serving.loading import check_family
@@ -299,7 +299,7 @@ def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.
     for parameter in model.parameters():  # a mapped file would be copied page by page during training
         stored, parameter.data = parameter.data, parameter.data.clone(memory_format=torch.contiguous_format)
         if mapped:  # otherwise the whole file would stay resident beside the copies until the last one
-            let_go(stored)
+            release_pages(stored)
     return SpanSegment(ModelSpan(checkpoint.family, model, start, end))
 
 

@@ -70,7 +70,7 @@ class Segment(ABC):
         """
 
     def aim(self, recipe: Recipe) -> None:
-        """Take over the objective of a run. Raises UsageError if the model cannot have it."""
+        """Set the objective (loss and its terms) of the passes that follow. Raises UsageError if the model cannot have it."""
         check_objective(recipe)
 
     def mask_bytes(self, run: Run) -> int:

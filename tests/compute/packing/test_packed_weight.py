@@ -19,7 +19,7 @@ from swarmnode.compute.model.gguf.gguf import GgufCheckpoint, find_gguf
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import F32, FORMATS, GgmlMatrix, check_finite, dequantise, library
 from swarmnode.compute.packing.packed_weight import held_by
-from swarmnode.compute.packing.tensor_entry import turned
+from swarmnode.compute.packing.tensor_entry import in_transformers_order
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import PACKED_NAME
@@ -103,7 +103,7 @@ def test_a_rotary_projection_is_turned_as_transformers_does() -> None:
     make: Any = LlamaTensorProcessor
     for heads in (2, 4, 6):
         expected = make()._reverse_permute_weights(rows, heads, heads)
-        assert torch.equal(turned(torch.from_numpy(rows), heads), torch.from_numpy(np.copy(expected)))
+        assert torch.equal(in_transformers_order(torch.from_numpy(rows), heads), torch.from_numpy(np.copy(expected)))
 
 
 @needs_ggml

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ def test_who_comes_does_not_look_through_the_layers_of_all_who_are_kept(span, mo
         fill(pool, open_session(pool, f"kept {number}"), 1 + number, 1.0)
     looked = []
     monkeypatch.setattr(
-        pool, "_layer_bytes", lambda layer, columns, kv: looked.append(layer) or columns * PER_TOKEN // 3
+        span, "family", SimpleNamespace(cache_bytes_per_token=lambda unit, *_: looked.append(unit) or PER_TOKEN // 3)
     )
     fill(pool, open_session(pool, "new"), 1, 1.0)
     pool.close("kept 0")

@@ -159,8 +159,8 @@ class Sure:
         self.block = layer.block
         self._layer = layer
 
-    def take(self, left_RTH: Tensor) -> Tensor:
-        return self._layer.take(left_RTH)
+    def own_states(self, left_RTH: Tensor) -> Tensor:
+        return self._layer.own_states(left_RTH)
 
     def enter(self, hidden_RTH: Tensor, ids_RT: Tensor) -> Tensor:
         return self._layer.enter(hidden_RTH, ids_RT)

@@ -329,9 +329,7 @@ class AdapterFile:
         if name.startswith(PREFIX) and part in REPLACEABLE and self.config.replaces(module):
             return module, part
         if name.startswith(PREFIX) and part in REPLACEABLE and LORA not in name:
-            return module.removesuffix(
-                ".base_layer"
-            ), BASE  # served only if it equals the model's own: `check_base_layers`
+            return module.removesuffix(".base_layer"), BASE  # served if it equals the model's own: `check_base_layers`
         raise self._wrong(f"{name[:100]} is no matrix A or B of a linear layer")
 
     def _layer(self, module: str, pair: Mapping[str, str]) -> LoraEntry:
@@ -389,7 +387,14 @@ class AdapterFile:
             except AttributeError:
                 raise self._of_another(f"the model has no layer {module[:100]}") from None
             if isinstance(layer, LoraEntry):
-                self._check_sizes(module, layer, features_of(found))
+                sizes = features_of(found)
+                if sizes is None:
+                    raise self._of_another(f"{module[:100]} is not a linear layer of the model")
+                if sizes != (layer.inputs, layer.outputs):
+                    raise self._of_another(
+                        f"{module[:100]} maps {sizes[0]} values to {sizes[1]} in the model, "
+                        f"and {layer.inputs} to {layer.outputs} in the adapter"
+                    )
             elif shapes_of(found) != layer.shapes:
                 self._check_vocabulary(module, layer.shapes.get("weight", ()), model)
                 raise self._of_another(
@@ -454,15 +459,6 @@ class AdapterFile:
                 "train without added tokens, or found the swarm from the merged model"
             )
 
-    def _check_sizes(self, module: str, layer: LoraEntry, found: tuple[int, int] | None) -> None:
-        if found is None:
-            raise self._of_another(f"{module[:100]} is not a linear layer of the model")
-        if found != (layer.inputs, layer.outputs):
-            raise self._of_another(
-                f"{module[:100]} maps {found[0]} values to {found[1]} in the model, "
-                f"and {layer.inputs} to {layer.outputs} in the adapter"
-            )
-
     def _of_another(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.weights}: {what}; use an adapter of this model")
 
@@ -482,34 +478,23 @@ class AdapterFile:
             for module, layer in self.layers_of(family, start, end).items():
                 of_model = model.get_submodule(module)
                 if isinstance(layer, LoraEntry):
-                    changes[module] = self._lora(read, module, layer, of_model, device, dtype)
+                    a_RI, b_OR = read(layer.a), read(layer.b).float() * self.config.scale_of(module)
+                    gain_O = bias_O = None
+                    if layer.magnitude:
+                        gain_O, b_OR = dora(of_model, a_RI, b_OR, read(layer.magnitude))
+                        gain_O, bias_O = gain_O.to(dtype), getattr(of_model, "bias", None)
+                        self._check_finite(layer.magnitude, gain_O)
+                    # The scale is applied once, before the rounding.
+                    a_RI, b_OR = a_RI.to(dtype), b_OR.to(dtype)
+                    self._check_finite(layer.a, a_RI)
+                    self._check_finite(layer.b, b_OR)
+                    changes[module] = Lora(a_RI, b_OR, gain_O, bias_O).to(device)
                 else:
                     tensors = {part: read(name).to(dtype) for part, name in layer.parameters.items()}
                     for part, tensor in tensors.items():
                         self._check_finite(layer.parameters[part], tensor)
                     changes[module] = whole(of_model, {part: tensor.to(device) for part, tensor in tensors.items()})
         return changes
-
-    def _lora(
-        self,
-        read: Callable[[str], Tensor],
-        module: str,
-        layer: LoraEntry,
-        of_model: nn.Module,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> Lora:
-        a_RI, b_OR = read(layer.a), read(layer.b).float() * self.config.scale_of(module)
-        gain_O = bias_O = None
-        if layer.magnitude:
-            gain_O, b_OR = dora(of_model, a_RI, b_OR, read(layer.magnitude))
-            gain_O, bias_O = gain_O.to(dtype), getattr(of_model, "bias", None)
-            self._check_finite(layer.magnitude, gain_O)
-        # The scale is applied once, before the rounding.
-        a_RI, b_OR = a_RI.to(dtype), b_OR.to(dtype)
-        for name, matrix in ((layer.a, a_RI), (layer.b, b_OR)):
-            self._check_finite(name, matrix)
-        return Lora(a_RI.to(device), b_OR.to(device), None if gain_O is None else gain_O.to(device), bias_O)
 
     def _check_finite(self, name: str, matrix: Tensor) -> None:
         if not bool(matrix.isfinite().all()):
@@ -570,9 +555,8 @@ def _check_tokens(folder: Path, base: Path) -> None:
     tokens: dict[str, Any] = dict(read_object(folder / "added_tokens.json", MAX_TOKENIZER_BYTES))
     listed = config.get("added_tokens_decoder")
     for token, entry in listed.items() if isinstance(listed, dict) else ():
-        tokens[str(entry.get("content") if isinstance(entry, dict) else entry)] = (
-            int(token) if token.isdigit() else token
-        )
+        content = entry.get("content") if isinstance(entry, dict) else entry
+        tokens[str(content)] = int(token) if token.isdigit() else token
     added = read_object(folder / PIPELINE_NAME, MAX_PIPELINE_BYTES).get("added_tokens")
     for entry in added if isinstance(added, list) else ():
         if isinstance(entry, dict):

@@ -14,6 +14,7 @@ What an adapter does to one layer: it adds a low-rank product (LoRA, DoRA), or p
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections import OrderedDict
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.model.linear import PackedLinear
-from swarmnode.compute.packing.packed_weight import Block, PackedWeight, probed, tiles
+from swarmnode.compute.packing.packed_weight import Block, PackedWeight, probe_columns, tiles
 from swarmnode.compute.packing.quantize import Int8Linear
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
@@ -181,7 +182,7 @@ def blocks_of(module: nn.Module) -> Iterator[Block]:
     else:
         bias: Tensor | None = getattr(module, "bias", None)
         without = module.forward if bias is None else lambda x: module.forward(x) - bias
-        yield from probed(without, inputs, 1.0, torch.empty(0, device=weight.device))
+        yield from probe_columns(without, inputs, 1.0, torch.empty(0, device=weight.device))
 
 
 def _is_transposed(module: nn.Module) -> bool:
@@ -222,15 +223,11 @@ class Apart:
         """Return `y` (rows first), the layer's own result for `x`, as the rows' adapters change it, in the dtype of `y`."""
         x_by_row = x.reshape(self.rows, -1, x.shape[-1]) if x.is_floating_point() else x  # an embedding's are ids
         y_by_row = y.reshape(self.rows, -1, y.shape[-1])
-        pieces = [
-            _changed(part.change, x_by_row[part.start : part.end], y_by_row[part.start : part.end])
-            for part in self.parts
-        ]
+        pieces = []
+        for start, end, change in self.parts:
+            y_part = y_by_row[start:end]
+            pieces.append(y_part if change is None else change.add(x_by_row[start:end], y_part))
         return torch.cat(pieces).view(y.shape)
-
-
-def _changed(change: Added | None, x: Tensor, y: Tensor) -> Tensor:
-    return y if change is None else change.add(x, y)
 
 
 @dataclass(frozen=True)
@@ -274,11 +271,18 @@ def share_pass(names: tuple[str, ...], loaded: Mapping[str, Mapping[str, Added]]
 
     Matrices are copied side by side if that is faster and `reserve` has room for them.
     """
-    parts = _parts(names)
-    layers = {layer: [loaded.get(name, {}).get(layer) for name in names] for layer in _layers(names, loaded)}
+    parts: list[tuple[int, int]] = []  # neighbouring rows with the same adapter
+    for _, rows in groupby(names):
+        start = parts[-1][1] if parts else 0
+        parts.append((start, start + len(list(rows))))
+    changed = sorted({layer for name in names if name for layer in loaded[name]})
+    layers = {layer: [loaded.get(name, {}).get(layer) for name in names] for layer in changed}
     groupable = {layer for layer, changes in layers.items() if all(isinstance(one, Lora | None) for one in changes)}
-    size_bytes = sum(_grouped_bytes(_loras(layers[layer]), len(names)) for layer in groupable)
-    memory = _room(size_bytes, reserve) if len(parts) > FEW_PARTS else None
+    memory = None
+    if len(parts) > FEW_PARTS:
+        size_bytes = sum(_grouped_bytes(_loras(layers[layer]), len(names)) for layer in groupable)
+        with contextlib.suppress(Full):
+            memory = reserve(size_bytes)
     added: dict[str, Added] = {}
     for layer, changes in layers.items():
         if memory is not None and layer in groupable:
@@ -291,29 +295,6 @@ def share_pass(names: tuple[str, ...], loaded: Mapping[str, Mapping[str, Added]]
     return shared
 
 
-def _room(size_bytes: int, reserve: Reserve) -> Reservation | None:
-    """Reserve room for copies; None if there is none."""
-    try:
-        return reserve(size_bytes)
-    except Full:
-        return None
-
-
-def _parts(names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the ranges of neighbouring rows with the same adapter."""
-    ranges, start = [], 0
-    for _, rows in groupby(names):
-        end = start + len(list(rows))
-        ranges.append((start, end))
-        start = end
-    return ranges
-
-
-def _layers(names: Sequence[str], loaded: Mapping[str, Mapping[str, Added]]) -> list[str]:
-    """Return the layers that some of the adapters change."""
-    return sorted({layer for name in names if name for layer in loaded[name]})
-
-
 def _loras(changes: Sequence[Added | None]) -> list[Lora]:
     return [change for change in changes if isinstance(change, Lora)]
 
@@ -321,10 +302,8 @@ def _loras(changes: Sequence[Added | None]) -> list[Lora]:
 def _grouped_bytes(loras: Sequence[Lora], rows: int) -> int:
     """Return the bytes of `_grouped`'s copies for a layer and a number of rows."""
     rank = max(len(lora.a_RI) for lora in loras)
-    (inputs, outputs), gains = (
-        (loras[0].a_RI.shape[1], len(loras[0].b_OR)),
-        any(lora.gain_O is not None for lora in loras),
-    )
+    inputs, outputs = loras[0].a_RI.shape[1], len(loras[0].b_OR)
+    gains = any(lora.gain_O is not None for lora in loras)
     return rows * loras[0].a_RI.dtype.itemsize * (rank * (inputs + outputs) + (outputs if gains else 0))
 
 

@@ -31,7 +31,7 @@ from swarmnode.compute.model.gguf.gguf_tokenizer import TOKENS, GgufTokenizer
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
 from swarmnode.compute.packing.ggml import F32, FORMATS, Format, check_finite
-from swarmnode.compute.packing.tensor_entry import MAX_TOLD_CHARS, PART, TensorEntry, turned
+from swarmnode.compute.packing.tensor_entry import MAX_TOLD_CHARS, PART, TensorEntry, in_transformers_order
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import (
     GENERATION_NAME,
@@ -247,7 +247,7 @@ class GgufCheckpoint:
         config = self._parsed["config"]
         for heads in {config.get("num_attention_heads"), config.get("num_key_value_heads")} - {None}:
             whole = found_OI.shape == probe_OI.shape and shape[0] % (2 * heads) == 0
-            if whole and torch.equal(turned(probe_OI.contiguous(), heads), found_OI):
+            if whole and torch.equal(in_transformers_order(probe_OI.contiguous(), heads), found_OI):
                 return _Packed(tensor, form, shape, names[read.name], int(heads))
         return None
 
