@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+from msgspec import UNSET
+
 from swarmnode.codec.body import MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
 from swarmnode.codec.sampling import MAX_REPETITION_PENALTY
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
@@ -31,6 +34,7 @@ from swarmnode.swarm.storage.content import (
     Progress,
     checkpoint_files,
     has_tokenizer,
+    title_of,
 )
 from swarmnode.swarm.storage.small_files import check_free, check_space, new_folder
 
@@ -220,6 +224,7 @@ def from_model(
     task = task or _task_of(checkpoint)
     if task != GENERATE:
         encoder = write_encoder(checkpoint, task, out, force=force)
+        encoder = msgspec.structs.replace(encoder, title=title_of(model)[:MAX_NAME_CHARS] or UNSET)
         vocabulary = getattr(checkpoint.config, "vocab_size", None)
         return ModelSource.of_graph(out, encoder, vocabulary=vocabulary, original=_place_of(model))
     return _of_language_model(checkpoint, model, out)
@@ -329,6 +334,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
             hub_id=checkpoint.repository if isinstance(checkpoint, HubCheckpoint) else None,
             revision=getattr(checkpoint, "revision", None),
             positions=positions or 0,
+            title=title_of(model)[:MAX_NAME_CHARS] or UNSET if named != out else UNSET,
         ),
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
         quantised=checkpoint.quantised is not None,

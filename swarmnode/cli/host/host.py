@@ -44,10 +44,6 @@ if TYPE_CHECKING:
 PORT = 4001
 USES = 1
 TRY_S = 3.0
-_FORMATS = (
-    r"(?:ud[-_])?(?:i?q\d(?:_\w+)?|tq\d(?:_\d)?|mxfp4(?:_\w+)?)|[bf]f?p?(?:16|32)|fp?8|nf4|w\d+a\d+|int[48]|[48]bit"
-    r"|gguf|gptq|awq|bnb|imat(?:rix)?|i1|quantized"
-)
 _TUNINGS = "instruct|chat|it|hf"
 
 
@@ -372,13 +368,11 @@ def _article(kind: str) -> str:
 def names_of(model: str) -> tuple[str, str]:
     """Return two names for a swarm of a model, in characters that need no quotes. The first is short: lower case, without
     quantisation, file format and kind of tuning. The second is the whole last part of the path, for a second swarm of the model."""
-    whole = Path(model).expanduser().absolute().name
-    whole = re.sub(r"[^\w.-]+", "-", re.sub(r"(?i)\.gguf$", "", whole)).strip("-.") or "swarm"
-    revision = re.sub(r"[^\w.-]+", "-", "".join(model.partition("@")[1:]))  # of a hub id
-    short = re.sub(r"-\d{5}-of-\d{5}$", "", whole.removesuffix(revision) or whole)
-    short = re.sub(rf"(?i)(?:[-._]+(?:{_FORMATS}))+$", "", short)
+    from swarmnode.swarm.storage.content import FORMATS, last_part, title_of
+
+    whole, short = last_part(model) or "swarm", title_of(model)
     if any(map(str.isdigit, short)):  # else a folder called my-chat would become "my"
-        short = re.sub(rf"(?i)(?:[-._]+(?:{_FORMATS}|{_TUNINGS}))+$", "", short)
+        short = re.sub(rf"(?i)(?:[-._]+(?:{FORMATS}|{_TUNINGS}))+$", "", short)
     return short.strip("-.").lower() or whole, whole
 
 

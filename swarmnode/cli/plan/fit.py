@@ -91,6 +91,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
     model, context = rows[0]["model"], rows[0]["max_model_len"]
     title = f"{Path(model).name if Path(model).exists() else model}: {counted(rows[0]['units'], 'layer')}"
+    title += " with embedding and head" if rows[0]["task"] == "generate" else ""
     columns = ("precision", "GB", "layers that fit", "machines", "speed")
     table = new_table(title if context is None else f"{title}, up to {context:,} tokens", columns, numbers=columns[1:])
     for row in rows:

@@ -60,6 +60,8 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
         )
     show(table)
     if any(one.task == GENERATE for one in known):
+        say("The layers of a model that generates text count its embedding and its head.")
+    if any(one.task == GENERATE for one in known):
         usual = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in USUAL.items())
         say(f"A model that brings no sampling settings gets {usual} over HTTP, unless the request says otherwise.")
 
@@ -90,6 +92,7 @@ def _describe(name: str, swarm: Swarm, *, last: bool) -> KnownModel:
     if swarm.manifest is None:
         return KnownModel(name, UNKNOWN, "", "", "", None, None, members, last)
     model, manifest = swarm.manifest.model, swarm.manifest
-    named = model.hub_id or model.family
     does = "trains" if manifest.mode == TRAIN else manifest.purpose
-    return KnownModel(name, named, manifest.mode, manifest.task, does, model.units, manifest.total_bytes, members, last)
+    return KnownModel(
+        name, model.label, manifest.mode, manifest.task, does, model.units, manifest.total_bytes, members, last
+    )
