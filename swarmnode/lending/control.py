@@ -181,6 +181,12 @@ def _free_path(folder: Path, name: str) -> Path | None:
     raise LocalError(f"too many processes use {folder} already; stop one or choose another --home")
 
 
+def process_of(swarm: bytes, *sockets: Path) -> dict[str, Any] | None:
+    """Return the state of the first process at these sockets that takes part in a swarm; None if none does, or none answers."""
+    states = (tell_node(path, "state") for path in sockets)
+    return next((state for state in states if state is not None and state.get("swarm_id") == swarm.hex()), None)
+
+
 class OwnersOptions(Protocol):
     """Options of a running node that its owner may change."""
 

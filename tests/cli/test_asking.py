@@ -179,6 +179,13 @@ def test_modules_and_encoders_fit_as_they_are_exported(tmp_path: Path) -> None:
     assert_clear(invoke("fit", str(tmp_path / "none.pt2")), 2, "none.pt2")
 
 
+@pytest.mark.parametrize("option", ["--kv int8", "--memory 2GB", "--rtt 30", "--train"])
+@pytest.mark.parametrize("measure", ["--measure", ""])
+def test_measuring_refuses_options_of_plans(option: str, measure: str) -> None:
+    done = invoke("fit", *option.split(), *measure.split())
+    assert_clear(done, 2, f"{option.split()[0]}: --measure times this machine")
+
+
 def test_a_machine_is_measured_beside_known_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopwatch, "DISK_BYTES", 1 << 20)
     monkeypatch.setattr(stopwatch, "READ_BYTES", 1 << 20)

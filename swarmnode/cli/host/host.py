@@ -177,9 +177,11 @@ def host(
     async def serve(stop: asyncio.Event) -> None:
         tell("opening", f"Opening the door of {swarm.name}, and starting the node …")
         from swarmnode.node.bootstrap import SwarmHost
+        from swarmnode.swarm.records.manifest import TRAIN
 
         _probe(node)
-        port = 0 if page.no_page else free_gateway_port(page.port, home)
+        trains = swarm.manifest is not None and swarm.manifest.mode == TRAIN
+        port = 0 if page.no_page else free_gateway_port(page.port, home, trains=trains)
         hosting = SwarmHost(swarm, door, config, tell)
         opened: asyncio.Future[tuple[Swarm, str]] = asyncio.get_running_loop().create_future()
 

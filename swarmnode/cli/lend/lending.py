@@ -12,7 +12,7 @@ from typer import Context
 
 from swarmnode.cli.options.metrics import Watch
 from swarmnode.cli.options.node_file import LendingOptions
-from swarmnode.cli.options.swarm import home_of
+from swarmnode.cli.options.swarm import full_name, home_of
 from swarmnode.metrics.metric import Source
 from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option
@@ -125,13 +125,10 @@ def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 
 def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any) -> None:
     from swarmnode.lending.control import is_listening, running_nodes, tell_node
-    from swarmnode.swarm.storage.named_swarms import find_name, name_advice
 
     nodes, failed = running_nodes(home), list[str]()
     if name:
-        name = find_name(name, nodes) or fail(
-            f"no node {name} runs here; {name_advice(name, nodes, none='start one with `swarmnode run`')}", 2
-        )
+        name = full_name(name, nodes, f"no node {name} runs here", none="start one with `swarmnode run`")
     alive = {node: path for node, path in nodes.items() if name in ("", node) and is_listening(path)}
     if not alive:
         fail("no node runs here; start one with `swarmnode run`")

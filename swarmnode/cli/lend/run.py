@@ -104,6 +104,7 @@ def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> 
     """Return the swarm that `swarm` names, and a node for it, which ends `pause` once everything is imported. Raises LocalError
     if a device is missing, UsageError if the plan is for another swarm."""
     from swarmnode.compute.device import probe_devices
+    from swarmnode.lending.control import process_of, running_nodes
     from swarmnode.node.node import Node
 
     def note(event: str, text: str, **details: Any) -> None:
@@ -112,6 +113,12 @@ def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> 
         tell(event, text, **details)
 
     loaded = open_swarm(swarm, config.host.home)
+    if other := process_of(loaded.id, *running_nodes(config.host.home).values()):
+        tell(
+            "beside",
+            f"Process {other['pid']} lends this machine to {loaded.name} already. This second node lends beside it, from memory of "
+            "its own. If you do not want that, press Ctrl-C; Edit on the page changes what the first one lends.",
+        )
     probe_devices(config.stage.device)  # raises if a device is missing, before the node joins
     if config.plan is not None:
         config.plan.check_swarm(loaded.id.hex())

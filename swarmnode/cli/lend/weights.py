@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
+from swarmnode.terminal.console import HOME, JSON, command, print_json, say
 from swarmnode.terminal.formatting import parse_duration
 from swarmnode.terminal.option import argument, option
 
@@ -52,15 +52,14 @@ def prune(
 
     Example: swarmnode models prune --unused 30d
     """
-    from swarmnode.swarm.storage.named_swarms import find_name, name_advice
+    from swarmnode.cli.options.swarm import full_name
     from swarmnode.swarm.storage.weight_cache import evict
 
     fetched = _fetched(home)
     if swarm:
         names = [each.swarm for each in fetched]
-        swarm = find_name(swarm, names) or fail(
-            f"no weights of {swarm!r} are here; {name_advice(swarm, names, none='no weights have been fetched yet')}", 2
-        )
+        none = "no weights have been fetched yet"
+        swarm = full_name(swarm, names, f"no weights of {swarm!r} are here", none=none)
         fetched = [each for each in fetched if each.swarm == swarm]
     doomed = [each for each in fetched if each.unused_s >= unused]
     freed_bytes = {each.swarm: evict(each.folder) for each in doomed}

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
 
 CACHE_TOKENS = 4096
+RTT_MS = 20.0
 PASSES = {"generate": "tokens", "embed": "texts", "classify": "texts", "infer": "samples"}
 
 
@@ -40,7 +41,7 @@ def fit(
     train: bool = option(
         False, "Show what training takes with each optimiser: weights, gradients and its memory, without activations."
     ),
-    rtt: float = option(20.0, "Round-trip time between machines.", metavar="MS", min=0.0, max=60_000.0),
+    rtt: float = option(RTT_MS, "Round-trip time between machines.", metavar="MS", min=0.0, max=60_000.0),
     home: Path = HOME,
     as_json: bool = JSON,
 ) -> None:
@@ -59,6 +60,12 @@ def fit(
 
         if len(models or ()) > 1:
             fail("--measure takes one model", 2)
+        plain, passed_over = NodeOptions(), ("memory_bytes", "kv")
+        given = [name for name in passed_over if getattr(node, name) != getattr(plain, name)]
+        given += [*(["rtt"] if rtt != RTT_MS else []), *(["train"] if train else [])]
+        if given:
+            flags = " and ".join(f"--{name.removesuffix('_bytes')}" for name in given)
+            fail(f"{flags}: --measure times this machine and does not plan; give a MODEL without --measure", 2)
         show_speed(models[0] if models else "", node.stage, home, as_json=as_json)
         return
     stage, rows = node.stage, list[dict[str, Any]]()

@@ -134,14 +134,11 @@ def _services() -> list[str]:
 
 def _installed(name: str) -> str:
     """Return the name of the installed service that `name` is, or begins. Ends the command if there is no such service."""
-    from swarmnode.swarm.storage.named_swarms import find_name, name_advice
+    from swarmnode.cli.options.swarm import full_name
 
     _check_name(name)
-    services = _services()
-    return find_name(name, services) or fail(
-        f"there is no service {name}; {name_advice(name, services, none=f'`swarmnode service install {name}` creates it')}",
-        2,
-    )
+    advice = f"`swarmnode service install {name}` creates it"
+    return full_name(name, _services(), f"there is no service {name}", none=advice)
 
 
 def _check_name(name: str) -> None:
