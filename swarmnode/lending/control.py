@@ -147,6 +147,10 @@ class CommandSocket:
             await writer.drain()
         except (asyncio.TimeoutError, ValueError, ConnectionError) as error:  # ValueError: a line over its limit
             log.info("cannot answer a command: %r", error)
+        except (
+            asyncio.CancelledError
+        ):  # the process ends; asyncio's own callback of a stream cannot take a cancelled task
+            log.info("this process ends before a command has taken effect")
         finally:
             writer.close()
 

@@ -60,7 +60,7 @@ def run(
     logs.begin()
     config = node.config()
     tell = Teller(as_json)
-    gateway = _gateway(PORT if page and serve_port is None else serve_port, node.home, tell, as_json=as_json)
+    gateway = _gateway(serve_port, node.home, tell, page=page, as_json=as_json)
     _give_way(node)
     watch = metrics.watch(node.home, as_json=as_json)
 
@@ -79,15 +79,21 @@ def run(
         run_async(lend)
 
 
-def _gateway(port: int | None, home: Path, tell: Teller, *, as_json: bool) -> GatewayAddress | None:
-    """Return the address of the gateway, which it tells once the node serves; None without a port. Raises LocalError if the port is
-    taken."""
-    from swarmnode.net.addressing.addresses import check_port_free
+def _gateway(port: int | None, home: Path, tell: Teller, *, page: bool, as_json: bool) -> GatewayAddress | None:
+    """Return the address of the gateway, which it tells once the node serves; None without a `port` and a `page`. A page takes the
+    usual port, or any if that one is taken. Raises LocalError if the given port is taken."""
+    from swarmnode.net.addressing.addresses import check_port_free, free_port
 
-    if port:
-        check_port_free(f"/ip4/{LOOPBACK}/tcp/{port}")
-    if port is None:
+    if port is None and not page:
         return None
+    try:
+        check_port_free(f"/ip4/{LOOPBACK}/tcp/{PORT if port is None else port}")
+    except LocalError:
+        if port is not None:
+            raise
+        port = free_port()
+        tell("port", f"Port {PORT} is taken here: the page and the API are at port {port}.")
+    port = PORT if port is None else port
     return GatewayAddress(home, port, as_json=as_json, say=lambda served: tell.last("serving", served.text))
 
 
