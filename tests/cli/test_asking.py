@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from swarmnode import examination
-from swarmnode.cli.plan.bench import _cards
-from swarmnode.cli.plan.fit import _rows
+from swarmnode.cli.plan.fit import _cards, _rows
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch

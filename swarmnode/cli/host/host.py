@@ -1,4 +1,7 @@
-"""Command `swarmnode host`: host a swarm for friends with one command."""
+"""Command `swarmnode host`: host a swarm for friends with one command.
+
+Mode `host --door-only`: run a peer through which new machines find the swarm.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnode.cli.host.bootstrap import DOOR, open_door
 from swarmnode.cli.host.create import NewModelOptions
 from swarmnode.cli.lend.lending import attended
-from swarmnode.cli.options.founding import DoorOptions, MembershipOptions, listen_option, owner_of
+from swarmnode.cli.options.founding import (
+    DoorOptions,
+    MembershipOptions,
+    NewOwnerOptions,
+    OwnerOptions,
+    listen_option,
+    owner_of,
+)
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.node_file import LendingOptions, with_limits
-from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.owner import NewOwnerOptions, OwnerOptions
-from swarmnode.cli.options.swarm import name_swarm
+from swarmnode.cli.options.node_options import NodeOptions, parse_name
+from swarmnode.cli.options.swarm import name_swarm, open_swarm
 from swarmnode.counting import counted
 from swarmnode.gateway.gateway_address import PORT as GATEWAY_PORT
 from swarmnode.gateway.gateway_address import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.net.tasks import until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, is_piped, run_async, say
+from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, is_piped, print_json, run_async, say
 from swarmnode.terminal.formatting import parse_life
 from swarmnode.terminal.option import argument, of_same_names, option
 from swarmnode.terminal.process import beginning_anew
@@ -40,6 +48,48 @@ if TYPE_CHECKING:
     from swarmnode.swarm.records.manifest import Manifest
     from swarmnode.swarm.storage.issued_invites import IssuedInvites
     from swarmnode.swarm.storage.swarmfile import Swarm
+
+
+DOOR = "bootstrap"  # name that others see
+
+
+def open_door(
+    swarm: str, node: NodeOptions, name: str, doors: DoorOptions, metrics: MetricsOptions, *, as_json: bool
+) -> None:
+    """Run a bootstrap peer of `swarm` until Ctrl-C; it listens at the addresses in `doors`, too. It relays for machines behind NAT
+    and hands out weights, but computes nothing. Raises UsageError, LocalError, NetworkDown."""
+    from swarmnode.net.addressing.addresses import check_all
+    from swarmnode.node.bootstrap import Bootstrap
+
+    host = replace(
+        node.host,
+        name=parse_name(name, "--name"),
+        host_maddrs=check_all("--listen", doors.listen),
+        announce_maddrs=check_all("--announce", doors.announce, dialled=True),
+    )
+    watch = metrics.watch(node.home, as_json=as_json)
+    loaded = open_swarm(swarm, node.home)
+
+    async def serve(stop: asyncio.Event) -> None:
+        peer = await Bootstrap.start(loaded, host, file=loaded.file)
+        invite = None if loaded.private else peer.host.swarm.invite
+        try:
+            addresses = await peer.host.network.addresses()
+            if as_json:
+                print_json({"event": "joined", "peer": peer.host.peer_id, "addresses": addresses, "invite": invite})
+            else:
+                say(f"Bootstrap peer {peer.host.peer_id} of swarm {loaded.name} listens on:")
+                for address in addresses:
+                    say(f"  {address}")
+                hint = f"Invite:\n{invite}" if invite else f"Invites: swarmnode invite {shlex.quote(str(loaded.file))}"
+                say(f"{hint}\nPress Ctrl-C to stop.")
+            async with watch.over(loaded.name, peer.host.readings):
+                await peer.run(stop)
+        finally:
+            await peer.close()
+
+    run_async(serve)
+
 
 PORT = 4001
 USES = 1

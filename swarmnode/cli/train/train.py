@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.options.asking import patience_option
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.options.training import AveragingOptions, CompressionOptions
-from swarmnode.cli.train.data import DataOptions
-from swarmnode.cli.train.recipe import RecipeOptions, check_keys, read_recipe, recipe_text, with_file
-from swarmnode.cli.train.schedule import ScheduleOptions
+from swarmnode.cli.options.training import AveragingOptions, CompressionOptions, DataOptions
+from swarmnode.cli.train.recipe import RecipeOptions, ScheduleOptions, check_keys, read_recipe, recipe_text, with_file
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import HOME, LogOptions, command, joined, run_async, say, stopped

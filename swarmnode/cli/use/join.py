@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.quantities import parse_name
+from swarmnode.cli.options.node_options import parse_name
 from swarmnode.cli.options.swarm import complete_swarms, full_name
 from swarmnode.counting import counted
 from swarmnode.terminal.console import (
@@ -122,7 +122,7 @@ def leave(
 
 def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
     """Yield what `leave` does not remove, each with the command or the reason."""
-    from swarmnode.cli.lend.service.service import Service
+    from swarmnode.cli.lend.services import Service
     from swarmnode.swarm.storage.chunk_folder import used_bytes
     from swarmnode.swarm.storage.receipt_folder import receipts_of
     from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name

@@ -1,4 +1,7 @@
-"""Command `swarmnode serve`: serve swarms as models of an HTTP API that OpenAI's clients know."""
+"""Command `swarmnode serve`: serve swarms as models of an HTTP API that OpenAI's clients know.
+
+Mode `serve --mcp`: offer a swarm to an agent by the Model Context Protocol, over standard input and output.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,35 @@ from swarmnode.cli.options.swarm import complete_swarms, open_swarm
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.gateway.gateway_address import PORT, AddSwarm, GatewayAddress, OtherGateway, gateway_at
 from swarmnode.net.tasks import Tasks, until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, joined, run_async, say, unless_stopped
 from swarmnode.terminal.option import argument, option, path_option
 from swarmnode.terminal.process import CollectorPause
+from swarmnode.version import missing_package
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.swarm.peers.standing import Trust
     from swarmnode.swarm.storage.swarmfile import Swarm
+
+
+def offer_tools(swarm: str, home: Path, patience_s: float, trust: Trust) -> None:
+    """Answer an agent on standard input and output until it ends. Ends the command if the MCP SDK is missing. Raises UsageError,
+    NetworkDown, NotAdmitted, Interrupted."""
+    try:
+        import mcp as _installed  # noqa: F401
+    except ImportError:
+        fail(f"this needs the MCP SDK, and {missing_package('mcp')}", 2)
+    from swarmnode.client.swarm_client import SwarmClient
+    from swarmnode.gateway.integrations.swarm_tools import SwarmTools
+
+    async def answer(stop: asyncio.Event) -> None:
+        loaded = open_swarm(swarm, home)
+        joining = SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust)
+        async with await joined(joining, stop) as client:
+            await unless_stopped(SwarmTools(client).server(loaded.name).run_stdio_async(), stop)
+
+    run_async(answer)
+
 
 FIRST_S = 5.0  # for swarms to answer before the gateway begins without them
 LOOK_S = 3.0  # between looks at the names in the home folder
@@ -77,8 +101,6 @@ def serve(
     """
     logs.begin()
     if mcp:
-        from swarmnode.cli.use.mcp import offer_tools
-
         if len(swarms or ()) > 1:
             fail("--mcp offers one swarm: name only one", 2)
         offer_tools(swarms[0] if swarms else "", home, patience, trust)
