@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from swarmnode.founding.swarm_creation import NewOwner
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.identity import SigningKey
+    from swarmnode.node.bootstrap import SwarmHost
     from swarmnode.swarm.records.manifest import Manifest
     from swarmnode.swarm.storage.issued_invites import IssuedInvites
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -218,7 +219,7 @@ def host(
     if swarm is None:
         _probe(node)  # before anything is written
         swarm, new_owner = founding.found(path)
-    welcome = Welcome(path, terms, tell, nat=node.nat_port_map)
+    welcome = Welcome(path, terms, tell, nat=node.nat_port_map, as_json=as_json)
     key = new_owner.key if new_owner else welcome.key_for(swarm, owner)
     known_as = name_swarm(path, home)
     if known_here and not own_name(home):  # this machine has the same name in the owner's other swarms
@@ -231,26 +232,11 @@ def host(
 
         _probe(node)
         trains = swarm.manifest is not None and swarm.manifest.mode == TRAIN
-        port = 0 if page.no_page else free_gateway_port(page.port, home, trains=trains)
+        port = None if page.no_page else free_gateway_port(page.port, home, trains=trains)
         hosting = SwarmHost(swarm, door, config, tell)
-        opened: asyncio.Future[tuple[Swarm, str]] = asyncio.get_running_loop().create_future()
-
-        async def begin(now: Swarm, reached: list[str]) -> None:
-            invite = welcome.invite(now, key, hosting.uses_of)
-            await welcome.tell_addresses(now, invite, reached)
-            opened.set_result((now, invite))
-            if page.no_page and not as_json:
-                welcome.say(now, invite, None)
-
-        async def open_page() -> None:
-            now, invite = await opened
-            address = GatewayAddress(home, port, as_json=as_json, say=partial(welcome.say, now, invite))
-            await answer(now, address, known_as)
-
         options = LendingOptions(home, hosting.node, context, partial(with_limits, node))
-        attending = attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings, options=options)
-        async with attending:
-            await until_first(hosting.run(stop, begin), *([] if page.no_page else [open_page()]))
+        async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings, options=options):
+            await welcome.run(hosting, key, stop, None if port is None else GatewayAddress(home, port), known_as)
 
     with hosting_alone(home, swarm.id, swarm.name), beginning_anew(), tell:
         run_async(serve)
@@ -308,9 +294,9 @@ class Founding:
                 f"{path} is a swarm that {swarm.manifest.mode}s: add --mode {swarm.manifest.mode}, or choose another --name",
                 2,
             )
-        if chosen not in ("", _kind_of(swarm)):
+        if chosen and chosen != _kind_of(swarm).split()[1]:
             fail(
-                f"{path} is {_article(_kind_of(swarm))} swarm and stays one; to found another, choose a name with --name",
+                f"{path} is {_kind_of(swarm)} swarm and stays one; to found another, choose a name with --name",
                 2,
             )
         if not self.new.adapters.keys() <= {*swarm.manifest.adapter_names}:
@@ -410,11 +396,8 @@ class Founding:
 
 
 def _kind_of(swarm: Swarm) -> str:
-    return "private" if swarm.private else "public" if swarm.owner else "open"
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind == 'open' else 'a'} {kind}"
+    """Return the kind of a swarm with its article: "a private", "a public" or "an open"."""
+    return "a private" if swarm.private else "a public" if swarm.owner else "an open"
 
 
 def names_of(model: str) -> tuple[str, str]:
@@ -460,6 +443,7 @@ class Welcome:
     terms: InviteTerms
     tell: Teller
     nat: bool
+    as_json: bool = False
 
     def key_for(self, swarm: Swarm, owner: OwnerOptions) -> SigningKey | None:
         """Return the owner's key if an invite may need it. It is asked for only at a terminal, and only if there is no invite to
@@ -486,13 +470,38 @@ class Welcome:
 
         return open_issued_invites(issued_invites_path(self.path))
 
+    async def run(
+        self,
+        hosting: SwarmHost,
+        key: SigningKey | None,
+        stop: asyncio.Event,
+        page: GatewayAddress | None,
+        known_as: str,
+    ) -> None:
+        """Host until `stop` is set. Once the door is open, tell its addresses, and serve page and API at `page` (None: neither)
+        under the swarm's name `known_as`; then print what the host and a friend type. Raises the error that ends any of it."""
+        opened: asyncio.Future[tuple[Swarm, str]] = asyncio.get_running_loop().create_future()
+
+        async def begin(now: Swarm, reached: list[str]) -> None:
+            invite = self.invite(now, key, hosting.uses_of)
+            await self.tell_addresses(now, invite, reached)
+            opened.set_result((now, invite))
+            if page is None and not self.as_json:
+                self.say(now, invite, None)
+
+        async def open_page(page: GatewayAddress) -> None:
+            now, invite = await opened
+            await answer(now, replace(page, as_json=self.as_json, say=partial(self.say, now, invite)), known_as)
+
+        await until_first(hosting.run(stop, begin), *([] if page is None else [open_page(page)]))
+
     async def tell_addresses(self, swarm: Swarm, invite: str, reached: list[str]) -> None:
         """Tell the host where new machines connect, and whether those addresses answer."""
         from swarmnode.net.addressing.addresses import is_loopback, is_public, port_of, without_peer
         from swarmnode.net.addressing.reachability import answers
 
         tried = dict(zip(reached, await asyncio.gather(*(answers(each, TRY_S) for each in reached)), strict=True))
-        lines = [f"Hosting {swarm.name}, {_article(_kind_of(swarm))} swarm. New machines connect here:"]
+        lines = [f"Hosting {swarm.name}, {_kind_of(swarm)} swarm. New machines connect here:"]
         lines += [
             f"  {without_peer(address)}{'' if yes else '  (does not answer from here)'}"
             for address, yes in tried.items()

@@ -58,10 +58,14 @@ def run(
     Example: swarmnode run friends --memory 6GB --only-idle 10m
     """
     logs.begin()
+    from swarmnode.lending.idle_detection import yield_cpu, yield_disk
+
     config = node.config()
     tell = Teller(as_json)
     gateway = _gateway(serve_port, node.home, tell, page=page, as_json=as_json)
-    _give_way(node)
+    yield_cpu(node.nice)  # this process gives way to others
+    if node.idle_disk:
+        yield_disk()
     watch = metrics.watch(node.home, as_json=as_json)
 
     async def lend(stop: asyncio.Event) -> None:
@@ -95,15 +99,6 @@ def _gateway(port: int | None, home: Path, tell: Teller, *, page: bool, as_json:
         tell("port", f"Port {PORT} is taken here: the page and the API are at port {port}.")
     port = PORT if port is None else port
     return GatewayAddress(home, port, as_json=as_json, say=lambda served: tell.last("serving", served.text))
-
-
-def _give_way(node: NodeOptions) -> None:
-    """Lower this process's priority at the CPU, and at the disk if the options say so."""
-    from swarmnode.lending.idle_detection import yield_cpu, yield_disk
-
-    yield_cpu(node.nice)
-    if node.idle_disk:
-        yield_disk()
 
 
 def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> tuple[Swarm, Node]:

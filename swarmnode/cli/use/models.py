@@ -166,20 +166,14 @@ def prune(
 def _fetched(home: Path) -> list[FetchedWeights]:
     """Return all fetched weights, the largest first."""
     from swarmnode.swarm.storage.chunk_folder import used_bytes
-    from swarmnode.swarm.storage.weight_cache import FOLDER, last_used
+    from swarmnode.swarm.storage.swarmfile import load_all_named
+    from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name, last_used
 
-    names, root = _names(home), home / FOLDER
+    names = {folder_name(swarm.id): name for name, swarm in load_all_named(home).items()}
+    root = home / FOLDER
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     found = [
         FetchedWeights(names.get(path.name, path.name), path, used_bytes(path), max(0.0, time.time() - last_used(path)))
         for path in folders
     ]
     return sorted(found, key=lambda each: -each.size_bytes)
-
-
-def _names(home: Path) -> dict[str, str]:
-    """Return the names of the joined and founded swarms, by their folders' names."""
-    from swarmnode.swarm.storage.swarmfile import load_all_named
-    from swarmnode.swarm.storage.weight_cache import folder_name
-
-    return {folder_name(swarm.id): name for name, swarm in load_all_named(home).items()}

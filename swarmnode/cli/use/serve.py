@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.sampling import SamplingOptions
@@ -106,10 +107,12 @@ def serve(
         offer_tools(swarms[0] if swarms else "", home, patience, trust)
         return
     if gateway.new_key:
-        _add_key(gateway.keys, gateway.new_key)
+        if gateway.keys is None:
+            fail("--new-key needs --keys FILE, the file for its hash", 2)
+        from swarmnode.gateway.access.keys import new_key
+
+        say(new_key(gateway.keys, gateway.new_key))
         return
-    from swarmnode.client.swarm_client import SwarmClient
-    from swarmnode.codec.tensors import check_compression
     from swarmnode.gateway.access.keys import KeyFile, KeyRing
     from swarmnode.gateway.served_model import GatewayConfig
     from swarmnode.net.addressing.addresses import check_can_listen
@@ -128,15 +131,8 @@ def serve(
         drafts=sampling.drafts,
     )
 
-    async def join(swarm: Swarm) -> SwarmClient:
-        positions = gateway.context or None
-        client = await SwarmClient.join(swarm, home=home, patience_s=patience, trust=trust, most_positions=positions)
-        try:
-            check_compression(sampling.compress, client.manifest.codecs)
-        except UsageError:
-            await client.close()
-            raise
-        return client
+    how = {"home": home, "patience_s": patience, "trust": trust, "most_positions": gateway.context or None}
+    join = partial(_join, sampling.compress, how)
 
     async def answer(stop: asyncio.Event) -> None:
         async with contextlib.AsyncExitStack() as ends:
@@ -150,6 +146,21 @@ def serve(
             await until_first(stop.wait(), joiner.go_on(add))
 
     run_async(answer)
+
+
+async def _join(compress: str, how: Mapping[str, Any], swarm: Swarm) -> SwarmClient:
+    """Join a swarm as `how` says. Raises UsageError if its manifest does not allow the compression, and as `SwarmClient.join`
+    does."""
+    from swarmnode.client.swarm_client import SwarmClient
+    from swarmnode.codec.tensors import check_compression
+
+    client = await SwarmClient.join(swarm, **how)
+    try:
+        check_compression(compress, client.manifest.codecs)
+    except UsageError:
+        await client.close()
+        raise
+    return client
 
 
 def _tell_served(ours: OtherGateway, asked: Mapping[str, Swarm], home: Path, as_json: bool) -> None:
@@ -264,14 +275,6 @@ class SwarmJoiner:
             say(f"{name} trains its model, so it is not served", err=True)
         else:
             self._joined.put_nowait((name, client))
-
-
-def _add_key(keys: Path | None, name: str) -> None:
-    from swarmnode.gateway.access.keys import new_key
-
-    if keys is None:
-        fail("--new-key needs --keys FILE, the file for its hash", 2)
-    say(new_key(keys, name))
 
 
 def _names(swarms: list[Swarm]) -> list[str]:
