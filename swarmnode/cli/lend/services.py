@@ -393,7 +393,7 @@ def install(
     """
     from swarmnode.cli.options.swarm import open_swarm
     from swarmnode.files import write_private
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, find_name
 
     name = find_name(name, JoinedSwarms(home).all_names()) or name
     _check_name(name)
@@ -470,7 +470,7 @@ def manager_here() -> ServiceManager:
 
 
 def _invite(name: str, home: Path) -> str:
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms
 
     return JoinedSwarms(home).invite_to(name) or fail(f"you have not joined {name} here: run `swarmnode join` first", 2)
 

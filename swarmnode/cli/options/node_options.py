@@ -23,7 +23,7 @@ from swarmnode.terminal.option import definitions, file_key, of_same_names, one_
 if TYPE_CHECKING:
     from swarmnode.node.node_config import NodeConfig
     from swarmnode.peer.host_config import HostConfig
-    from swarmnode.plan.offline.plan_file import PlanFile
+    from swarmnode.plan.offline.planner_files import PlanFile
     from swarmnode.plan.view import Span
 
 
@@ -194,7 +194,7 @@ def _addresses(**bounds: bool) -> Callable[[Sequence[str], str], tuple[str, ...]
 
 
 def _load_plan(path: Path, _flag: str) -> PlanFile:
-    from swarmnode.plan.offline.plan_file import PlanFile
+    from swarmnode.plan.offline.planner_files import PlanFile
 
     return PlanFile.load(path)
 

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     import torch
     from rich.table import Table
 
-    from swarmnode.compute.capacity.memory import UnitSizes
-    from swarmnode.compute.capacity.speed import ModelShape, ModuleSpeed
+    from swarmnode.compute.capacity.capacity import ModelShape, ModuleSpeed, UnitSizes
     from swarmnode.compute.device import Device
     from swarmnode.compute.graph.graph import Graph
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -56,7 +55,7 @@ def show_speed(model: str, stage: StageConfig, home: Path, *, as_json: bool) -> 
 
 
 def _shape_of(model: str) -> ModelShape:
-    from swarmnode.compute.capacity.speed import LLAMA_8B, ModelShape
+    from swarmnode.compute.capacity.capacity import LLAMA_8B, ModelShape
 
     if not model:
         return LLAMA_8B
@@ -68,7 +67,7 @@ def _shape_of(model: str) -> ModelShape:
 def _measure(
     device: Device, dtype: torch.dtype, shape: ModelShape, home: Path, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    from swarmnode.compute.capacity.speed import KNOWN_MODELS, measure_modules, whole_layer
+    from swarmnode.compute.capacity.capacity import KNOWN_MODELS, measure_modules, whole_layer
     from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
     from swarmnode.files import existing
 
@@ -108,10 +107,9 @@ def _models(
 ) -> Iterator[dict[str, Any]]:
     """Yield for each model and format how much of it fits here, and its speed on machines like this one. `modules` were measured
     of layers of `timed`."""
-    from swarmnode.compute.capacity.memory import most_anywhere
-    from swarmnode.compute.capacity.speed import measure_product_s
+    from swarmnode.compute.capacity.capacity import measure_product_s, most_anywhere
     from swarmnode.measuring.hardware import MEMORY_SHARE
-    from swarmnode.plan.offline.fit import fit
+    from swarmnode.plan.cost import fit
 
     room_bytes = int(device.free_bytes * MEMORY_SHARE)
     full_s = _products_s(modules, "decode_s") / timed.layer.parameters  # of one parameter
@@ -309,12 +307,12 @@ def _rows(
     import torch
 
     from swarmnode.client.model_files import context_limit
-    from swarmnode.compute.capacity.memory import most_anywhere
+    from swarmnode.compute.capacity.capacity import most_anywhere
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.stopwatch import measure_read_rate
     from swarmnode.founding.model_source import outline
     from swarmnode.measuring.hardware import MEMORY_SHARE, packed_advice
-    from swarmnode.plan.offline import fit as plan
+    from swarmnode.plan import cost as plan
 
     source, task = outline(model, folder)
     is_text = isinstance(source, Checkpoint)
@@ -346,7 +344,7 @@ def _rows(
 def _optimizers(source: Checkpoint | Graph) -> Iterator[tuple[str, UnitSizes]]:
     """Yield each optimiser with the sizes of the units that it trains. Raises UsageError for a module or packed weights."""
     from swarmnode.cli.train.recipe import ScheduleOptions
-    from swarmnode.compute.capacity.memory import run_sizes
+    from swarmnode.compute.capacity.capacity import run_sizes
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.errors import UsageError
     from swarmnode.swarm.records.run import OPTIMIZERS, Recipe, Run
@@ -364,11 +362,11 @@ def _precisions(source: Checkpoint | Graph, device: Device, kv: str) -> Iterator
     """Yield each possible precision of the weights with the sizes of the units; for a graph, only the exported one."""
     import torch
 
-    from swarmnode.compute.capacity.memory import UnitSizes, unit_sizes
+    from swarmnode.compute.capacity.capacity import UnitSizes, unit_sizes
     from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
     from swarmnode.compute.graph.graph import Graph
     from swarmnode.measuring.hardware import has_packed_products
-    from swarmnode.plan.audits.judgement import PACKED
+    from swarmnode.plan.audits import PACKED
 
     if isinstance(source, Graph):
         weight_bytes = unit_weight_bytes(source)

@@ -101,7 +101,7 @@ def train(
         check_trains(known.manifest)
     as_json = records.as_json
     watch = metrics.watch(home, as_json=as_json)
-    work = Work(known, watch, data, rules, settings, patience)
+    work = TrainingWork(known, watch, data, rules, settings, patience)
     here = None if not alone.local else replace(alone, out=alone.out and alone.out.absolute())
 
     from swarmnode.client.training.listener import EarlyStopping, TrainerMeter
@@ -129,7 +129,7 @@ def train(
 
 
 @dataclass(frozen=True)
-class Work:
+class TrainingWork:
     """Training of a swarm's model on `data`, by `rules` of the data and `settings` of the run."""
 
     swarm: Swarm

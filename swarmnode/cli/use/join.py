@@ -50,8 +50,8 @@ def join(
     Example: swarmnode join
     """
     from swarmnode.swarm.records.invite import decode_invite
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
     from swarmnode.swarm.storage.remembered import keep_own_name, own_name
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms
 
     text = _invite(invite)
     terms = _terms(decode_invite(text))
@@ -90,8 +90,7 @@ def leave(
     """
     from swarmnode.errors import UsageError
     from swarmnode.lending.control import process_of, running_gateways, running_nodes
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
-    from swarmnode.swarm.storage.swarmfile import load_all_named, load_named
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_all_named, load_named
 
     joined = JoinedSwarms(home)
     name = full_name(name, joined.names(), f"no swarm is called {name} here", none="you have joined none")
@@ -123,9 +122,8 @@ def leave(
 def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
     """Yield what `leave` does not remove, each with the command or the reason."""
     from swarmnode.cli.lend.services import Service
-    from swarmnode.swarm.storage.chunk_folder import used_bytes
-    from swarmnode.swarm.storage.receipt_folder import receipts_of
-    from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name
+    from swarmnode.swarm.records.receipt import receipts_of
+    from swarmnode.swarm.storage.chunk_folder import FOLDER, folder_name, used_bytes
 
     if swarm.file is not None:
         yield f"{swarm.file}, your own file of the swarm"

@@ -72,9 +72,8 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
 
 def _known(home: Path) -> Iterator[KnownModel]:
     from swarmnode.errors import UsageError
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, known_swarms
     from swarmnode.swarm.storage.remembered import ManifestCache
-    from swarmnode.swarm.storage.swarmfile import load_named
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, known_swarms, load_named
 
     joined, cache = JoinedSwarms(home), ManifestCache(home)
     for name in {*joined.names(), *known_swarms(home)}:
@@ -144,7 +143,7 @@ def prune(
     Example: swarmnode models prune --unused 30d
     """
     from swarmnode.cli.options.swarm import full_name
-    from swarmnode.swarm.storage.weight_cache import evict
+    from swarmnode.swarm.storage.chunk_folder import evict
 
     fetched = _fetched(home)
     if swarm:
@@ -165,9 +164,8 @@ def prune(
 
 def _fetched(home: Path) -> list[FetchedWeights]:
     """Return all fetched weights, the largest first."""
-    from swarmnode.swarm.storage.chunk_folder import used_bytes
+    from swarmnode.swarm.storage.chunk_folder import FOLDER, folder_name, last_used, used_bytes
     from swarmnode.swarm.storage.swarmfile import load_all_named
-    from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name, last_used
 
     names = {folder_name(swarm.id): name for name, swarm in load_all_named(home).items()}
     root = home / FOLDER
