@@ -32,7 +32,7 @@ from swarmnode.net.tasks import cancel_and_wait
 if TYPE_CHECKING:
     from swarmnode.client.training.client import TrainingClient
     from swarmnode.compute.training.local import StepSummary
-    from swarmnode.data.rules import DataSummary
+    from swarmnode.data.samples import DataSummary
     from swarmnode.swarm.records.run import Run
     from swarmnode.swarm.storage.swarmfile import Swarm
 

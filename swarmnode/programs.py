@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypedDict
 
 from swarmnode.compute.training.local import StepSummary
-from swarmnode.data.rules import DataRules, DataSummary
+from swarmnode.data.samples import DataRules, DataSummary
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.files import home_folder
 from swarmnode.membership.owner import InviteTerms, friends_invite

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TEMPLATES = {
-    "swarmnode/cli/lend/service/managers.py": {"name", "stop", "log", "command"},  # str.format
+    "swarmnode/cli/lend/services.py": {"name", "stop", "log", "command"},  # str.format
     "swarmnode/data/conversation.py": {"tools"},  # str.format
     "swarmnode/lending/rule_watch.py": {"sv"},  # a type of D-Bus
     "swarmnode/node/description.py": {"reason"},  # str.format

@@ -17,7 +17,7 @@ from numpy.lib import format as npy
 
 from swarmnode.compute.graph.archive import load_program
 from swarmnode.compute.graph.boundary import read_arrays as arrays_of_a_module
-from swarmnode.data.arrays import read_arrays as samples_of
+from swarmnode.data.rows import read_arrays as samples_of
 from swarmnode.errors import UsageError
 
 VIRTUAL, FAST = True, True

@@ -11,8 +11,7 @@ from typing import Any
 
 from attack import Outcome, main
 
-from swarmnode.checkpoints.state_server import StateServer
-from swarmnode.checkpoints.states import list_states, state_board
+from swarmnode.checkpoints.states import StateServer, list_states, state_board
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.errors import PeerError

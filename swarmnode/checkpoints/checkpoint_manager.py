@@ -16,8 +16,7 @@ from torch import Tensor
 
 from swarmnode.checkpoints.backups import BackupServer
 from swarmnode.checkpoints.export import find_whole_step
-from swarmnode.checkpoints.state_server import Fresh, StateServer
-from swarmnode.checkpoints.states import fetch_states, state_board
+from swarmnode.checkpoints.states import Fresh, StateServer, fetch_states, state_board
 from swarmnode.checkpoints.votes import Electorate
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners

@@ -33,8 +33,8 @@ TABLE = CommandTable(
             "serve": CommandPlace("use.serve", shown="port host keys new-key context cors mcp json"),
             "status": CommandPlace("use.status"),
             "models": CommandPlace("use.models"),
-            "models weights": CommandPlace("lend.weights", "list_weights"),
-            "models prune": CommandPlace("lend.weights"),
+            "models weights": CommandPlace("use.models", "list_weights"),
+            "models prune": CommandPlace("use.models"),
             "adapter": CommandPlace(about="Add LoRA adapters to a swarm, and list and remove them."),
             "adapter list": CommandPlace("use.adapter", "list_adapters"),
             **{f"adapter {name}": CommandPlace("use.adapter") for name in ("add", "remove", "block", "unblock")},
@@ -51,12 +51,12 @@ TABLE = CommandTable(
             "why": CommandPlace("lend.why"),
             "why trace": CommandPlace("use.trace"),
             "why credit": CommandPlace("lend.credit"),
-            "config": CommandPlace("lend.config", settings=_OF_RUN),
+            "config": CommandPlace("lend.lending", settings=_OF_RUN),
             "config reload": CommandPlace("lend.lending"),
             "config tool": CommandPlace("use.launch", "configure_tool"),
             "service": CommandPlace(about="Run a node in the background."),
-            "service install": CommandPlace("lend.service.commands", settings=_OF_RUN),
-            **{f"service {name}": CommandPlace("lend.service.commands") for name in ("status", "logs", "uninstall")},
+            "service install": CommandPlace("lend.services", settings=_OF_RUN),
+            **{f"service {name}": CommandPlace("lend.services") for name in ("status", "logs", "uninstall")},
         },
         "owner": {
             "host": CommandPlace(
@@ -70,7 +70,7 @@ TABLE = CommandTable(
             "invite": CommandPlace("host.members", shown="peer role expires uses note qr json"),
             "revoke": CommandPlace("host.members"),
             "members": CommandPlace("host.members"),
-            "quantize": CommandPlace("host.quantize"),
+            "quantize": CommandPlace("host.create"),
         },
         "train": {
             "train": CommandPlace(

@@ -454,7 +454,8 @@ class ChatRenderer:
         if (offered or calls) and not (self.shows_tools and self.shows_calls(with_tools=bool(offered))):
             turns = with_calls_as_text(turns)
         if offered and not self.shows_tools:
-            turns, offered = with_system(turns, _described(offered)), []
+            listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in offered)
+            turns, offered = with_system(turns, TOOLS.format(tools=listed)), []
         systems = [place for place, turn in enumerate(turns) if turn["role"] == SYSTEM]
         if systems and not self.shows_system:
             turns = without_system(turns)
@@ -517,7 +518,9 @@ def with_calls_as_text(turns: Sequence[Message]) -> list[Message]:
         if is_result:
             turn = {"role": USER, "content": f"{RESULT_BEGIN}\n{turn['content']}\n{RESULT_END}"}
         if calls := turn.get("tool_calls"):
-            written = [f"{CALL_BEGIN}\n{_written_call(call)}\n{CALL_END}" for call in calls]
+            functions = [{name: call["function"][name] for name in ("name", "arguments")} for call in calls]
+            texts = [json.dumps(function, ensure_ascii=False) for function in functions]
+            written = [f"{CALL_BEGIN}\n{text}\n{CALL_END}" for text in texts]
             kept = {key: value for key, value in turn.items() if key != "tool_calls"}
             turn = {**kept, "content": "\n".join(filter(None, [turn["content"], *written]))}
         if answered and turn["role"] == USER:
@@ -528,20 +531,11 @@ def with_calls_as_text(turns: Sequence[Message]) -> list[Message]:
     return told
 
 
-def _written_call(call: Mapping[str, Any]) -> str:
-    function = call["function"]
-    return json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-
-
 def with_system(turns: Sequence[Message], text: str) -> list[Message]:
     """Return the conversation with the system text `text` at its beginning, joined with the system text that is already there."""
     if turns and turns[0]["role"] == SYSTEM:
         return [{**turns[0], "content": PARAGRAPH.join([text, turns[0]["content"]])}, *turns[1:]]
     return [{"role": SYSTEM, "content": text}, *turns]
-
-
-def _described(tools: Sequence[Mapping[str, Any]]) -> str:
-    return TOOLS.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
 
 
 def _trial_tool(name: str) -> Message:

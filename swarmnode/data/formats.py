@@ -121,38 +121,41 @@ def read_fields(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) ->
 
     Raises UsageError if a field has a meaning that cannot be honoured, or a wrong value.
     """
+    _check_record(fields, kind)
+    if kind == TEXT:
+        passed_over |= fields.keys() - kind
+        return _text(fields, "text")
+    if kind != PAIR or any(_told_messages(fields[name]) for name in kind):
+        return _conversation(fields, kind, passed_over)
+    _refuse(fields, dict.fromkeys(("tools", "functions", "system"), "it needs a list of messages as prompt"))
+    passed_over |= fields.keys() - kind - USED - {*COUNTING}
+    return ToldPair(_text(fields, "prompt"), _text(fields, "completion"))
+
+
+def _check_record(fields: Mapping[str, Any], kind: Kind) -> None:
+    """Raise UsageError if a field of a record has a meaning that cannot be honoured, or is misspelt."""
     _refuse(fields, REFUSED)
     if kind != TEXT:
-        _refuse(
-            fields,
-            dict.fromkeys(("label",), "a judgement of the answer: leave bad answers out"),
-            (None, True, "True", "true"),
-        )
+        _refuse(fields, {"label": "a judgement of the answer: leave bad answers out"}, (None, True, "True", "true"))
     _refuse_spellings(fields, {*USED, *COUNTING, *REFUSED})
     for name in ("weight", *COUNTING[1:]):
         if fields.get(name) not in ONES:
             raise UsageError(
                 f'its "{name}" of {fields[name]!r} would weigh a whole record; leave the record or field out'
             )
-    for name in ("tool_choice", "function_call"):
-        _refuse(
-            fields, {name: "a forced call cannot be told to the model; leave the field out"}, (None, "auto", "none")
-        )
-    if kind == TEXT:
-        passed_over |= fields.keys() - kind
-        return _text(fields, "text")
-    if kind == PAIR and not any(_told_messages(fields[name]) for name in kind):
-        _refuse(fields, dict.fromkeys(("tools", "functions", "system"), "it needs a list of messages as prompt"))
-        passed_over |= fields.keys() - kind - USED - {*COUNTING}
-        return ToldPair(_text(fields, "prompt"), _text(fields, "completion"))
+    forced = "a forced call cannot be told to the model; leave the field out"
+    _refuse(fields, dict.fromkeys(("tool_choice", "function_call"), forced), (None, "auto", "none"))
+
+
+def _conversation(fields: Mapping[str, Any], kind: Kind, passed_over: set[str]) -> ToldConversation:
+    """Return the conversation of a record of messages, of a conversational pair or of Alpaca's kind. Adds to `passed_over` and
+    raises as `read_fields` does."""
     used, told = kind, None
     if kind == ALPACA:
         used = kind | {"input", "history"}
         said = _alpaca(fields)
     elif kind == PAIR:
-        prompt, completion = (
-            _listed(fields[name], role) for name, role in (("prompt", USER), ("completion", ASSISTANT))
-        )
+        prompt, completion = _listed(fields["prompt"], USER), _listed(fields["completion"], ASSISTANT)
         said, told = [*prompt, *completion], len(prompt)
     else:
         (name,) = kind

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+from msgspec import UNSET
+
 from swarmnode.codec.body import MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
 from swarmnode.codec.sampling import MAX_REPETITION_PENALTY
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
@@ -31,11 +34,11 @@ from swarmnode.swarm.storage.content import (
     Progress,
     checkpoint_files,
     has_tokenizer,
+    title_of,
 )
 from swarmnode.swarm.storage.small_files import check_free, check_space, new_folder
 
 if TYPE_CHECKING:
-    from swarmnode.compute.graph.exporting.reader import Exported
     from swarmnode.compute.graph.graph import Graph
     from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
     from swarmnode.compute.model.hub import HubGguf
@@ -77,7 +80,7 @@ def check_generation_config(folder: Path) -> None:
             )
     for name, (least, most) in BOUNDS.items():
         value = values.get(name)
-        if value is not None and not (_is_number(value) and least <= value <= most):
+        if value is not None and not (type(value) in (int, float) and least <= value <= most):
             raise CheckpointError(f"{file}: {name} is {str(value)[:40]}, not a number from {least:g} to {most:g}")
     ends = values.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -85,10 +88,6 @@ def check_generation_config(folder: Path) -> None:
         raise CheckpointError(
             f"{file}: eos_token_id is neither a token id nor a list of up to {MAX_STOP_IDS} token ids"
         )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 BYTES = 256
@@ -220,6 +219,7 @@ def from_model(
     task = task or _task_of(checkpoint)
     if task != GENERATE:
         encoder = write_encoder(checkpoint, task, out, force=force)
+        encoder = msgspec.structs.replace(encoder, title=title_of(model)[:MAX_NAME_CHARS] or UNSET)
         vocabulary = getattr(checkpoint.config, "vocab_size", None)
         return ModelSource.of_graph(out, encoder, vocabulary=vocabulary, original=_place_of(model))
     return _of_language_model(checkpoint, model, out)
@@ -329,6 +329,7 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
             hub_id=checkpoint.repository if isinstance(checkpoint, HubCheckpoint) else None,
             revision=getattr(checkpoint, "revision", None),
             positions=positions or 0,
+            title=title_of(model)[:MAX_NAME_CHARS] or UNSET if named != out else UNSET,
         ),
         vocabulary=getattr(checkpoint.config, "vocab_size", None),
         quantised=checkpoint.quantised is not None,
@@ -411,13 +412,10 @@ def from_config(
             write_fresh_model(folder, partial, seed)
         for name in (*tokenizer, *([CONFIG_NAME] if whole else [])):
             shutil.copyfile(folder / name, partial / name)
-    return _of_language_model(Checkpoint(out), str(out), out) if made is None else _of_graph(described, made, out)
-
-
-def _of_graph(config: Any, exported: Exported, out: Path) -> ModelSource:
-    """Describe a language model that is trained as a graph, in the folder `out`."""
-    model = ModelInfo(family=config.model_type, units=exported.graph.units, hidden=0)
-    return ModelSource.of_graph(out, model, vocabulary=getattr(config, "vocab_size", None), remarks=exported.remarks)
+    if made is None:
+        return _of_language_model(Checkpoint(out), str(out), out)
+    model = ModelInfo(family=described.model_type, units=made.graph.units, hidden=0)  # is trained as a graph
+    return ModelSource.of_graph(out, model, vocabulary=getattr(described, "vocab_size", None), remarks=made.remarks)
 
 
 def from_module(
@@ -431,7 +429,7 @@ def from_module(
     cannot be exported.
     """
     from swarmnode.compute.graph.boundary import Layout, check_travel
-    from swarmnode.compute.graph.exporting.export import export_source
+    from swarmnode.compute.graph.exporting.export import export_source, module_name
     from swarmnode.compute.graph.exporting.reader import Exported
     from swarmnode.compute.graph.partition import UNITS, partition
     from swarmnode.compute.graph.serialise import write_graph
@@ -444,7 +442,8 @@ def from_module(
         check_travel(Layout(cut.graph))
     with new_folder(out, force=force) as partial:
         write_graph(Exported(cut.graph, exported.weights), partial)
-    model = ModelInfo(family=_short_name(spec), units=cut.graph.units, hidden=0)
+    family = "".join(filter(str.isprintable, module_name(spec)))[:MAX_NAME_CHARS] or "graph"
+    model = ModelInfo(family=family, units=cut.graph.units, hidden=0)
     return ModelSource.of_graph(out, model, remarks=(*exported.remarks, *cut.remarks))
 
 
@@ -456,13 +455,6 @@ def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:
             f"without a tokenizer each byte of the text is a token, so the model needs a vocabulary of at least {BYTES}; "
             f"this one has {vocabulary}: raise vocab_size, or put a tokenizer into the folder"
         )
-
-
-def _short_name(spec: str) -> str:
-    """Return the module's name with printable characters only, in at most the length that a manifest allows."""
-    from swarmnode.compute.graph.exporting.export import module_name
-
-    return "".join(filter(str.isprintable, module_name(spec)))[:MAX_NAME_CHARS] or "graph"
 
 
 def _task_of(checkpoint: Checkpoint) -> str:

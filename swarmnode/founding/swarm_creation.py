@@ -90,7 +90,9 @@ class Bootstraps:
         running = check_all("--bootstrap", self.running, needs_peer=True)
         if running and (self.listen or self.announce):
             raise UsageError("--bootstrap names peers that run already; --listen and --announce are for a new one")
-        listen = tuple(map(_with_fixed_port, _of_a_door("--listen", check_all("--listen", self.listen))))
+        # A free port instead of port 0: the invite outlives the process that listens.
+        chosen = _of_a_door("--listen", check_all("--listen", self.listen))
+        listen = tuple(with_port(each, free_port()) if port_of(each) == 0 else each for each in chosen)
         announce = _of_a_door("--announce", check_all("--announce", self.announce, dialled=True))
         if announce and not listen:
             raise UsageError("--announce says where others reach the bootstrap peer; --listen says where it listens")
@@ -118,25 +120,18 @@ def _of_a_door(option: str, addresses: Sequence[str]) -> Sequence[str]:
     return addresses
 
 
-def _with_fixed_port(address: str) -> str:
-    """Replace port 0 by a free port: the invite outlives the process that listens."""
-    return with_port(address, free_port()) if port_of(address) == 0 else address
-
-
 def _reached(listen: Sequence[str], interfaces: Collection[str] | None) -> tuple[str, ...]:
     """Return the addresses in `listen` as others dial them; those on loopback only if there are no others."""
     known = own_interfaces() if interfaces is None else interfaces
-    reached = [
-        each for address in listen for each in (_expanded(address, known) if is_wildcard(address) else [address])
-    ]
+    reached = list[str]()
+    for address in listen:
+        if not is_wildcard(address):
+            reached.append(address)
+            continue
+        # Each interface's address of the wildcard's IP version; link-local ones mean nothing elsewhere.
+        hosts = [host for host in sorted(known) if (":" in host) == (host_of(address) == "::")]
+        reached += [each for host in hosts if not is_link_local(each := with_host(address, host))]
     return tuple(address for address in reached if not is_loopback(address)) or tuple(reached)
-
-
-def _expanded(address: str, interfaces: Collection[str]) -> list[str]:
-    """Replace the wildcard by each interface's address of its IP version, without link-local ones, which mean nothing elsewhere."""
-    of_version_6 = host_of(address) == "::"
-    hosts = [host for host in sorted(interfaces) if (":" in host) == of_version_6]
-    return [reached for host in hosts if not is_link_local(reached := with_host(address, host))]
 
 
 SUFFIX = ".swarm"
@@ -197,12 +192,11 @@ def from_folders(folders: Mapping[str, Path], source: ModelSource, out: Path, *,
             shutil.copyfile(adapter.weights, partial / weights_name)
             if (chat := chat_of(folder, source.folder)) is not None:
                 (partial / chat_name).write_bytes(chat.encode())
-    return AdapterSource(out, tuple(_describe(name, out) for name in folders))
-
-
-def _describe(name: str, folder: Path) -> AdapterInfo:
-    config, weights, *chat = describe_files([folder / file for file in file_names(name) if (folder / file).is_file()])
-    return AdapterInfo(name, config, weights, *chat)
+    described = []
+    for name in folders:
+        files = [out / file for file in file_names(name) if (out / file).is_file()]
+        described.append(AdapterInfo(name, *describe_files(files)))
+    return AdapterSource(out, tuple(described))
 
 
 def check_name(name: str) -> None:
@@ -444,8 +438,10 @@ def link_moved(swarm: Swarm, path: Path, model: Path, progress: Progress | None 
         return None
     parts = parts_of(found)
     links = [swarm.checkpoint / file.name for file in linked]
-    if [part.stat().st_size for part in parts] != [file.size for file in linked] or not all(map(_may_link, links)):
+    if [part.stat().st_size for part in parts] != [file.size for file in linked]:
         return None
+    if not all(link.parent.is_dir() and (link.is_symlink() or not link.exists()) for link in links):
+        return None  # a file would be lost
     if [file.root for file in describe_files(parts, progress=progress)] != [file.root for file in linked]:
         return None
     for link, part in zip(links, parts, strict=True):
@@ -454,8 +450,3 @@ def link_moved(swarm: Swarm, path: Path, model: Path, progress: Progress | None 
     moved = replace(swarm, original=str(model.absolute()))
     save_swarm(moved, path)
     return moved
-
-
-def _may_link(link: Path) -> bool:
-    """Return whether a link can be made there without the loss of a file."""
-    return link.parent.is_dir() and (link.is_symlink() or not link.exists())

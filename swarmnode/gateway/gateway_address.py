@@ -152,9 +152,9 @@ class GatewayAddress:
             say(f"Serving {model}, too")
 
 
-def free_gateway_port(port: int, home: Path) -> int:
+def free_gateway_port(port: int, home: Path, *, trains: bool = False) -> int:
     """Return the port if no program listens there at the loopback address, or a gateway of this home does, which can serve one more
-    swarm; else a free one. Tell the user in both cases."""
+    swarm; else a free one. Tell the user in both cases; the API has no swarm that `trains`."""
     from swarmnode.errors import LocalError
     from swarmnode.net.addressing.addresses import check_port_free, free_port
 
@@ -162,9 +162,9 @@ def free_gateway_port(port: int, home: Path) -> int:
         check_port_free(f"/ip4/{LOOPBACK}/tcp/{port}")
     except LocalError:
         if (ours := gateway_at(home, port)) is not None:
-            swarms = ", ".join(ours.models)
+            swarms, places = ", ".join(ours.models), "page" if trains else "page and API"
             say(
-                f"Your process {ours.pid} serves {swarms} at port {port}: its page and API will have this swarm, too.",
+                f"Your process {ours.pid} serves {swarms} at port {port}: its {places} will have this swarm, too.",
                 err=True,
             )
             return port

@@ -147,6 +147,10 @@ class CommandSocket:
             await writer.drain()
         except (asyncio.TimeoutError, ValueError, ConnectionError) as error:  # ValueError: a line over its limit
             log.info("cannot answer a command: %r", error)
+        except (
+            asyncio.CancelledError
+        ):  # the process ends; asyncio's own callback of a stream cannot take a cancelled task
+            log.info("this process ends before a command has taken effect")
         finally:
             writer.close()
 
@@ -179,6 +183,12 @@ def _free_path(folder: Path, name: str) -> Path | None:
     except OSError as error:
         raise LocalError(f"cannot write {folder}: {error.strerror or error}") from error
     raise LocalError(f"too many processes use {folder} already; stop one or choose another --home")
+
+
+def process_of(swarm: bytes, *sockets: Path) -> dict[str, Any] | None:
+    """Return the state of the first process at these sockets that takes part in a swarm; None if none does, or none answers."""
+    states = (tell_node(path, "state") for path in sockets)
+    return next((state for state in states if state is not None and state.get("swarm_id") == swarm.hex()), None)
 
 
 class OwnersOptions(Protocol):

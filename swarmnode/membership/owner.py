@@ -160,14 +160,6 @@ def shown_invite(
     return encode_invite(msgspec.structs.replace(invite, bootstraps=swarm.bootstraps)) if good else None
 
 
-def show_invite(swarm: Swarm, owner: SigningKey, terms: InviteTerms, book: IssuedInvites) -> str:
-    """Return the line of text of a new invite, and keep it in the book for `shown_invite`. Raises UsageError and LocalError as
-    `issue_invite`."""
-    book.shown = make_invite(swarm, owner, terms, book)
-    book.save()
-    return book.shown
-
-
 def friends_invite(
     swarm: Swarm, owner: SigningKey | None, terms: InviteTerms, book: IssuedInvites, used: Callable[[bytes], int]
 ) -> str | None:
@@ -176,7 +168,11 @@ def friends_invite(
     if not swarm.private:
         return swarm.invite
     last = shown_invite(swarm, terms, book, used)
-    return last if last or owner is None else show_invite(swarm, owner, terms, book)
+    if last or owner is None:
+        return last
+    book.shown = make_invite(swarm, owner, terms, book)
+    book.save()
+    return book.shown
 
 
 def with_host_grant(swarm: Swarm, owner: SigningKey, book: IssuedInvites) -> Swarm:

@@ -16,7 +16,7 @@ from swarmnode.peer.host import Host
 from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.manifest import TRAIN, Manifest
+from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -38,9 +38,9 @@ Tell = Callable[..., None]
 def introduce(manifest: Manifest) -> str:
     """Return a line on the swarm's model and its size, and whether it is trained."""
     model = manifest.model
-    named = model.hub_id or (manifest.name if manifest.name == model.family else f"{manifest.name} ({model.family})")
+    ends = " with embedding and head" if manifest.kind == CAUSAL_LM else ""
     trained = ", to be trained" if manifest.mode == TRAIN else ""
-    return f"Model: {named}, {counted(model.units, 'layer')}, {format_bytes(manifest.total_bytes)}{trained}"
+    return f"Model: {model.label}, {counted(model.units, 'layer')}{ends}, {format_bytes(manifest.total_bytes)}{trained}"
 
 
 def presented(host: Host) -> str:

@@ -322,8 +322,7 @@ class Node:
         prober = Prober(host, busy=lambda: self._busy(host))
         await heavy
         from swarmnode.measuring.hardware import Hardware, Workplace
-        from swarmnode.weights.adapter_files import AdapterFiles
-        from swarmnode.weights.brought_adapters import BroughtAdapters
+        from swarmnode.weights.adapter_files import AdapterFiles, BroughtAdapters
         from swarmnode.weights.weights import Weights
 
         weights = Weights(host)

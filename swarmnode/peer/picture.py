@@ -40,7 +40,7 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "name": swarm.name,
         "mode": swarm.manifest.mode,
         "task": swarm.manifest.task,
-        "model": swarm.manifest.model.hub_id or swarm.manifest.model.family,
+        "model": swarm.manifest.model.label,
         "adapters": list(swarm.manifest.adapter_names),
         "units": units,
         "weights_bytes": swarm.manifest.total_bytes,

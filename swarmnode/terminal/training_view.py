@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from swarmnode.compute.training.local import StepSummary
-    from swarmnode.data.rules import DataSummary
+    from swarmnode.data.samples import DataSummary
     from swarmnode.swarm.records.run import Run
 
 RECENT_STEPS = 20

@@ -1,14 +1,22 @@
 """Adapter files of a swarm: read from the founder's folder if this machine has it, else fetched from peers or their owner.
 
 Only the chunks for this machine's layers are fetched. They are verified by their hashes and offered to other peers.
+
+Adapters of members at one node: which of them it takes, where it fetches them, and when their files go.
+
+A session brings the adapter's signed record in its OPEN. Quotas are checked before anything is fetched. Records lie beside the
+files, so that a node that was started again knows what it holds. After an adapter's expiry, or once its owner has blocked it, its
+files, its sessions and its copies in memory go.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import glob
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +24,27 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET
 
 from swarmnode.codec.messages import Open
-from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
+from swarmnode.config import MEMBERS_TOO, NO_ADAPTERS, ServerConfig
+from swarmnode.errors import Busy, ErrorCode, LocalError, NetworkDown, PeerRefused, ProtocolError
+from swarmnode.membership.access_control import load_home_key
+from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.tasks import until_first
+from swarmnode.net.tasks import Tasks, until_first
+from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
-from swarmnode.swarm.records.manifest import AdapterInfo
+from swarmnode.swarm.peers.record_validation import LISTED_S
+from swarmnode.swarm.records.adapter_record import (
+    AdapterRecord,
+    Share,
+    admitted_record,
+    open_adapter,
+)
+from swarmnode.swarm.records.manifest import AdapterInfo, file_names
+from swarmnode.swarm.storage.chunk_folder import FOLDER, folder_name
 from swarmnode.swarm.storage.content import FileContent, matching_hashes
+from swarmnode.swarm.storage.own_adapters import BlockedAdapters, OwnAdapter, OwnAdapters
 from swarmnode.swarm.storage.swarmfile import Swarm
-from swarmnode.weights.brought_adapters import BroughtAdapters
+from swarmnode.weights.adapter_offers import AdapterOffers, list_adapters
 from swarmnode.weights.chunk_server import Seeder
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.sources import Source
@@ -32,7 +53,257 @@ from swarmnode.weights.weights import Weights, chunks_of, header_chunks
 if TYPE_CHECKING:
     from swarmnode.compute.model.adapters.adapter_file import AdapterFile
 
+
 log = logging.getLogger(__name__)
+
+SWEEP_S = 5.0  # between two looks for adapters that must go
+LIST_S = LISTED_S / 3  # between two publications of own shared adapters
+RECORD_GLOB = "adapter-*.record"
+
+
+@dataclass(eq=False)
+class BroughtAdapters:
+    """Adapters that members have brought to this node, from `start` to `close`. Used on the event loop."""
+
+    host: Host
+    weights: Weights
+    seeder: Seeder
+    limits: ServerConfig
+    _: KW_ONLY
+    is_used: Callable[[str], bool] = lambda _adapter: False
+    """Function that returns whether a session uses the adapter with this id"""
+    on_gone: Callable[[str, ErrorCode], None] = lambda _adapter, _code: None
+    """Function that ends the sessions of an adapter with an error code, and frees its memory"""
+
+    def __post_init__(self) -> None:
+        self._swarm = self.host.swarm.id
+        self._known: dict[str, AdapterRecord] = {}  # by id, the least recently used first
+        self._raw: dict[str, bytes] = {}  # their signed bytes
+        self._begun: set[str] = set()
+        self._blocked_ids = frozenset[str]()
+        self._blocked = BlockedAdapters(self.host.config.home)
+        self._own = OwnAdapters(self.host.config.home, self._swarm)
+        self._own_by_id: dict[str, OwnAdapter] = {}
+        self._given: set[FileContent] = set()  # files of own shared adapters
+        self.offers = AdapterOffers(self.host, self._swarm)
+        self._tasks = Tasks("adapters of members", on_crash=self.host.supervisor.ends_peer)
+
+    def __repr__(self) -> str:
+        return f"<BroughtAdapters, {len(self._known)} known>"
+
+    def __contains__(self, adapter: str) -> bool:
+        """Return whether the adapter with this id was admitted, and is not over."""
+        return adapter in self._known
+
+    async def start(self) -> None:
+        """Take up what an earlier run has left, and start to take offers."""
+        for record, raw in await asyncio.to_thread(self._restore):
+            self._known[record.id], self._raw[record.id] = record, raw
+            self._begun.add(record.id)
+            self._give(record)
+        await self._look()
+        await self.offers.start()
+        self._tasks.spawn(self._sweep(), "sweep")
+        self._tasks.spawn(self._list_own(), "list own adapters")
+
+    async def close(self) -> None:
+        """Stop taking offers. Files stay for the next run."""
+        await self._tasks.close()
+        await self.offers.close()
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether this node serves adapters at all."""
+        return self.host.config.adapters != NO_ADAPTERS
+
+    # -- admission
+
+    def admit(self, opened: Open, sender: PeerId) -> None:
+        """Check that a session from `sender` may use the adapter that it names, and note the adapter.
+
+        Raises ProtocolError as `admitted_record` does; ADAPTER_REFUSED if this node takes no adapters of members, or not this one;
+        ADAPTER_QUOTA if it is over the space for its owner, or for all of them. Raises Busy if all of that space is in use.
+        """
+        if opened.ticket is None:
+            raise ProtocolError("the swarm has no such adapter", code=ErrorCode.INVALID_REQUEST)
+        if self.host.config.adapters != MEMBERS_TOO:
+            raise ProtocolError("this node takes no adapters of members", code=ErrorCode.ADAPTER_REFUSED)
+        record = admitted_record(opened, sender, self._swarm, verify, self.host.clock.unix())
+        if record.id in self._blocked_ids:
+            raise ProtocolError("the adapter is blocked here", code=ErrorCode.ADAPTER_REFUSED)
+        known = self._known.get(record.id)
+        if known is None:
+            self._check_quotas(record)
+        if known is None or record.expires_at > known.expires_at:
+            self._raw[record.id] = opened.ticket.record
+        else:
+            record = known
+        self._known.pop(record.id, None)
+        self._known[record.id] = record
+
+    def _check_quotas(self, new: AdapterRecord) -> None:
+        """Make room for a new adapter among those that no session uses.
+
+        Raises ProtocolError (ADAPTER_QUOTA) if it can never fit, Busy if all others are in use.
+        """
+        limits = self.limits
+        own_bytes = [one.size_bytes for one in self._known.values() if one.owner == new.owner]
+        over_own = (
+            len(own_bytes) >= limits.owner_adapters or sum(own_bytes) + new.size_bytes > limits.owner_adapter_bytes
+        )
+        if over_own or new.size_bytes > limits.adapter_bytes:
+            raise ProtocolError("the adapter is over the space for adapters here", code=ErrorCode.ADAPTER_QUOTA)
+        while len(self._known) >= limits.adapters or self._taken_bytes + new.size_bytes > limits.adapter_bytes:
+            unused = [one for one in self._known if not self.is_used(one)]
+            if not unused:
+                raise Busy("all adapters here are in use", retry_s=limits.retry_s)
+            gone = min(unused, key=lambda one: one in self._begun)  # first those without files
+            self._strike(gone, ErrorCode.BUSY)
+            self._tasks.spawn(asyncio.to_thread(self._delete, gone), "make room")
+
+    @property
+    def _taken_bytes(self) -> int:
+        return sum(one.size_bytes for one in self._known.values())
+
+    # -- files
+
+    def info(self, adapter: str) -> AdapterInfo:
+        """Return the files of an adapter that was admitted."""
+        return self._known[adapter].info
+
+    def own(self, adapter: str) -> OwnAdapter | None:
+        """Return the adapter if it is one of this home folder; else None."""
+        return self._own_by_id.get(adapter)
+
+    def sources(self, adapter: str) -> list[Source]:
+        """Return the peers to fetch an adapter from: those that offer it, and for a shared one any peer that holds weights."""
+        record = self._known.get(adapter)
+        if record is None:
+            return []
+        offered = self.offers.sources(adapter)
+        if record.allows is Share.PRIVATE:
+            return offered  # other peers would learn the root of its files
+        offering = {source.name for source in offered}
+        units = [Span(0, self.weights.units)]
+        return [*offered, *(one for one in self.weights.seeders(units) if one.name not in offering)]
+
+    async def begin(self, adapter: str) -> None:
+        """Keep the record of an adapter whose files are going to be fetched. Raises LocalError if the disk cannot be written."""
+        try:
+            await asyncio.to_thread(self._record_path(adapter).write_bytes, self._raw[adapter])
+        except OSError as error:
+            raise LocalError(f"cannot keep an adapter's record: {error.strerror or error}; free disk space") from error
+        self._begun.add(adapter)
+
+    async def settle(self, adapter: str) -> None:
+        """Give fetched files of a shared adapter to others; delete those of an adapter that is over meanwhile."""
+        record = self._known.get(adapter)
+        if record is None:
+            await asyncio.to_thread(self._delete, adapter)
+        else:
+            self._give(record)
+
+    def _give(self, record: AdapterRecord) -> None:
+        if record.allows is not Share.PRIVATE:
+            self.seeder.add_files(record.info.files, self.weights.open_cache())
+
+    async def forget(self, adapter: str, code: ErrorCode) -> None:
+        """Let go of an adapter: its sessions, which end with `code`, its memory and its files."""
+        self._strike(adapter, code)
+        await asyncio.to_thread(self._delete, adapter)
+
+    def _strike(self, adapter: str, code: ErrorCode) -> None:
+        record = self._known.pop(adapter, None)
+        self._raw.pop(adapter, None)
+        self._begun.discard(adapter)
+        if record is None:
+            return
+        log.info("%r is over at this node", record)
+        self.offers.forget(adapter)
+        self.seeder.withdraw(record.info.files)
+        for other in self._known.values():
+            self._give(other)  # it may have the same config
+        self.on_gone(adapter, code)
+
+    def _delete(self, adapter: str) -> None:
+        cache = self.weights.open_cache()
+        try:
+            chats = (path.name for path in cache.folder.glob(f"adapter-{glob.escape(adapter)}-*.chat"))
+            for name in (*file_names(adapter), *chats, self._record_path(adapter).name):
+                cache.remove(name)
+        except OSError as error:
+            log.warning("files of an adapter cannot be deleted: %s", error)
+
+    def _record_path(self, adapter: str) -> Path:
+        return self.weights.open_cache().folder / f"adapter-{adapter}.record"
+
+    def _restore(self) -> list[tuple[AdapterRecord, bytes]]:
+        """Return the records that an earlier run has left. Files without a valid record are deleted."""
+        folder = self.host.config.home / FOLDER / folder_name(self._swarm)
+        found = []
+        for path in sorted(folder.glob(RECORD_GLOB)):
+            try:
+                raw = path.read_bytes()
+                found.append((open_adapter(raw, self._swarm, verify), raw))
+            except (OSError, ProtocolError) as error:
+                log.info("%s is no record of an adapter: %s", path, error)
+                self._delete(path.stem.removeprefix("adapter-"))
+        return found
+
+    # -- in the background
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Read the lists in the home folder, and drop what must go."""
+        self._own_by_id = await self._read_own()
+        self._give_own()
+        self._blocked_ids = await asyncio.to_thread(self._blocked.ids)
+        now = self.host.clock.unix()
+        over = {one: ErrorCode.ADAPTER_EXPIRED for one, record in self._known.items() if record.expires_at <= now}
+        blocked = dict.fromkeys(self._known.keys() & self._blocked_ids, ErrorCode.ADAPTER_REFUSED)
+        for adapter, code in {**over, **blocked}.items():
+            await self.forget(adapter, code)
+
+    async def _read_own(self) -> dict[str, OwnAdapter]:
+        """Return the adapters of this home folder by their ids."""
+        own = await asyncio.to_thread(self._own.all)
+        if not own:
+            return {}
+        try:
+            owner = (await asyncio.to_thread(load_home_key, self.host.config.home)).peer_id
+        except LocalError as error:
+            log.warning("adapters of this home are left out: %s", error)
+            return {}
+        now = self.host.clock.unix()
+        return {one.record(self._swarm, owner, now).id: one for one in own}
+
+    async def _list_own(self) -> None:
+        """Keep the records of this home's shared adapters in the DHT."""
+        while True:
+            try:
+                await list_adapters(self.host, self._shared)
+            except (NetworkDown, LocalError) as error:
+                log.info("shared adapters are not listed at the moment: %s", error)
+            await asyncio.sleep(LIST_S)
+
+    @property
+    def _shared(self) -> list[OwnAdapter]:
+        """Adapters of this home folder that other members may use."""
+        return [one for one in self._own_by_id.values() if one.terms.share is not Share.PRIVATE]
+
+    def _give_own(self) -> None:
+        """Give the files of this home's shared adapters to others, and those of removed ones no longer."""
+        shared = self._shared
+        given = {file for one in shared for file in one.files}
+        self.seeder.withdraw(self._given - given)
+        for one in shared:
+            self.seeder.add_paths({file: one.paths[file.root] for file in one.files})
+        self._given = given
+
 
 PATIENCE_S = 10.0  # longest wait while no peer has a missing chunk
 CHAT_PATIENCE_S = 1.0  # the same for a chat template, which no pass needs

@@ -14,8 +14,7 @@ import pytest_asyncio
 
 from swarmnode.checkpoints.backups import AT_ONCE, BACKUP_PROTOCOL, TURN_S, BackupServer
 from swarmnode.checkpoints.export import whole_step
-from swarmnode.checkpoints.state_server import StateServer
-from swarmnode.checkpoints.states import Listing, fetch_states, list_states, state_board
+from swarmnode.checkpoints.states import Listing, StateServer, fetch_states, list_states, state_board
 from swarmnode.checkpoints.votes import Electorate, Votes, all_named, named
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import BackUp, Hello, StateEntry

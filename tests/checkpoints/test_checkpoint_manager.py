@@ -14,7 +14,7 @@ import torch
 
 from swarmnode.checkpoints import checkpoint_manager as module
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.checkpoints.state_server import StateServer
+from swarmnode.checkpoints.states import StateServer
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.snapshot import read_step, write_step
 from swarmnode.ledger import Account, MemoryLedger

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnode.checkpoints.export import export
-from swarmnode.checkpoints.state_server import StateServer
+from swarmnode.checkpoints.states import StateServer
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -96,7 +96,7 @@ class World:
 @pytest_asyncio.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr("swarmnode.checkpoints.export.AGAIN_S", 0.01)
-    monkeypatch.setattr("swarmnode.checkpoints.state_server.FRESH_EVERY_S", 0.0)
+    monkeypatch.setattr("swarmnode.checkpoints.states.FRESH_EVERY_S", 0.0)
     world = World(tmp_path)
     for stage in (0, 1):
         await world.start(stage)

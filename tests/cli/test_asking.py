@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from swarmnode import examination
-from swarmnode.cli.plan.bench import _cards
-from swarmnode.cli.plan.fit import _rows
+from swarmnode.cli.plan.fit import _cards, _rows
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
@@ -177,6 +176,13 @@ def test_modules_and_encoders_fit_as_they_are_exported(tmp_path: Path) -> None:
     assert 0.1 < encoder["pass_s"] < 0.2, "who asks leads the pass, a round trip away"
     assert_clear(invoke("fit", "nowhere:make"), 2, "no module nowhere")
     assert_clear(invoke("fit", str(tmp_path / "none.pt2")), 2, "none.pt2")
+
+
+@pytest.mark.parametrize("option", ["--kv int8", "--memory 2GB", "--rtt 30", "--train"])
+@pytest.mark.parametrize("measure", ["--measure", ""])
+def test_measuring_refuses_options_of_plans(option: str, measure: str) -> None:
+    done = invoke("fit", *option.split(), *measure.split())
+    assert_clear(done, 2, f"{option.split()[0]}: --measure times this machine")
 
 
 def test_a_machine_is_measured_beside_known_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

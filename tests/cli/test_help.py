@@ -18,7 +18,7 @@ import typer.testing
 
 from swarmnode.cli.main import TABLE, app
 from swarmnode.cli.options.files import read_toml
-from swarmnode.cli.options.rules import RuleOptions, parse_rules
+from swarmnode.cli.options.node_options import RuleOptions, parse_rules
 from swarmnode.terminal.commands import key_of
 from swarmnode.terminal.option import definitions, file_key
 from tests.cli.command import ROOT, assert_clear, invoke

@@ -410,18 +410,20 @@ def test_a_second_host_is_served_by_the_gateway_of_the_first(tmp_path: Path, mon
 def test_the_port_of_a_gateway_of_this_home_is_no_other_programs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def look(port: int) -> int:
+    async def look(port: int, *, trains: bool = False) -> int:
         async def obey(_request: ControlRequest) -> dict[str, Any]:
             return {"swarm": "first", "swarm_id": "00", "pid": 4711, "url": f"http://127.0.0.1:{port}/v1"}
 
         async with CommandSocket(obey).listening(tmp_path / gateway.GATEWAYS, "first"):
-            return await asyncio.to_thread(free_gateway_port, port, tmp_path)
+            return await asyncio.to_thread(free_gateway_port, port, tmp_path, trains=trains)
 
     with bound("127.0.0.1", 0, backlog=1) as taken:
         port = taken.getsockname()[1]
         assert asyncio.run(look(port)) == port
-    told = capsys.readouterr().err
-    assert "4711" in told and "first" in told and "another program" not in told
+        told = capsys.readouterr().err
+        assert asyncio.run(look(port, trains=True)) == port
+    assert "its page will have" in capsys.readouterr().err, "the API has no swarm that trains"
+    assert "4711" in told and "first" in told and "its page and API" in told and "another program" not in told
 
 
 def test_serve_names_the_process_of_this_home_that_serves_already(

@@ -12,8 +12,7 @@ import typer
 
 from swarmnode.cli.main import app
 from swarmnode.cli.options.node_file import LendingOptions, with_limits
-from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.rules import read_rules
+from swarmnode.cli.options.node_options import NodeOptions, read_rules
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.lending.cards import CardLimits
 from swarmnode.node.description import lent

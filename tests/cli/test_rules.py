@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.cli.options.rules import RuleOptions, parse_rules, read_rules
+from swarmnode.cli.options.node_options import RuleOptions, parse_rules, read_rules
 from swarmnode.errors import UsageError
 from swarmnode.lending.lending import Hours, Rules
 from swarmnode.terminal.option import build

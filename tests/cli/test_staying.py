@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.cli.lend.service import commands, service
-from swarmnode.cli.lend.service.managers import UNIT, Launchd, ScheduledTask, Systemd, unit_text
+from swarmnode.cli.lend import services
+from swarmnode.cli.lend.services import UNIT, Launchd, ScheduledTask, Systemd, unit_text
 from swarmnode.swarm.records.invite import decode_invite
 from swarmnode.swarm.storage.chunk_folder import WeightCache
 from tests.cli.command import assert_clear, invoke
@@ -26,14 +26,14 @@ from tests.swarm.storage.test_joined_swarms import FRIENDS
 def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """What the system is told, instead of telling it: that all is well."""
     told: list[tuple[str, ...]] = []
-    monkeypatch.setattr(service, "TIMEOUT_S", 5.0)
+    monkeypatch.setattr(services, "TIMEOUT_S", 5.0)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
 
     def run(words: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
         told.append(tuple(words))
         return subprocess.CompletedProcess(words, 0)
 
-    monkeypatch.setattr(service.subprocess, "run", run)
+    monkeypatch.setattr(services.subprocess, "run", run)
     monkeypatch.delenv("WSL_DISTRO_NAME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "user"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
@@ -72,7 +72,7 @@ def test_a_service_is_removed_without_a_user_bus(
         link.parent.mkdir(exist_ok=True)
         link.symlink_to(units / UNIT)
         with monkeypatch.context() as patch:
-            patch.setattr(service.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 1))
+            patch.setattr(services.subprocess, "run", lambda words, **_: subprocess.CompletedProcess(words, 1))
             if not there:
                 patch.setattr(shutil, "which", lambda name: None)
             done = invoke("service", "uninstall", "friends")
@@ -139,7 +139,7 @@ def test_a_service_of_windows_for_wsl(
     tmp_path: Path, called: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WSL_DISTRO_NAME", "Debian")
-    monkeypatch.setattr(commands, "SYSTEMD", tmp_path / "none")
+    monkeypatch.setattr(services, "SYSTEMD", tmp_path / "none")
     assert invoke("join", FRIENDS).returncode == 0
     done = invoke("service", "install", "friends", "--name", "alice's")
     assert done.returncode == 0, done.stderr
@@ -219,7 +219,7 @@ def test_options_reach_the_node_as_they_were_typed(
 ) -> None:
     options = hostile_names()
     (tmp_path / "config/swarmnode").mkdir(parents=True)
-    asked = service.Service("friends", tuple(options), home=tmp_path / "a $(touch x) %h 'home'")
+    asked = services.Service("friends", tuple(options), home=tmp_path / "a $(touch x) %h 'home'")
     [_, file] = Systemd().write(asked)
     assert words_of(variables(file.read_text())["OPTIONS"]) == asked.all_options
     for program in ("/opt/my programs/swarmnode", '/opt/100%h/$HOME/a"b\\c/swarmnode'):

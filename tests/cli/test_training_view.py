@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.counting import ranges
-from swarmnode.data.rules import DataSummary
+from swarmnode.data.samples import DataSummary
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.swarm.records.run import Run
 from swarmnode.terminal.formatting import format_duration

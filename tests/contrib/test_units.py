@@ -16,12 +16,7 @@ from tests.contrib.script import CONTRIB, ROOT
 
 UNITS = {
     "system": CONTRIB / "systemd" / "system" / "swarmnode@.service",
-    "user": ROOT
-    / "swarmnode"
-    / "cli"
-    / "lend"
-    / "service"
-    / "swarmnode@.service",  # what `swarmnode service install` writes
+    "user": ROOT / "swarmnode" / "cli" / "lend" / "swarmnode@.service",  # what `swarmnode service install` writes
 }
 EXPOSURE = {"system": 1.5, "user": 7.0}  # of 10; what is left is the network, GPUs, and a user's own files
 

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swarmnode.data import arrays, records
-from swarmnode.data.arrays import read_arrays
+from swarmnode.data import records
+from swarmnode.data import rows as arrays
 from swarmnode.data.records import holds_records, read_records
+from swarmnode.data.rows import read_arrays
 from swarmnode.data.samples import sample_kind
 from swarmnode.errors import UsageError
 

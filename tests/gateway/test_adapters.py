@@ -16,7 +16,7 @@ from swarmnode.founding.swarm_creation import from_folders
 from swarmnode.gateway.gateway import ADAPTERS_S
 from swarmnode.swarm.records.adapter_record import DAY_S, Share
 from swarmnode.swarm.storage.own_adapters import AdapterTerms, OwnAdapters
-from swarmnode.weights.brought_adapters import LIST_S, SWEEP_S
+from swarmnode.weights.adapter_files import LIST_S, SWEEP_S
 from tests.adapters import save_llama_adapter
 from tests.gateway.conftest import MODEL, serving
 from tests.gateway.speaking import TEMPLATE, save_speaking_llama

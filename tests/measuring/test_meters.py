@@ -10,7 +10,7 @@ import pytest
 from swarmnode.client.training.listener import TrainerMeter
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.local import StepSummary
-from swarmnode.data.rules import DataSummary
+from swarmnode.data.samples import DataSummary
 from swarmnode.errors import ErrorCode, SwarmnodeError
 from swarmnode.measuring.meters import BACKWARD, DECODE, FORWARD, PREFILL, SERVE, TRAIN, StageMeter
 from swarmnode.metrics import table

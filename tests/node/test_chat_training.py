@@ -11,7 +11,7 @@ from swarmnode.client.training.preparation import NO_DATA, prepare
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.local import train_locally
-from swarmnode.data.rules import DataRules
+from swarmnode.data.samples import DataRules
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import Run
 from tests.client.test_kept_tokenizer import byte_level

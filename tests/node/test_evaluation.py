@@ -15,7 +15,7 @@ from swarmnode.client.training.preparation import prepare
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.local import train_locally
-from swarmnode.data.rules import DataRules
+from swarmnode.data.samples import DataRules
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import RECIPE, Recipe, Run, decode_run

@@ -24,8 +24,8 @@ from swarmnode.swarm.records.adapter_record import MAX_LIFE_S, Share, open_adapt
 from swarmnode.swarm.storage import own_adapters
 from swarmnode.swarm.storage.content import FileContent
 from swarmnode.swarm.storage.own_adapters import AdapterTerms, BlockedAdapters, OwnAdapters
-from swarmnode.weights import adapter_offers, brought_adapters
-from swarmnode.weights.brought_adapters import SWEEP_S
+from swarmnode.weights import adapter_files, adapter_offers
+from swarmnode.weights.adapter_files import SWEEP_S
 from swarmnode.weights.sources import PeerSource
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time
@@ -169,7 +169,7 @@ async def test_a_private_one_is_neither_opened_nor_read_by_another_member(poets:
 async def test_a_shared_one_is_found_by_its_name_until_its_owner_takes_it_back(
     poets: Poets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(brought_adapters, "LIST_S", 10.0)
+    monkeypatch.setattr(adapter_files, "LIST_S", 10.0)
     monkeypatch.setattr(adapter_offers, "LISTED_S", 30.0)
     async with swarm_of(poets, tmp_path, TWO) as swarm, swarm.client() as other:
         home = swarm.members["a"].home

@@ -23,7 +23,7 @@ from swarmnode.client.tuning.local import tune_here
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import ServerConfig
-from swarmnode.data.rules import DataRules, DataSummary
+from swarmnode.data.samples import DataRules, DataSummary
 from swarmnode.errors import Busy, LeaderLost, NoRoute, NotFinite, UsageError
 from swarmnode.ledger import Account
 from swarmnode.net.memory.medium import Path as NetworkPath

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.cli.options.quantities import parse_span
+from swarmnode.cli.options.node_options import parse_span
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.client.training.client import TrainingClient
 from swarmnode.compute import stopwatch
@@ -27,7 +27,7 @@ from swarmnode.compute.executor import WorkItem
 from swarmnode.compute.graph.costs.rates import REFERENCE
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import StageConfig
-from swarmnode.data.rules import DataRules, DataSummary
+from swarmnode.data.samples import DataRules, DataSummary
 from swarmnode.errors import CheckpointError
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
 from swarmnode.founding.swarm_creation import Bootstraps, create_swarm

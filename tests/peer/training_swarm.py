@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.checkpoints.state_server import StateServer
+from swarmnode.checkpoints.states import StateServer
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.codec.training_messages import Condition, StepReport

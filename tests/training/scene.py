@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.checkpoints.state_server import StateServer
+from swarmnode.checkpoints.states import StateServer
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.training_messages import Begin, Condition, Forward, Labels, Lead, Status

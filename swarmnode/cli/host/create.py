@@ -1,4 +1,4 @@
-"""Command `swarmnode create`: found a swarm."""
+"""Commands `swarmnode create` and `quantize`: found a swarm, and round a model's weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, owner_of
-from swarmnode.cli.options.owner import NewOwnerOptions
+from swarmnode.cli.options.founding import ADAPTERS, DoorOptions, MembershipOptions, NewOwnerOptions, owner_of
 from swarmnode.cli.options.swarm import name_swarm
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import HOME, JSON, command, print_json, say
@@ -18,6 +17,7 @@ from swarmnode.terminal.progress import bytes_bar
 if TYPE_CHECKING:
     from swarmnode.founding.model_source import ModelSource
     from swarmnode.swarm.storage.swarmfile import Swarm
+
 
 MODES = ("serve", "train")
 TASKS = ("auto", "generate", "embed", "classify")
@@ -256,3 +256,47 @@ def _print_json(swarm: Swarm, path: Path, model_source: ModelSource) -> None:
             "remarks": list(model_source.remarks),
         }
     )
+
+
+@command
+def quantize(
+    *,
+    model: str = argument(..., "GGUF file, or a folder or hub id of a checkpoint in safetensors.", metavar="IN"),
+    out: Path = argument(
+        ...,
+        "What to write: a GGUF file if IN is one, else a folder for `create` and `host`.",
+        typed=Path,
+        metavar="OUT",
+    ),
+    form: str = option(
+        "q4_k_m",
+        "Number format: q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k_s|m|l, q4_k_s|m, q5_k_s|m, q6_k, iq4_nl, iq4_xs, or mxfp4 "
+        "(experts; the rest q8_0).",
+        "--format",
+        metavar="NAME",
+    ),
+    allow_requantize: bool = option(False, "Round weights that are packed already a second time."),
+    force: bool = option(False, "Replace OUT."),
+    as_json: bool = JSON,
+) -> None:
+    """Write a model with packed weights, of 3 to 8 bits each.
+
+    Matrices that matter more get more bits, as in llama.cpp; norms stay float32. OUT appears when it is complete.
+
+    Example: swarmnode quantize ./Qwen3-8B-F16.gguf ./Qwen3-8B-Q4_K_M.gguf
+
+    Example: swarmnode quantize Qwen/Qwen3-8B ./qwen3-packed --format q5_k_m
+    """
+    from swarmnode.counting import format_bytes
+    from swarmnode.founding.quantisation import quantise_model
+
+    with bytes_bar("Packing the weights", quiet=as_json) as progress:
+        made = quantise_model(model, out, form, again=allow_requantize, force=force, progress=progress)
+    if as_json:
+        values = {"bytes": made.nbytes, "formats": dict(made.formats), "notices": list(made.notices)}
+        print_json({"out": str(out), **values})
+        return
+    for notice in made.notices:
+        say(f"Note: {notice}")
+    formats = ", ".join(f"{count} in {name}" for name, count in made.formats.items())
+    say(f"Wrote {out}, {format_bytes(made.nbytes)}; matrices: {formats}. Next: swarmnode host {shlex.quote(str(out))}")

@@ -1,4 +1,7 @@
-"""Command `swarmnode host`: host a swarm for friends with one command."""
+"""Command `swarmnode host`: host a swarm for friends with one command.
+
+Mode `host --door-only`: run a peer through which new machines find the swarm.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,25 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnode.cli.host.bootstrap import DOOR, open_door
 from swarmnode.cli.host.create import NewModelOptions
 from swarmnode.cli.lend.lending import attended
-from swarmnode.cli.options.founding import DoorOptions, MembershipOptions, listen_option, owner_of
+from swarmnode.cli.options.founding import (
+    DoorOptions,
+    MembershipOptions,
+    NewOwnerOptions,
+    OwnerOptions,
+    listen_option,
+    owner_of,
+)
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.node_file import LendingOptions, with_limits
-from swarmnode.cli.options.node_options import NodeOptions
-from swarmnode.cli.options.owner import NewOwnerOptions, OwnerOptions
-from swarmnode.cli.options.swarm import name_swarm
+from swarmnode.cli.options.node_options import NodeOptions, parse_name
+from swarmnode.cli.options.swarm import name_swarm, open_swarm
 from swarmnode.counting import counted
 from swarmnode.gateway.gateway_address import PORT as GATEWAY_PORT
 from swarmnode.gateway.gateway_address import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.net.tasks import until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, is_piped, run_async, say
+from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, is_piped, print_json, run_async, say
 from swarmnode.terminal.formatting import parse_life
 from swarmnode.terminal.option import argument, of_same_names, option
 from swarmnode.terminal.process import beginning_anew
@@ -37,17 +45,56 @@ if TYPE_CHECKING:
     from swarmnode.founding.swarm_creation import NewOwner
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.identity import SigningKey
+    from swarmnode.node.bootstrap import SwarmHost
     from swarmnode.swarm.records.manifest import Manifest
     from swarmnode.swarm.storage.owner_files import IssuedInvites
     from swarmnode.swarm.storage.swarmfile import Swarm
 
+
+DOOR = "bootstrap"  # name that others see
+
+
+def open_door(
+    swarm: str, node: NodeOptions, name: str, doors: DoorOptions, metrics: MetricsOptions, *, as_json: bool
+) -> None:
+    """Run a bootstrap peer of `swarm` until Ctrl-C; it listens at the addresses in `doors`, too. It relays for machines behind NAT
+    and hands out weights, but computes nothing. Raises UsageError, LocalError, NetworkDown."""
+    from swarmnode.net.addressing.addresses import check_all
+    from swarmnode.node.bootstrap import Bootstrap
+
+    host = replace(
+        node.host,
+        name=parse_name(name, "--name"),
+        host_maddrs=check_all("--listen", doors.listen),
+        announce_maddrs=check_all("--announce", doors.announce, dialled=True),
+    )
+    watch = metrics.watch(node.home, as_json=as_json)
+    loaded = open_swarm(swarm, node.home)
+
+    async def serve(stop: asyncio.Event) -> None:
+        peer = await Bootstrap.start(loaded, host, file=loaded.file)
+        invite = None if loaded.private else peer.host.swarm.invite
+        try:
+            addresses = await peer.host.network.addresses()
+            if as_json:
+                print_json({"event": "joined", "peer": peer.host.peer_id, "addresses": addresses, "invite": invite})
+            else:
+                say(f"Bootstrap peer {peer.host.peer_id} of swarm {loaded.name} listens on:")
+                for address in addresses:
+                    say(f"  {address}")
+                hint = f"Invite:\n{invite}" if invite else f"Invites: swarmnode invite {shlex.quote(str(loaded.file))}"
+                say(f"{hint}\nPress Ctrl-C to stop.")
+            async with watch.over(loaded.name, peer.host.readings):
+                await peer.run(stop)
+        finally:
+            await peer.close()
+
+    run_async(serve)
+
+
 PORT = 4001
 USES = 1
 TRY_S = 3.0
-_FORMATS = (
-    r"(?:ud[-_])?(?:i?q\d(?:_\w+)?|tq\d(?:_\d)?|mxfp4(?:_\w+)?)|[bf]f?p?(?:16|32)|fp?8|nf4|w\d+a\d+|int[48]|[48]bit"
-    r"|gguf|gptq|awq|bnb|imat(?:rix)?|i1|quantized"
-)
 _TUNINGS = "instruct|chat|it|hf"
 
 
@@ -172,7 +219,7 @@ def host(
     if swarm is None:
         _probe(node)  # before anything is written
         swarm, new_owner = founding.found(path)
-    welcome = Welcome(path, terms, tell, nat=node.nat_port_map)
+    welcome = Welcome(path, terms, tell, nat=node.nat_port_map, as_json=as_json)
     key = new_owner.key if new_owner else welcome.key_for(swarm, owner)
     known_as = name_swarm(path, home)
     if known_here and not own_name(home):  # this machine has the same name in the owner's other swarms
@@ -181,28 +228,15 @@ def host(
     async def serve(stop: asyncio.Event) -> None:
         tell("opening", f"Opening the door of {swarm.name}, and starting the node …")
         from swarmnode.node.bootstrap import SwarmHost
+        from swarmnode.swarm.records.manifest import TRAIN
 
         _probe(node)
-        port = 0 if page.no_page else free_gateway_port(page.port, home)
+        trains = swarm.manifest is not None and swarm.manifest.mode == TRAIN
+        port = None if page.no_page else free_gateway_port(page.port, home, trains=trains)
         hosting = SwarmHost(swarm, door, config, tell)
-        opened: asyncio.Future[tuple[Swarm, str]] = asyncio.get_running_loop().create_future()
-
-        async def begin(now: Swarm, reached: list[str]) -> None:
-            invite = welcome.invite(now, key, hosting.uses_of)
-            await welcome.tell_addresses(now, invite, reached)
-            opened.set_result((now, invite))
-            if page.no_page and not as_json:
-                welcome.say(now, invite, None)
-
-        async def open_page() -> None:
-            now, invite = await opened
-            address = GatewayAddress(home, port, as_json=as_json, say=partial(welcome.say, now, invite))
-            await answer(now, address, known_as)
-
         options = LendingOptions(home, hosting.node, context, partial(with_limits, node))
-        attending = attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings, options=options)
-        async with attending:
-            await until_first(hosting.run(stop, begin), *([] if page.no_page else [open_page()]))
+        async with attended(hosting.node, stop, watch, swarm=swarm.name, readings=hosting.readings, options=options):
+            await welcome.run(hosting, key, stop, None if port is None else GatewayAddress(home, port), known_as)
 
     with hosting_alone(home, swarm.id, swarm.name), beginning_anew(), tell:
         run_async(serve)
@@ -260,9 +294,9 @@ class Founding:
                 f"{path} is a swarm that {swarm.manifest.mode}s: add --mode {swarm.manifest.mode}, or choose another --name",
                 2,
             )
-        if chosen not in ("", _kind_of(swarm)):
+        if chosen and chosen != _kind_of(swarm).split()[1]:
             fail(
-                f"{path} is {_article(_kind_of(swarm))} swarm and stays one; to found another, choose a name with --name",
+                f"{path} is {_kind_of(swarm)} swarm and stays one; to found another, choose a name with --name",
                 2,
             )
         if not self.new.adapters.keys() <= {*swarm.manifest.adapter_names}:
@@ -362,23 +396,18 @@ class Founding:
 
 
 def _kind_of(swarm: Swarm) -> str:
-    return "private" if swarm.private else "public" if swarm.owner else "open"
-
-
-def _article(kind: str) -> str:
-    return f"{'an' if kind == 'open' else 'a'} {kind}"
+    """Return the kind of a swarm with its article: "a private", "a public" or "an open"."""
+    return "a private" if swarm.private else "a public" if swarm.owner else "an open"
 
 
 def names_of(model: str) -> tuple[str, str]:
     """Return two names for a swarm of a model, in characters that need no quotes. The first is short: lower case, without
     quantisation, file format and kind of tuning. The second is the whole last part of the path, for a second swarm of the model."""
-    whole = Path(model).expanduser().absolute().name
-    whole = re.sub(r"[^\w.-]+", "-", re.sub(r"(?i)\.gguf$", "", whole)).strip("-.") or "swarm"
-    revision = re.sub(r"[^\w.-]+", "-", "".join(model.partition("@")[1:]))  # of a hub id
-    short = re.sub(r"-\d{5}-of-\d{5}$", "", whole.removesuffix(revision) or whole)
-    short = re.sub(rf"(?i)(?:[-._]+(?:{_FORMATS}))+$", "", short)
+    from swarmnode.swarm.storage.content import FORMATS, last_part, title_of
+
+    whole, short = last_part(model) or "swarm", title_of(model)
     if any(map(str.isdigit, short)):  # else a folder called my-chat would become "my"
-        short = re.sub(rf"(?i)(?:[-._]+(?:{_FORMATS}|{_TUNINGS}))+$", "", short)
+        short = re.sub(rf"(?i)(?:[-._]+(?:{FORMATS}|{_TUNINGS}))+$", "", short)
     return short.strip("-.").lower() or whole, whole
 
 
@@ -414,6 +443,7 @@ class Welcome:
     terms: InviteTerms
     tell: Teller
     nat: bool
+    as_json: bool = False
 
     def key_for(self, swarm: Swarm, owner: OwnerOptions) -> SigningKey | None:
         """Return the owner's key if an invite may need it. It is asked for only at a terminal, and only if there is no invite to
@@ -440,13 +470,38 @@ class Welcome:
 
         return open_issued_invites(issued_invites_path(self.path))
 
+    async def run(
+        self,
+        hosting: SwarmHost,
+        key: SigningKey | None,
+        stop: asyncio.Event,
+        page: GatewayAddress | None,
+        known_as: str,
+    ) -> None:
+        """Host until `stop` is set. Once the door is open, tell its addresses, and serve page and API at `page` (None: neither)
+        under the swarm's name `known_as`; then print what the host and a friend type. Raises the error that ends any of it."""
+        opened: asyncio.Future[tuple[Swarm, str]] = asyncio.get_running_loop().create_future()
+
+        async def begin(now: Swarm, reached: list[str]) -> None:
+            invite = self.invite(now, key, hosting.uses_of)
+            await self.tell_addresses(now, invite, reached)
+            opened.set_result((now, invite))
+            if page is None and not self.as_json:
+                self.say(now, invite, None)
+
+        async def open_page(page: GatewayAddress) -> None:
+            now, invite = await opened
+            await answer(now, replace(page, as_json=self.as_json, say=partial(self.say, now, invite)), known_as)
+
+        await until_first(hosting.run(stop, begin), *([] if page is None else [open_page(page)]))
+
     async def tell_addresses(self, swarm: Swarm, invite: str, reached: list[str]) -> None:
         """Tell the host where new machines connect, and whether those addresses answer."""
         from swarmnode.net.addressing.addresses import is_loopback, is_public, port_of, without_peer
         from swarmnode.net.addressing.reachability import answers
 
         tried = dict(zip(reached, await asyncio.gather(*(answers(each, TRY_S) for each in reached)), strict=True))
-        lines = [f"Hosting {swarm.name}, {_article(_kind_of(swarm))} swarm. New machines connect here:"]
+        lines = [f"Hosting {swarm.name}, {_kind_of(swarm)} swarm. New machines connect here:"]
         lines += [
             f"  {without_peer(address)}{'' if yes else '  (does not answer from here)'}"
             for address, yes in tried.items()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.owner import OwnerOptions
+from swarmnode.cli.options.founding import OwnerOptions
 from swarmnode.cli.options.swarm import SWARM, SWARM_FILE, open_swarm, swarm_file
 from swarmnode.counting import counted
 from swarmnode.terminal.console import HOME, JSON, Verbosity, command, print_json, run_async, say

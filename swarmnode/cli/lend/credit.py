@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from swarmnode.credit.priorities import WorkerCredit
-    from swarmnode.plan.credit import Credit
 
 SHOWN_CLIENTS = 20
 
@@ -73,16 +72,16 @@ def _today(home: Path) -> str:
 def _sentence(one: WorkerCredit) -> str:
     credit, signers = one.credit, counted(one.credit.clients, "client")
     kinds = f" ({credit.served:,} for answers, {credit.trained:,} for training, which counts three times)"
+    if credit.clients == 1:
+        counts = "No credit yet: it needs work for at least two people. Among friends, go by the amount signed."
+    else:
+        counts = (
+            f"Of that, {credit.counted:,.0f} counts as credit: work for many people counts more than work for a few."
+        )
     return (
         f"Your node {one.worker[-8:]}: {signers} signed for {credit.signed:,} tokens through a layer"
-        f"{kinds if credit.trained else ''}. {_discount(credit)}"
+        f"{kinds if credit.trained else ''}. {counts}"
     )
-
-
-def _discount(credit: Credit) -> str:
-    if credit.clients == 1:
-        return "No credit yet: it needs work for at least two people. Among friends, go by the amount signed."
-    return f"Of that, {credit.counted:,.0f} counts as credit: work for many people counts more than work for a few."
 
 
 def _table(one: WorkerCredit) -> Table:

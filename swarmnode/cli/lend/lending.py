@@ -1,4 +1,4 @@
-"""Commands for the nodes that run on this machine: `swarmnode ps`, `pause`, `resume`, `stop` and `config reload`."""
+"""Commands for the nodes of this machine: `swarmnode ps`, `pause`, `resume`, `stop`, `config` and `config reload`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from typer import Context
 
 from swarmnode.cli.options.metrics import Watch
-from swarmnode.cli.options.node_file import LendingOptions
-from swarmnode.cli.options.swarm import home_of
+from swarmnode.cli.options.node_file import FILE, LendingOptions
+from swarmnode.cli.options.node_options import NodeOptions
+from swarmnode.cli.options.swarm import full_name, home_of
 from swarmnode.metrics.metric import Source
 from swarmnode.terminal.console import HOME, JSON, command, fail, print_json, say
-from swarmnode.terminal.option import argument, option
+from swarmnode.terminal.option import argument, build, option
 
 if TYPE_CHECKING:
     from swarmnode.node.node import Node
+
 
 NO_ANSWER = {"swarm": "", "pid": "", "state": "no answer", "reason": "stopped, or busy", "sessions": ""}
 
@@ -125,13 +128,10 @@ def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 
 def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any) -> None:
     from swarmnode.lending.control import is_listening, running_nodes, tell_node
-    from swarmnode.swarm.storage.swarmfile import find_name, name_advice
 
     nodes, failed = running_nodes(home), list[str]()
     if name:
-        name = find_name(name, nodes) or fail(
-            f"no node {name} runs here; {name_advice(name, nodes, none='start one with `swarmnode run`')}", 2
-        )
+        name = full_name(name, nodes, f"no node {name} runs here", none="start one with `swarmnode run`")
     alive = {node: path for node, path in nodes.items() if name in ("", node) and is_listening(path)}
     if not alive:
         fail("no node runs here; start one with `swarmnode run`")
@@ -187,3 +187,53 @@ def ps(home: Path = HOME, as_json: bool = JSON) -> None:
         told = answer["node"], answer["does"], *swarm, str(answer["pid"]), state_text(answer)
         table.add_row(*told, span, str(answer["sessions"]))
     show(table)
+
+
+@command
+def config(
+    context: typer.Context,
+    *,
+    show: bool = option(False, "Print each option, its value, and the value's source."),
+    as_json: bool = JSON,
+) -> None:
+    """Check the options that `run` would use.
+
+    They come from the flags given here, the environment and node.toml. Add any options of `run`.
+
+    Example: swarmnode config --show --memory 6GB
+    """
+    parent: Any = context.parent
+    command = parent.command.get_command(parent, "run")
+    taken = command.make_context("run", list(context.args), parent=parent)
+    build(NodeOptions, taken.params).config()
+    rows = [
+        _row(taken, option) for option in command.params if option.param_type_name == "option" and not option.hidden
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    if not show:
+        say(f"All options are valid. --show prints them, from flags, the environment and {FILE} in the home folder.")
+        return
+    from swarmnode.terminal import tables
+
+    table = tables.new_table("", ("option", "value", "from"))
+    for row in rows:
+        table.add_row(row["option"], _told(row["value"]), row["from"])
+    tables.show(table)
+
+
+def _row(taken: Any, option: Any) -> dict[str, Any]:
+    value, source = taken.params.get(option.name), taken.get_parameter_source(option.name)
+    origins = {"COMMANDLINE": "flag", "ENVIRONMENT": f"environment {option.envvar}", "DEFAULT_MAP": "file"}
+    origin = origins.get("" if source is None else source.name, "default")
+    if origin == "file":
+        origin = taken.meta["origins"][option.name]
+    plain = value if isinstance(value, bool | int | float | list | None) else str(value)
+    return {"option": option.opts[0], "value": plain, "from": origin}
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)

@@ -58,10 +58,14 @@ def run(
     Example: swarmnode run friends --memory 6GB --only-idle 10m
     """
     logs.begin()
+    from swarmnode.lending.idle_detection import yield_cpu, yield_disk
+
     config = node.config()
     tell = Teller(as_json)
-    gateway = _gateway(PORT if page and serve_port is None else serve_port, node.home, tell, as_json=as_json)
-    _give_way(node)
+    gateway = _gateway(serve_port, node.home, tell, page=page, as_json=as_json)
+    yield_cpu(node.nice)  # this process gives way to others
+    if node.idle_disk:
+        yield_disk()
     watch = metrics.watch(node.home, as_json=as_json)
 
     async def lend(stop: asyncio.Event) -> None:
@@ -79,31 +83,29 @@ def run(
         run_async(lend)
 
 
-def _gateway(port: int | None, home: Path, tell: Teller, *, as_json: bool) -> GatewayAddress | None:
-    """Return the address of the gateway, which it tells once the node serves; None without a port. Raises LocalError if the port is
-    taken."""
-    from swarmnode.net.addressing.addresses import check_port_free
+def _gateway(port: int | None, home: Path, tell: Teller, *, page: bool, as_json: bool) -> GatewayAddress | None:
+    """Return the address of the gateway, which it tells once the node serves; None without a `port` and a `page`. A page takes the
+    usual port, or any if that one is taken. Raises LocalError if the given port is taken."""
+    from swarmnode.net.addressing.addresses import check_port_free, free_port
 
-    if port:
-        check_port_free(f"/ip4/{LOOPBACK}/tcp/{port}")
-    if port is None:
+    if port is None and not page:
         return None
+    try:
+        check_port_free(f"/ip4/{LOOPBACK}/tcp/{PORT if port is None else port}")
+    except LocalError:
+        if port is not None:
+            raise
+        port = free_port()
+        tell("port", f"Port {PORT} is taken here: the page and the API are at port {port}.")
+    port = PORT if port is None else port
     return GatewayAddress(home, port, as_json=as_json, say=lambda served: tell.last("serving", served.text))
-
-
-def _give_way(node: NodeOptions) -> None:
-    """Lower this process's priority at the CPU, and at the disk if the options say so."""
-    from swarmnode.lending.idle_detection import yield_cpu, yield_disk
-
-    yield_cpu(node.nice)
-    if node.idle_disk:
-        yield_disk()
 
 
 def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> tuple[Swarm, Node]:
     """Return the swarm that `swarm` names, and a node for it, which ends `pause` once everything is imported. Raises LocalError
     if a device is missing, UsageError if the plan is for another swarm."""
     from swarmnode.compute.device import probe_devices
+    from swarmnode.lending.control import process_of, running_nodes
     from swarmnode.node.node import Node
 
     def note(event: str, text: str, **details: Any) -> None:
@@ -112,6 +114,12 @@ def _node(swarm: str, config: NodeConfig, tell: Tell, pause: CollectorPause) -> 
         tell(event, text, **details)
 
     loaded = open_swarm(swarm, config.host.home)
+    if other := process_of(loaded.id, *running_nodes(config.host.home).values()):
+        tell(
+            "beside",
+            f"Process {other['pid']} lends this machine to {loaded.name} already. This second node lends beside it, from memory of "
+            "its own. If you do not want that, press Ctrl-C; Edit on the page changes what the first one lends.",
+        )
     probe_devices(config.stage.device)  # raises if a device is missing, before the node joins
     if config.plan is not None:
         config.plan.check_swarm(loaded.id.hex())

@@ -71,11 +71,9 @@ class Watch:
 
         sources = Sources(swarm, live, await asyncio.to_thread(machine, self.home))
         async with serving(sources, self.host, self.port) as port:
-            self._tell(f"{origin(self.host, port)}/metrics")
+            url = f"{origin(self.host, port)}/metrics"
+            if self.as_json:
+                print_json({"event": "metrics", "url": url})
+            else:
+                say(f"Metrics: {url}", err=True)  # standard output may hold generated text or a curve
             yield
-
-    def _tell(self, url: str) -> None:
-        if self.as_json:
-            print_json({"event": "metrics", "url": url})
-        else:
-            say(f"Metrics: {url}", err=True)  # standard output may hold generated text or a curve

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from swarmnode.cli.options import rules
+from swarmnode.cli.options import node_options
 from swarmnode.cli.options.files import is_toml, read_toml
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.decisions import Topic
@@ -101,7 +101,7 @@ LIMITS = ("memory", "disk", "cpu_share", "max_upload", "max_download", "max_gpu_
 _OPTIONS = {
     key: (field, definition)
     for field, definition in definitions(NodeOptions).items()
-    if (key := file_key(definition.flag(field))) in (*LIMITS, *rules.RULES)
+    if (key := file_key(definition.flag(field))) in (*LIMITS, *node_options.RULES)
 }
 
 
@@ -135,7 +135,7 @@ class LendingOptions:
         self._home = home
         given = {} if context is None else context.params
         self._config = given.get("config_file") or home / FILE
-        self._rules = given.get("rules_file") or home / rules.FILE
+        self._rules = given.get("rules_file") or home / node_options.FILE
         self._held: dict[str, Any] = {}  # by field: changed here, though the command line says otherwise
 
     def listed(self) -> list[dict[str, Any]]:
@@ -177,7 +177,7 @@ class LendingOptions:
 
     def _keys(self) -> list[str]:
         taken = {} if self._context is None else self._context.params
-        return [key for key in (*LIMITS, *rules.RULES) if key in rules.RULES or _OPTIONS[key][0] in taken]
+        return [key for key in (*LIMITS, *node_options.RULES) if key in node_options.RULES or _OPTIONS[key][0] in taken]
 
     def _row(self, key: str, field: str, definition: Definition) -> dict[str, Any]:
         default = "" if definition.text is None else definition.text
@@ -214,7 +214,7 @@ class LendingOptions:
         """Return the texts of the files with the changed options: each in the file that has it, else rules in the file of rules."""
         values = self._files()
         for key, value in texts.items():
-            is_rule = key in rules.RULES and key not in values.get(self._config, {})
+            is_rule = key in node_options.RULES and key not in values.get(self._config, {})
             place = self._rules if is_rule else self._config
             for path, known in values.items():
                 if path == place and value:
@@ -228,7 +228,7 @@ class LendingOptions:
         context = self._context
         try:
             if context is None:
-                return self._node.follow(replace(self._node.config, rules=rules.read_rules(self._home)))
+                return self._node.follow(replace(self._node.config, rules=node_options.read_rules(self._home)))
             again = context.command.make_context(context.info_name, list(context.meta["args"]), parent=context.parent)
             return self._node.follow(self._read({**again.params, **self._held}))
         except (SwarmnodeError, WrongUsage) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,6 +79,15 @@ def open_swarm(text: str, home: Path) -> Swarm:
         path = swarm_path(text)
         joined.used(str(path.absolute()) if path.exists() else find_name(text, joined.all_names()) or text)
     return swarm
+
+
+def full_name(text: str, names: Iterable[str], unknown: str, *, none: str) -> str:
+    """Return the name that `text` is, or begins alone. Else end the command with the sentence `unknown` and the names that may be
+    meant, or with `none` if there are no names."""
+    from swarmnode.swarm.storage.swarmfile import find_name, name_advice
+
+    known = list(names)
+    return find_name(text, known) or fail(f"{unknown}; {name_advice(text, known, none=none)}", 2)
 
 
 def name_swarm(file: Path, home: Path) -> str:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import asyncio
 import shlex
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import patience_option
-from swarmnode.cli.options.metrics import MetricsOptions
+from swarmnode.cli.options.metrics import MetricsOptions, Watch
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.options.training import AveragingOptions, CompressionOptions
-from swarmnode.cli.train.data import DataOptions
-from swarmnode.cli.train.recipe import RecipeOptions, check_keys, read_recipe, recipe_text, with_file
-from swarmnode.cli.train.schedule import ScheduleOptions
+from swarmnode.cli.options.training import AveragingOptions, CompressionOptions, DataOptions
+from swarmnode.cli.train.recipe import RecipeOptions, ScheduleOptions, check_keys, read_recipe, recipe_text, with_file
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import HOME, LogOptions, command, joined, run_async, say, stopped
 from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
+    from swarmnode.client.training.listener import TrainerMeter
+    from swarmnode.data.samples import DataRules
     from swarmnode.swarm.records.run import Run
+    from swarmnode.swarm.storage.swarmfile import Swarm
+    from swarmnode.terminal.training_view import TrainingView
 
 
 @dataclass(frozen=True)
@@ -91,68 +93,80 @@ def train(
         say(recipe_text(recipe.groups, source, schedule, recipes))
         return
     data, rules = source.path, source.rules(schedule.steps)
-    settings = Run(
-        data=NO_DATA,
-        averaging=averages.averaging(robust=robust),
-        compression=compression.compression(),
-        recipe=recipe,
-        **schedule.fields(),
-    )
+    averaging, compressed = averages.averaging(robust=robust), compression.compression()
+    settings = Run(data=NO_DATA, averaging=averaging, compression=compressed, recipe=recipe, **schedule.fields())
     check_early(data, settings)
-    known, target = open_swarm(swarm, home), alone.out.absolute() if alone.out is not None else None
+    known = open_swarm(swarm, home)
     if known.manifest is not None:
         check_trains(known.manifest)
-    from swarmnode.client.training.client import TrainingClient
-    from swarmnode.client.training.listener import EarlyStopping, TrainerMeter
-    from swarmnode.client.training.local import LocalDevice, OutputFolder, train_here
-    from swarmnode.terminal.training_view import training_view
-
     as_json = records.as_json
     watch = metrics.watch(home, as_json=as_json)
+    work = TrainingWork(known, watch, data, rules, settings, patience)
+    here = None if not alone.local else replace(alone, out=alone.out and alone.out.absolute())
 
-    is_new: list[bool] = []  # whether the swarm needed this trainer
+    from swarmnode.client.training.listener import EarlyStopping, TrainerMeter
+    from swarmnode.terminal.training_view import training_view
 
-    async def train_with_others(meter: TrainerMeter, stop: asyncio.Event) -> int:
-        view.beginning = f"joining {known.name}"
-        client = await joined(TrainingClient.join(known, watch.home, patience_s=patience), stop)
-        view.beginning = ""
-        async with (
-            client,
-            watch.over(known.name, lambda: [*meter.readings(), *client.readings()]),
-        ):
-            done = await client.train(data, settings, meter, stop, rules)
-            is_new.append(client.fed > 0)
-            return done
-
-    async def train_alone(meter: TrainerMeter, stop: asyncio.Event) -> int:
-        place = LocalDevice(alone.device, alone.threads or None)
-        output = None if target is None else OutputFolder(target, alone.force)
-        what = (known, watch.home, data, settings, meter, stop)
-        async with watch.over(known.name, meter.readings):
-            state = None if alone.state is None else alone.state.absolute()
-            done = await train_here(*what, place=place, rules=rules, output=output, state=state, patience_s=patience)
-            is_new.append(bool(meter.last))
-            return done
-
-    work = train_alone if alone.local else train_with_others
     with training_view(as_json=as_json, log=records.log, tensorboard=records.tensorboard) as view:
 
-        def feed(stop: asyncio.Event) -> Coroutine[Any, Any, int]:
+        def feed(stop: asyncio.Event) -> Coroutine[Any, Any, tuple[int, bool]]:
             view.on_failure = early.stop = stop.set  # stop the training if its steps cannot be shown or logged
-            return work(TrainerMeter(early), stop)
+            meter = TrainerMeter(early)
+            return work.in_swarm(meter, stop, view) if here is None else work.here(here, meter, stop)
 
         early = EarlyStopping(view, source.eval_patience)
-        done = run_async(feed)
+        done, is_new = run_async(feed)
     run = settings if view.run is None else view.run
     if early.stopped and done < run.steps:
         say(f"Stopped early after {counted(done, 'step')}: {early.stopped}", err=as_json)
         return
-    if done == run.steps and is_new == [False]:
+    if done == run.steps and not is_new:
         say(
             f"Nothing to do: all {counted(done, 'step')} of this run are done. Another --seed begins another.",
             err=as_json,
         )
     _say_where_it_stands(done, run, alone, swarm, as_json=as_json)
+
+
+@dataclass(frozen=True)
+class TrainingWork:
+    """Training of a swarm's model on `data`, by `rules` of the data and `settings` of the run."""
+
+    swarm: Swarm
+    watch: Watch
+    data: Path | None
+    rules: DataRules
+    settings: Run
+    patience_s: float
+
+    async def in_swarm(self, meter: TrainerMeter, stop: asyncio.Event, view: TrainingView) -> tuple[int, bool]:
+        """Feed the swarm, and return the number of steps that are done and whether it needed this trainer. Raises as
+        `TrainingClient.join` and `train` do."""
+        from swarmnode.client.training.client import TrainingClient
+
+        view.beginning = f"joining {self.swarm.name}"
+        joining = TrainingClient.join(self.swarm, self.watch.home, patience_s=self.patience_s)
+        client = await joined(joining, stop)
+        view.beginning = ""
+        async with client, self.watch.over(self.swarm.name, lambda: [*meter.readings(), *client.readings()]):
+            done = await client.train(self.data, self.settings, meter, stop, self.rules)
+            return done, client.fed > 0
+
+    async def here(self, alone: LocalOptions, meter: TrainerMeter, stop: asyncio.Event) -> tuple[int, bool]:
+        """Train in this process, and return the number of steps that are done and whether any was new. Raises as `train_here`
+        does."""
+        from swarmnode.client.training.local import LocalDevice, OutputFolder, train_here
+
+        async with self.watch.over(self.swarm.name, meter.readings):
+            done = await train_here(
+                *(self.swarm, self.watch.home, self.data, self.settings, meter, stop),
+                place=LocalDevice(alone.device, alone.threads or None),
+                rules=self.rules,
+                output=None if alone.out is None else OutputFolder(alone.out, alone.force),
+                state=None if alone.state is None else alone.state.absolute(),
+                patience_s=self.patience_s,
+            )
+            return done, bool(meter.last)
 
 
 def _say_where_it_stands(done: int, settings: Run, alone: LocalOptions, swarm: str, *, as_json: bool) -> None:

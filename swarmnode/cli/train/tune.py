@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.train.data import DataOptions
+from swarmnode.cli.options.training import DataOptions
 from swarmnode.cli.train.train import RecordOptions
 from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.counting import counted

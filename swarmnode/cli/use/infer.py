@@ -7,7 +7,7 @@ import time
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.files import check_output
@@ -74,7 +74,8 @@ def infer(
     if output is not None:
         _write(output, outputs)
     if as_json:
-        print_json({"took_s": round(took_s, 3), "output": output and str(output), "outputs": _described(outputs)})
+        shapes = {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in outputs.items()}
+        print_json({"took_s": round(took_s, 3), "output": output and str(output), "outputs": shapes})
         return
     for name, array in outputs.items():
         say(f"{name}: {array.dtype} {array.shape}" + ("" if output is not None else f"\n{array}"))
@@ -94,7 +95,3 @@ def _write(output: Path, outputs: Mapping[str, np.ndarray]) -> None:
                     write_array(file, array, allow_pickle=False)
     except OSError as error:
         fail(f"cannot write {output}: {error.strerror or error}")
-
-
-def _described(outputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    return {name: {"dtype": str(array.dtype), "shape": list(array.shape)} for name, array in outputs.items()}

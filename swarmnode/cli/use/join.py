@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.quantities import parse_name
-from swarmnode.cli.options.swarm import complete_swarms
+from swarmnode.cli.options.node_options import parse_name
+from swarmnode.cli.options.swarm import complete_swarms, full_name
 from swarmnode.counting import counted
 from swarmnode.terminal.console import (
     HOME,
@@ -89,23 +89,20 @@ def leave(
     Example: swarmnode leave friends
     """
     from swarmnode.errors import UsageError
-    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, find_name, load_all_named, load_named, name_advice
+    from swarmnode.lending.control import process_of, running_gateways, running_nodes
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_all_named, load_named
 
     joined = JoinedSwarms(home)
-    known = joined.names()
-    name = find_name(name, known) or fail(
-        f"no swarm is called {name} here; {name_advice(name, known, none='you have joined none')}", 2
-    )
+    name = full_name(name, joined.names(), f"no swarm is called {name} here", none="you have joined none")
     try:
         swarm = load_named(name, home)
     except UsageError:  # only the name can be forgotten
         swarm = None
     removed, kept = list[Path](), list[str]()
     if swarm is not None:
-        if pid := _running(swarm.id, home):
-            fail(
-                f"process {pid} still takes part in {name}: end it first with `swarmnode stop {shlex.quote(name)}`, or Ctrl-C"
-            )
+        if process := process_of(swarm.id, *running_nodes(home).values(), *running_gateways(home).values()):
+            end = f"`swarmnode stop {shlex.quote(name)}`, or Ctrl-C"
+            fail(f"process {process['pid']} still takes part in {name}: end it first with {end}")
         if all(known == name or other.id != swarm.id for known, other in load_all_named(home).items()):
             removed = list((home / "membership").glob(f"{swarm.id.hex()[:16]}-*.json"))
         kept = list(_kept(swarm, name, home))
@@ -122,20 +119,9 @@ def leave(
         say(f"Kept: {what}")
 
 
-def _running(swarm: bytes, home: Path) -> int | None:
-    """Return the process id of a node or gateway of the swarm; None if none runs with this home, or none answers."""
-    from swarmnode.lending.control import running_gateways, running_nodes, tell_node
-
-    for path in (*running_nodes(home).values(), *running_gateways(home).values()):
-        state = tell_node(path, "state")
-        if state is not None and state.get("swarm_id") == swarm.hex():
-            return int(state["pid"])
-    return None
-
-
 def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
     """Yield what `leave` does not remove, each with the command or the reason."""
-    from swarmnode.cli.lend.service.service import Service
+    from swarmnode.cli.lend.services import Service
     from swarmnode.swarm.records.receipt import receipts_of
     from swarmnode.swarm.storage.chunk_folder import FOLDER, folder_name, used_bytes
 

@@ -1,16 +1,20 @@
-"""Command `swarmnode models`: list the models that this machine can ask."""
+"""Commands `swarmnode models`, `models weights` and `models prune`: the swarms known here, and the weights fetched here."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from swarmnode.counting import format_bytes
 from swarmnode.terminal.console import HOME, JSON, command, print_json, say
+from swarmnode.terminal.formatting import parse_duration
+from swarmnode.terminal.option import argument, option
 
 if TYPE_CHECKING:
     from swarmnode.swarm.storage.swarmfile import Swarm
+
 
 UNKNOWN = "not seen yet"
 GONE = "its file {} is gone or damaged"
@@ -60,6 +64,8 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
         )
     show(table)
     if any(one.task == GENERATE for one in known):
+        say("The layers of a model that generates text count its embedding and its head.")
+    if any(one.task == GENERATE for one in known):
         usual = ", ".join(f"{name.replace('_', '-')} {value}" for name, value in USUAL.items())
         say(f"A model that brings no sampling settings gets {usual} over HTTP, unless the request says otherwise.")
 
@@ -89,6 +95,83 @@ def _describe(name: str, swarm: Swarm, *, last: bool) -> KnownModel:
     if swarm.manifest is None:
         return KnownModel(name, UNKNOWN, "", "", "", None, None, members, last)
     model, manifest = swarm.manifest.model, swarm.manifest
-    named = model.hub_id or model.family
     does = "trains" if manifest.mode == TRAIN else manifest.purpose
-    return KnownModel(name, named, manifest.mode, manifest.task, does, model.units, manifest.total_bytes, members, last)
+    return KnownModel(
+        name, model.label, manifest.mode, manifest.task, does, model.units, manifest.total_bytes, members, last
+    )
+
+
+class FetchedWeights(NamedTuple):
+    """Fetched weights of one swarm. `swarm` is its name if this machine knows it, else the beginning of its id."""
+
+    swarm: str
+    folder: Path
+    size_bytes: int
+    unused_s: float
+
+
+@command
+def list_weights(home: Path = HOME, as_json: bool = JSON) -> None:
+    """List the weights that this machine has fetched.
+
+    Example: swarmnode models weights
+    """
+    found = _fetched(home)
+    if as_json:
+        print_json([{**each._asdict(), "folder": str(each.folder)} for each in found])
+        return
+    if not found:
+        say("No weights have been fetched yet.")
+        return
+    from swarmnode.terminal.tables import new_table, show
+
+    table = new_table("", ("swarm", "GB", "days unused", "folder"), numbers=("GB", "days unused"))
+    for each in found:
+        table.add_row(each.swarm, f"{each.size_bytes / 1e9:.2f}", f"{each.unused_s / 86_400:.0f}", str(each.folder))
+    show(table)
+
+
+@command
+def prune(
+    swarm: str = argument("", "Name in `models weights`; default: all.", metavar="[SWARM]"),
+    unused: float = option(0.0, "Only weights unused for this long.", text="", metavar="30d", parse=parse_duration),
+    home: Path = HOME,
+    as_json: bool = JSON,
+) -> None:
+    """Remove fetched weights. Weights that a node is using stay.
+
+    Example: swarmnode models prune --unused 30d
+    """
+    from swarmnode.cli.options.swarm import full_name
+    from swarmnode.swarm.storage.chunk_folder import evict
+
+    fetched = _fetched(home)
+    if swarm:
+        names = [each.swarm for each in fetched]
+        none = "no weights have been fetched yet"
+        swarm = full_name(swarm, names, f"no weights of {swarm!r} are here", none=none)
+        fetched = [each for each in fetched if each.swarm == swarm]
+    doomed = [each for each in fetched if each.unused_s >= unused]
+    freed_bytes = {each.swarm: evict(each.folder) for each in doomed}
+    if as_json:
+        print_json({"freed_bytes": freed_bytes})
+        return
+    for name, size_bytes in freed_bytes.items():
+        say(f"{name}: {size_bytes / 1e9:.2f} GB freed" if size_bytes else f"{name}: in use, kept")
+    if not doomed:
+        say("Nothing to remove.")
+
+
+def _fetched(home: Path) -> list[FetchedWeights]:
+    """Return all fetched weights, the largest first."""
+    from swarmnode.swarm.storage.chunk_folder import FOLDER, folder_name, last_used, used_bytes
+    from swarmnode.swarm.storage.swarmfile import load_all_named
+
+    names = {folder_name(swarm.id): name for name, swarm in load_all_named(home).items()}
+    root = home / FOLDER
+    folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    found = [
+        FetchedWeights(names.get(path.name, path.name), path, used_bytes(path), max(0.0, time.time() - last_used(path)))
+        for path in folders
+    ]
+    return sorted(found, key=lambda each: -each.size_bytes)

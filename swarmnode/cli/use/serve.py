@@ -1,4 +1,7 @@
-"""Command `swarmnode serve`: serve swarms as models of an HTTP API that OpenAI's clients know."""
+"""Command `swarmnode serve`: serve swarms as models of an HTTP API that OpenAI's clients know.
+
+Mode `serve --mcp`: offer a swarm to an agent by the Model Context Protocol, over standard input and output.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.sampling import SamplingOptions
@@ -15,14 +19,35 @@ from swarmnode.cli.options.swarm import complete_swarms, open_swarm
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.gateway.gateway_address import PORT, AddSwarm, GatewayAddress, OtherGateway, gateway_at
 from swarmnode.net.tasks import Tasks, until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, joined, run_async, say, unless_stopped
 from swarmnode.terminal.option import argument, option, path_option
 from swarmnode.terminal.process import CollectorPause
+from swarmnode.version import missing_package
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.swarm.peers.standing import Trust
     from swarmnode.swarm.storage.swarmfile import Swarm
+
+
+def offer_tools(swarm: str, home: Path, patience_s: float, trust: Trust) -> None:
+    """Answer an agent on standard input and output until it ends. Ends the command if the MCP SDK is missing. Raises UsageError,
+    NetworkDown, NotAdmitted, Interrupted."""
+    try:
+        import mcp as _installed  # noqa: F401
+    except ImportError:
+        fail(f"this needs the MCP SDK, and {missing_package('mcp')}", 2)
+    from swarmnode.client.swarm_client import SwarmClient
+    from swarmnode.gateway.integrations.swarm_tools import SwarmTools
+
+    async def answer(stop: asyncio.Event) -> None:
+        loaded = open_swarm(swarm, home)
+        joining = SwarmClient.join(loaded, home=home, patience_s=patience_s, trust=trust)
+        async with await joined(joining, stop) as client:
+            await unless_stopped(SwarmTools(client).server(loaded.name).run_stdio_async(), stop)
+
+    run_async(answer)
+
 
 FIRST_S = 5.0  # for swarms to answer before the gateway begins without them
 LOOK_S = 3.0  # between looks at the names in the home folder
@@ -77,17 +102,17 @@ def serve(
     """
     logs.begin()
     if mcp:
-        from swarmnode.cli.use.mcp import offer_tools
-
         if len(swarms or ()) > 1:
             fail("--mcp offers one swarm: name only one", 2)
         offer_tools(swarms[0] if swarms else "", home, patience, trust)
         return
     if gateway.new_key:
-        _add_key(gateway.keys, gateway.new_key)
+        if gateway.keys is None:
+            fail("--new-key needs --keys FILE, the file for its hash", 2)
+        from swarmnode.gateway.access.keys import new_key
+
+        say(new_key(gateway.keys, gateway.new_key))
         return
-    from swarmnode.client.swarm_client import SwarmClient
-    from swarmnode.codec.tensors import check_compression
     from swarmnode.gateway.access.keys import KeyFile, KeyRing
     from swarmnode.gateway.served_model import GatewayConfig
     from swarmnode.net.addressing.addresses import check_can_listen
@@ -106,15 +131,8 @@ def serve(
         drafts=sampling.drafts,
     )
 
-    async def join(swarm: Swarm) -> SwarmClient:
-        positions = gateway.context or None
-        client = await SwarmClient.join(swarm, home=home, patience_s=patience, trust=trust, most_positions=positions)
-        try:
-            check_compression(sampling.compress, client.manifest.codecs)
-        except UsageError:
-            await client.close()
-            raise
-        return client
+    how = {"home": home, "patience_s": patience, "trust": trust, "most_positions": gateway.context or None}
+    join = partial(_join, sampling.compress, how)
 
     async def answer(stop: asyncio.Event) -> None:
         async with contextlib.AsyncExitStack() as ends:
@@ -128,6 +146,21 @@ def serve(
             await until_first(stop.wait(), joiner.go_on(add))
 
     run_async(answer)
+
+
+async def _join(compress: str, how: Mapping[str, Any], swarm: Swarm) -> SwarmClient:
+    """Join a swarm as `how` says. Raises UsageError if its manifest does not allow the compression, and as `SwarmClient.join`
+    does."""
+    from swarmnode.client.swarm_client import SwarmClient
+    from swarmnode.codec.tensors import check_compression
+
+    client = await SwarmClient.join(swarm, **how)
+    try:
+        check_compression(compress, client.manifest.codecs)
+    except UsageError:
+        await client.close()
+        raise
+    return client
 
 
 def _tell_served(ours: OtherGateway, asked: Mapping[str, Swarm], home: Path, as_json: bool) -> None:
@@ -240,14 +273,6 @@ class SwarmJoiner:
             say(f"{name} trains its model, so it is not served", err=True)
         else:
             self._joined.put_nowait((name, client))
-
-
-def _add_key(keys: Path | None, name: str) -> None:
-    from swarmnode.gateway.access.keys import new_key
-
-    if keys is None:
-        fail("--new-key needs --keys FILE, the file for its hash", 2)
-    say(new_key(keys, name))
 
 
 def _names(swarms: list[Swarm]) -> list[str]:

@@ -21,7 +21,7 @@ from swarmnode.codec.training_messages import StepReport as SwarmReport
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.credit.receipts import ReceiptIssuer
-from swarmnode.data.rules import DataRules
+from swarmnode.data.samples import DataRules
 from swarmnode.errors import PeerError, UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining

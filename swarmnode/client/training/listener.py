@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swarmnode.compute.training.local import StepSummary
-from swarmnode.data.rules import DataSummary
+from swarmnode.data.samples import DataSummary
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
 from swarmnode.swarm.records.run import Run

@@ -22,7 +22,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.local import StepSummary, local_learner, train_steps
 from swarmnode.compute.training.segment import Segment
 from swarmnode.compute.training.snapshot import LocalState
-from swarmnode.data.rules import DataRules
+from swarmnode.data.samples import DataRules
 from swarmnode.errors import CheckpointError, NotFinite
 from swarmnode.swarm.records.manifest import CAUSAL_LM, Manifest
 from swarmnode.swarm.records.run import Run

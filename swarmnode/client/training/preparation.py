@@ -21,18 +21,18 @@ from swarmnode.compute.training.datasets.corpus import passed_over, token_batche
 from swarmnode.compute.training.lm import can_pack
 from swarmnode.compute.training.losses import check_routers
 from swarmnode.compute.training.segment import check_objective
-from swarmnode.data.arrays import read_arrays
 from swarmnode.data.formats import PAIR, TEXT
-from swarmnode.data.rows import make_rows
-from swarmnode.data.rules import DataRules, steps_of
+from swarmnode.data.rows import make_rows, read_arrays
 from swarmnode.data.samples import (
     ARRAYS,
     DataNotes,
+    DataRules,
     LearntTokens,
     TokenSample,
     read_samples,
     sample_kind,
     shown,
+    steps_of,
     with_ends,
 )
 from swarmnode.errors import UsageError

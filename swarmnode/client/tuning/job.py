@@ -24,7 +24,7 @@ from swarmnode.compute.training.adapters.layers import check_targets
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.counting import counted
-from swarmnode.data.rules import DataRules
+from swarmnode.data.samples import DataRules
 from swarmnode.errors import LeaderLost, UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement

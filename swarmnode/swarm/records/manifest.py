@@ -134,7 +134,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     In a language model, `units` counts the embedding, every block and the head, and `hidden` is the width of the states
     between them. In a graph, `units` counts the graph's own layers and `hidden` is 0. `hub_id` names the checkpoint on
     the Hugging Face hub, at commit `revision`, if it is there. `positions` bounds a sequence if the model has a table
-    of positions; 0 is no bound.
+    of positions; 0 is no bound. `title` is the model's name without quantisation, as its founder's file or folder has it, for
+    display; UNSET: unknown, not in the bytes.
     """
 
     family: str  # transformers' model_type; for a graph the founder's name for it
@@ -144,6 +145,12 @@ class ModelInfo(msgspec.Struct, frozen=True):
     revision: str | None = None
     positions: int = 0
     task: str | UnsetType = UNSET  # of a graph that turns a row of token ids into one vector: EMBED or CLASSIFY
+    title: str | UnsetType = UNSET
+
+    @property
+    def label(self) -> str:
+        """Name for people: the hub id, else the title, else the family."""
+        return self.hub_id or self.title or self.family
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -267,6 +274,8 @@ def _check(manifest: Manifest) -> None:
         "a task that this version knows (embed, classify), of a graph": manifest.model.task is UNSET
         or (is_graph and manifest.model.task in (EMBED, CLASSIFY)),
         "a model family": 0 < len(model.family) <= MAX_NAME_CHARS and model.family.isprintable(),
+        f"a title of at most {MAX_NAME_CHARS} printable characters, or none": model.title is UNSET
+        or (0 < len(model.title) <= MAX_NAME_CHARS and model.title.isprintable()),
         "a sane number of units": (1 if is_graph else 3) <= model.units <= MAX_UNITS,
         "a sane width": (0 if is_graph else 1) <= model.hidden <= MAX_HIDDEN,
         "a sane number of positions": 0 <= model.positions <= MAX_POSITIONS,

@@ -34,6 +34,11 @@ INDEX_NAME = "model.safetensors.index.json"
 PACKED_NAME = "packed.json"
 WEIGHTS_SUFFIX = ".safetensors"
 GGUF_SUFFIX = ".gguf"
+FORMATS = (
+    r"(?:ud[-_])?(?:i?q\d(?:_\w+)?|tq\d(?:_\d)?|mxfp4(?:_\w+)?)|[bf]f?p?(?:16|32)|fp?8|nf4|w\d+a\d+|int[48]|[48]bit"
+    r"|gguf|gptq|awq|bnb|imat(?:rix)?|i1|quantized"
+)
+"""Kinds of quantisation at the end of a file's or folder's name"""
 
 VOCABULARY_NAMES = frozenset({"tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"})
 """Files with a vocabulary: a checkpoint with one of these has a tokenizer."""
@@ -68,6 +73,19 @@ class FileContent(msgspec.Struct, frozen=True):
     def chunk_size(self, number: int, chunk_bytes: int = CHUNK_BYTES) -> int:
         """Return the bytes of chunk `number`: `chunk_bytes`, or less for the last one."""
         return min(chunk_bytes, self.size - number * chunk_bytes)
+
+
+def last_part(model: str) -> str:
+    """Return the last part of a model's path or hub id without `.gguf`, in characters that need no quotes; empty for none."""
+    name = re.sub(r"(?i)\.gguf$", "", Path(model).expanduser().absolute().name)
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.")
+
+
+def title_of(model: str) -> str:
+    """Return the model's own name, by its path or hub id: the last part without revision, number of the part and quantisation."""
+    whole, revision = last_part(model), re.sub(r"[^\w.-]+", "-", "".join(model.partition("@")[1:]))
+    name = re.sub(r"-\d{5}-of-\d{5}$", "", whole.removesuffix(revision) or whole)
+    return re.sub(rf"(?i)(?:[-._]+(?:{FORMATS}))+$", "", name).strip("-.")
 
 
 def is_weights(name: str) -> bool:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from swarmnode.client.training.preparation import NO_DATA, as_older_versions, check_early, prepare
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.serialise import write_graph
-from swarmnode.data.rules import DataRules
+from swarmnode.data.samples import DataRules
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.manifest import CAUSAL_LM, GRAPH, SERVE, TRAIN, Manifest, ModelInfo
 from swarmnode.swarm.records.run import RECIPE, Recipe, Run

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from swarmnode.cli.options.node_file import LendingOptions
-from swarmnode.cli.options.rules import read_rules
+from swarmnode.cli.options.node_options import read_rules
 from swarmnode.gateway.access.keys import KeyFile, new_key
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway

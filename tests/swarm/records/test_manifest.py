@@ -138,6 +138,10 @@ def test_number_formats_below_the_least_products(least, passing, failing):
         {"files": (FileContent("config.json", -1, bytes(32)),)},
         {"files": (FileContent("config.json", 1, bytes(31)),)},
         {"files": (FileContent("tokenizer.json", MAX_SMALL_BYTES + 1, bytes(32)),)},  # which each peer takes whole
+        *(
+            {"model": ModelInfo("llama", units=6, hidden=64, title=title)}
+            for title in ("", "x" * 65, "a\x1b[2J", "a\nb")
+        ),
         {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/" + "m" * 127)},
         {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/m\x1b[2J")},
         {"model": ModelInfo("llama", units=6, hidden=64, hub_id="o/m", revision="")},

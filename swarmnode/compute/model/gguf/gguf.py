@@ -11,11 +11,12 @@ import json
 import math
 import re
 import shutil
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any, Literal, NoReturn
 
 import numpy as np
@@ -127,8 +128,17 @@ class GgufCheckpoint:
         self._parts, self._readers = open_parts(file)
         try:
             first = self._readers[0]
-            with quiet_loader(), _replaced(gguf, "GGUFReader", lambda *_: first):  # it takes seconds to read again
+            # Without its arrays, of which transformers only counts the tokens: it takes seconds for them.
+            small = {
+                name: field
+                for name, field in first.fields.items()
+                if not (name.startswith("tokenizer.") and field.types[0] == ARRAY)
+            }
+            rest = SimpleNamespace(fields=small, tensors=first.tensors)
+            with quiet_loader(), _replaced(gguf, "GGUFReader", lambda *_: rest):
                 self._parsed: dict[str, Any] = read(str(file))
+            if TOKENS in first.fields:
+                self._parsed["config"].setdefault("vocab_size", len(first.fields[TOKENS].data))
             self._header = GgufHeader(*self._readers)
         except (*FOREIGN_ERRORS, OSError) as error:
             raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
@@ -296,12 +306,13 @@ class GgufCheckpoint:
         fields = self._readers[0].fields
         beside = [name for name in TOKENIZER_NAMES if (self.file.parent / name).is_file()]
         try:
+            tokenizer = GgufTokenizer(fields)
             if has_tokenizer(beside):
                 for name in beside:
                     shutil.copyfile(self.file.parent / name, out / name)
             elif TOKENS in fields:
-                GgufTokenizer(fields).write(self.file, out)
-            values = generation_config(fields)
+                tokenizer.write(out)
+            values = generation_config(fields, tokenizer)
         except (*FOREIGN_ERRORS, OSError, CheckpointError) as error:
             raise CheckpointError(
                 f"{self.file}: its tokenizer cannot be read ({error}): put the model's tokenizer.json beside it"
@@ -366,7 +377,7 @@ def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
 def read_gguf(file: Path) -> Any:
     """Return gguf's reader of a file, which raises errors of any kind if the file is damaged, after `check_header`.
 
-    Its views are plain arrays: with memory-mapped ones a vocabulary takes ten seconds.
+    Its views are plain ones, and arrays are read at once: gguf takes ten seconds and more for a large vocabulary.
     """
     import gguf
 
@@ -376,6 +387,26 @@ def read_gguf(file: Path) -> Any:
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
             order = self.byte_order if override_order is None else override_order
             return np.frombuffer(self.data, np.dtype(dtype).newbyteorder(order), int(count), int(offset))
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != ARRAY:
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            element = gguf.GGUFValueType(int(kind[0]))
+            end, parts = orig_offs + 12, [kind, count]
+            if element == STRING:
+                raw = memoryview(self.data)
+                length = struct.Struct(">Q" if self.endianess == gguf.GGUFEndian.BIG else "<Q")
+                for _ in range(int(count[0])):
+                    begin = end + 8
+                    end = begin + length.unpack_from(raw, end)[0]
+                    parts.append(raw[begin:end])
+            else:
+                values = self._get(end, self.gguf_scalar_to_np[element], count[0])
+                parts += list(values.reshape(-1, 1))
+                end += values.nbytes
+            types = [gguf.GGUFValueType.ARRAY, *([element] if len(parts) > 2 else ())]
+            return end - orig_offs, parts, list(range(2, len(parts))), types
 
     return Reader(file)
 

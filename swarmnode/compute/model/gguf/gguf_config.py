@@ -59,12 +59,11 @@ WITHOUT_EFFECT = frozenset({"sequence", "penalty_last_n", "xtc_threshold", "miro
 """Keys of the order of the steps, which is fixed here, and of settings for steps that are off"""
 
 
-def generation_config(fields: Mapping[str, Any]) -> dict[str, Any]:
+def generation_config(fields: Mapping[str, Any], tokenizer: GgufTokenizer) -> dict[str, Any]:
     """Return the values of a generation_config.json.
 
     Raises CheckpointError if the file asks for a way to draw tokens that is not supported here.
     """
-    tokenizer = GgufTokenizer(fields)
     values: dict[str, Any] = tokenizer.token_ids()
     if ends := tokenizer.ends:
         values["eos_token_id"] = list(ends)

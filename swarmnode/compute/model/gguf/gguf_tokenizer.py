@@ -1,7 +1,8 @@
 r"""The tokenizer within a GGUF file: its conversion into files for transformers, and the tokens that end a text.
 
-Byte-pair vocabularies are built here, because transformers splits most of them in GPT-2's way, and drops special tokens that are
-not spelled in its alphabet of bytes (DeepSeek's). SentencePiece vocabularies are left to transformers.
+Vocabularies are built here. transformers splits most byte-pair vocabularies in GPT-2's way, and drops special tokens that are not
+spelled in its alphabet of bytes (DeepSeek's). It builds a SentencePiece vocabulary right, but reads the header three times more and
+adds special tokens of the tokenizer's class that the model does not have.
 
 Splitting of text before a byte-pair tokenizer of a GGUF file merges, by the names of `tokenizer.ggml.pre`.
 
@@ -13,7 +14,8 @@ earlier ones left. They come from the models' own tokenizer.json files; llama.cp
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,6 +232,7 @@ WITHOUT_EFFECT = frozenset(
 )
 
 
+LARGE = 50_000  # tokens of a vocabulary that takes seconds
 NOUNS = {str: "texts", int: "whole numbers", float: "numbers"}
 
 
@@ -283,7 +286,7 @@ class GgufTokenizer:
         found = {f"{name}_token_id": self._token_id(key) for name, key in (("bos", "bos"), ("pad", "padding"))}
         return {name: token for name, token in found.items() if token is not None}
 
-    def write(self, file: Path, out: Path) -> None:
+    def write(self, out: Path) -> None:
         """Write tokenizer.json and its config into `out`.
 
         Raises CheckpointError if the tokenizer has parts that are not supported here, LocalError if tokenizer.json cannot be
@@ -300,7 +303,7 @@ class GgufTokenizer:
                 )
         make: Any = PreTrainedTokenizerFast
         pre = pre_tokenizer(str(self._said("ggml.pre") or DEFAULT))
-        pipeline = self._pipeline(pre, file)
+        pipeline = self._pipeline(pre)
         named = {
             name: self.tokens[token] for name, key in NAMED_TOKENS.items() if (token := self._token_id(key)) is not None
         }
@@ -309,7 +312,7 @@ class GgufTokenizer:
         if adds_bos is None:
             adds_bos = kind == "llama" or (kind == "gpt2" and pre.adds_bos)
         tokenizer = make(
-            tokenizer_object=pipeline,
+            tokenizer_object=_Uncopied(pipeline),
             **{"bos_token": None, "eos_token": None, **named},
             add_bos_token=bool(adds_bos) and "bos_token" in named and kind != "gemma4",  # Gemma 4's template writes it
             add_eos_token=bool(self._said("ggml.add_eos_token")) and "eos_token" in named,
@@ -334,35 +337,43 @@ class GgufTokenizer:
         token = self._said(f"ggml.{name}_token_id")
         return int(token) if token is not None and 0 <= int(token) < len(self.tokens) else None
 
-    def _pipeline(self, pre: PreTokenizer, file: Path) -> Any:
-        from tokenizers import Tokenizer
+    def _pipeline(self, pre: PreTokenizer) -> Any:
+        """Return the tokenizer as one of the `tokenizers` library. Raises CheckpointError if it is of another kind."""
+        from tokenizers import AddedToken, Tokenizer
 
         kind, whole = str(self._said("ggml.model")), self._said("huggingface.json")
         if whole is not None:
             return Tokenizer.from_str(str(whole))
-        if kind == "gpt2":
-            return self._byte_pairs(pre)
-        if kind in ("llama", "gemma4"):
-            return self._sentencepiece(file)
-        raise CheckpointError(f"its tokenizer is of the kind {kind!r}, not byte pairs (gpt2) or SentencePiece (llama)")
+        if kind not in ("gpt2", "llama", "gemma4"):
+            raise CheckpointError(
+                f"its tokenizer is of the kind {kind!r}, not byte pairs (gpt2) or SentencePiece (llama)"
+            )
+        if len(self.tokens) >= LARGE:
+            stages.info("Converting a vocabulary of %s tokens", f"{len(self.tokens):,}")
+        pipeline = self._byte_pairs(pre) if kind == "gpt2" else self._sentencepiece(kind)
+        for kinds, special in (((CONTROL, UNKNOWN), True), ((USER_DEFINED,), False)):
+            added = [token for token, kind in zip(self.tokens, self._types, strict=True) if kind in kinds]
+            add = pipeline.add_special_tokens if special else pipeline.add_tokens
+            add([AddedToken(token, normalized=False, special=special) for token in added if token.strip(" ")])
+        return pipeline
 
-    def _byte_pairs(self, pre: PreTokenizer) -> Any:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
-
-        vocabulary = {token: number for number, token in enumerate(self.tokens)}
-        if len(vocabulary) < len(self.tokens):
-            raise CheckpointError("its tokenizer has a token twice")
+    def _merges(self) -> list[tuple[str, str]]:
+        """Return the pairs under `tokenizer.ggml.merges`, first ones first. Raises CheckpointError if they are no pairs."""
         table = self._needed_table(
             "ggml.merges", str, "the pairs that make its tokens: texts would be cut into single bytes"
         )
         merges = [(merge[:cut], merge[cut + 1 :]) for merge in table if (cut := merge.find(" ", 1)) > 0]
         if len(merges) < len(table):
             raise CheckpointError(f"its {PREFIX}ggml.merges has an entry that is no pair of tokens")
-        try:
-            model = models.BPE(vocabulary, merges, ignore_merges=pre.whole_words, byte_fallback=not pre.is_bytes)
-        except Exception as error:  # tokenizers raises no other class
-            raise CheckpointError(f"its merges do not fit its tokens: {error}") from error
-        pipeline: Any = Tokenizer(model)
+        return merges
+
+    def _byte_pairs(self, pre: PreTokenizer) -> Any:
+        from tokenizers import decoders, normalizers
+
+        vocabulary = {token: number for number, token in enumerate(self.tokens)}
+        if len(vocabulary) < len(self.tokens):
+            raise CheckpointError("its tokenizer has a token twice")
+        pipeline = _merging(vocabulary, self._merges(), ignore_merges=pre.whole_words, byte_fallback=not pre.is_bytes)
         pipeline.pre_tokenizer = as_pipeline(pre)
         if pre.is_bytes:
             pipeline.decoder = decoders.ByteLevel()
@@ -371,28 +382,72 @@ class GgufTokenizer:
             pipeline.decoder = decoders.Sequence([*spaces, decoders.ByteFallback(), decoders.Fuse()])
         if pre.marks_spaces:
             pipeline.normalizer = normalizers.Replace(" ", SPACE)
-        for kinds, special in (((CONTROL, UNKNOWN), True), ((USER_DEFINED,), False)):
-            added = [token for token, kind in zip(self.tokens, self._types, strict=True) if kind in kinds]
-            add = pipeline.add_special_tokens if special else pipeline.add_tokens
-            add([AddedToken(token, normalized=False, special=special) for token in added])
         return pipeline
 
-    def _sentencepiece(self, file: Path) -> Any:
-        from tokenizers import decoders, pre_tokenizers
-        from transformers import AutoTokenizer
+    def _sentencepiece(self, kind: str) -> Any:
+        """Return a SentencePiece tokenizer with the merges that its tokens imply, in the order of their scores; Gemma 4 has its
+        own merges. The result is transformers' own, as its classes for Llama, Gemma and Phi-3 have it."""
+        from tokenizers import decoders, normalizers, pre_tokenizers
 
-        stages.info("Converting a vocabulary of %s tokens", f"{len(self.tokens):,}")  # takes a minute on a slow machine
-        if self._said("ggml.model") == "llama":
+        architecture = str(self._fields["general.architecture"].contents())
+        is_gemma = kind == "gemma4" or architecture in ("gemma", "gemma2", "gemma3")
+        tokens, scores = self.tokens, list[float]()
+        if kind == "llama" or "tokenizer.ggml.merges" not in self._fields:
             scores = self._needed_table("ggml.scores", float, "the order in which SentencePiece joins its tokens")
             self._check_length("ggml.scores", scores)
-        auto: Any = AutoTokenizer
-        own = auto.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
-        pipeline = own.backend_tokenizer
-        if self._said("ggml.add_space_prefix") is False and not isinstance(
-            pipeline.pre_tokenizer, pre_tokenizers.Split
-        ):
-            pipeline.normalizer = None
+        if is_gemma and kind == "llama":  # spells runs of spaces as spaces, and joins in the order of its tokens
+            tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+            scores = [float(-number) for number in range(len(tokens))]
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        has_merges = "tokenizer.ggml.merges" in self._fields
+        merges = self._merges() if has_merges else implied_merges(dict(zip(tokens, scores, strict=True)))
+        unknown = "<unk>" if is_gemma and "<unk>" in vocabulary else None
+        pipeline = _merging(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+        if is_gemma:
+            pipeline.normalizer = normalizers.Replace(" ", SPACE)
+            pipeline.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+        elif self._said("ggml.add_space_prefix") is False:
             pipeline.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="never", split=False)
-            steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-            pipeline.decoder = decoders.Sequence(steps)
+        else:
+            steps.append(decoders.Strip(" ", 1, 0))
+            if (
+                architecture == "phi3"
+            ):  # its space in front comes from a normalizer, which shows in texts that begin with a space
+                replace = normalizers.Replace(" ", SPACE)
+                pipeline.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace])
+            else:
+                pipeline.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
+        pipeline.decoder = decoders.Sequence(steps)
         return pipeline
+
+
+class _Uncopied(NamedTuple):
+    """A tokenizer that its next holder takes as it is: transformers would copy it, which takes seconds for a large vocabulary."""
+
+    pipeline: Any
+
+    def __deepcopy__(self, _memo: Any) -> Any:
+        return self.pipeline
+
+
+def _merging(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], **settings: Any) -> Any:
+    """Return a tokenizer that merges pairs. Raises CheckpointError if they are not in the vocabulary."""
+    from tokenizers import Tokenizer, models
+
+    try:
+        return Tokenizer(models.BPE(vocabulary, merges, **settings))
+    except Exception as error:  # tokenizers raises no other class
+        raise CheckpointError(f"its merges do not fit its tokens: {error}") from error
+
+
+def implied_merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that make a token, by the tokens' `scores`: highest first, then longest left part first."""
+    merges = [
+        (score, cut, len(token) - cut, token)
+        for token, score in scores.items()
+        for cut in range(1, len(token))
+        if token[:cut] in scores and token[cut:] in scores
+    ]
+    merges.sort(key=itemgetter(0, 1, 2), reverse=True)
+    return [(token[:cut], token[cut:]) for _score, cut, _rest, token in merges]

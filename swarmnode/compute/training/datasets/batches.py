@@ -21,7 +21,7 @@ from torch import Tensor
 
 from swarmnode.compute.training.segment import Values
 from swarmnode.data.rows import NO_LABEL, Rows
-from swarmnode.data.rules import DataSummary
+from swarmnode.data.samples import DataSummary
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Run
 

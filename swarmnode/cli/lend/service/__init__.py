@@ -1,1 +1,0 @@
-"""Command `swarmnode service`: run a node in the background as a service of the user."""
