@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.codec.measuring_messages import (
@@ -151,18 +152,11 @@ async def _fetch(board: Switchboard, peer: PeerId, trace: bytes) -> Trace | None
 ROUNDING_US = 3  # rounding error of a sum of three times
 
 
-@dataclass(frozen=True)
-class Typical:
+class Typical(NamedTuple):
     """Median and largest of some durations or sizes."""
 
     median: float
     worst: int
-
-    @classmethod
-    def of(cls, values: Iterable[int]) -> Typical:
-        """Return median and largest of the values; zeros if there are none."""
-        found = list(values)
-        return cls(median(found), max(found)) if found else cls(0, 0)
 
 
 @dataclass(frozen=True)
@@ -208,6 +202,7 @@ class Stop:
     """Hop of the timeline: a peer, its units, and its decode steps.
 
     `decoded` has the last step by each position after one that was decoded: steps of one position, and steps with guesses.
+    `wait_us`, `compute_us` and `batch` are the typical figures of those steps, zeros if there are none.
     """
 
     def __init__(self, peer: PeerId, trace: Trace) -> None:
@@ -219,6 +214,7 @@ class Stop:
         self._by_end = {**{step.end: step for step in trace.steps}, **self.decoded}
         self.guessed = sum(step.guessed for step in steps)  # positions
         self.wasted = sum(step.count for step in steps) - len(self.decoded)  # positions that were computed again
+        self.wait_us, self.compute_us, self.batch = map(self._typical, ("wait_us", "compute_us", "batch"))
         self.drafts = Counter(
             {
                 (ProposerKind.numbered(one.proposer).label, result): count
@@ -227,9 +223,9 @@ class Stop:
             }
         )
 
-    def typical(self, figure: Callable[[TraceStep], int]) -> Typical:
-        """Return median and largest of `figure` over the steps of one token."""
-        return Typical.of(map(figure, self.decoded.values()))
+    def _typical(self, field: str) -> Typical:
+        figures = [getattr(step, field) for step in self.decoded.values()] or [0]
+        return Typical(median(figures), max(figures))
 
     def since_last(self, position: int) -> int | None:
         """Return the microseconds between the sending of the position before and of this one.

@@ -33,7 +33,7 @@ from swarmnode.lending.rule_watch import follow_rules
 from swarmnode.measuring.bandwidth import Prober
 from swarmnode.measuring.service_report import Donation, ServiceReporter, WorkRecord
 from swarmnode.metrics import table
-from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.metrics.metric import Figures, Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait, until_first
 from swarmnode.node.description import (
     LENDING,
@@ -431,7 +431,7 @@ class Node:
                 told = newer
             peers = {peer: one for peer, one in host.directory.peers().items() if peer != host.peer_id}
             report = reporter.report(host.paths.reachability, peers, since)
-            if self._crashes is not None and any(one.value for one in self.readings() if one.metric in COMPUTED):
+            if self._crashes is not None and any(map(Figures(self.readings()).sum, COMPUTED)):
                 self._crashes.forget()
             if report is not None:
                 self._tell("report", str(report), **asdict(report))

@@ -15,7 +15,7 @@ from swarmnode.gateway.http.event_stream import event
 from swarmnode.gateway.page.replies import HistoryReply, HistorySample
 from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
 from swarmnode.metrics import table
-from swarmnode.metrics.metric import Histogram, Metric
+from swarmnode.metrics.metric import Figures, Histogram
 from swarmnode.serving.client.generation import Generation
 
 SWARM_PERIOD_S = 0.5  # changes within one period are sent together
@@ -92,19 +92,14 @@ class SwarmHistory:
 
     def _token_waits(self) -> tuple[float, int]:
         """Return the sum of the waits for tokens after the first one of a text, in seconds, and their number."""
-        waits = next((one.value for one in self._client.readings() if one.metric is table.TOKEN_SECONDS), None)
-        return (waits.sum, waits.count) if isinstance(waits, Histogram) else (0.0, 0)
+        waits = Figures(self._client.readings()).values(table.TOKEN_SECONDS)
+        return next(((each.sum, each.count) for each in waits if isinstance(each, Histogram)), (0.0, 0))
 
     def _counted(self) -> Counts:
         """Return the number of tokens that this client has received, and of its right and wrong guesses."""
-        tokens = self._sum(table.CLIENT_TOKENS)
-        return Counts(tokens, self._sum(table.CLIENT_DRAFTS, ACCEPTED), self._sum(table.CLIENT_DRAFTS, WASTED))
-
-    def _sum(self, metric: Metric, *labels: str) -> float:
-        """Return the sum of the client's readings of a metric that end with these labels."""
-        found = (one for one in self._client.readings() if one.metric is metric)
-        values = (one.value for one in found if one.labels[len(one.labels) - len(labels) :] == labels)
-        return sum(value for value in values if not isinstance(value, Histogram))
+        figures = Figures(self._client.readings())
+        right, wrong = (figures.sum(table.CLIENT_DRAFTS, result=result) for result in (ACCEPTED, WASTED))
+        return Counts(figures.sum(table.CLIENT_TOKENS), right, wrong)
 
 
 class SwarmFeed:
