@@ -193,20 +193,16 @@ class Claims:
                 for receipt, raw in signed_receipts(receipts_of(home, swarm) / node.peer_id, swarm, verify)
                 if receipt.worker == node.peer_id and counts(receipt, now)
             ]
-            shown = _worth_most(found)
+            # Choose at most MAX_CLAIMED receipts: first the largest of each client, since receipts of many clients
+            # count more than many of one client
+            found.sort(key=lambda one: -(one[0].served + one[0].trained))
+            first = {receipt.client: (receipt, raw) for receipt, raw in reversed(found)}
+            rest = [one for one in found if first[one[0].client][1] != one[1]]
+            largest = sorted(first.values(), key=lambda one: -(one[0].served + one[0].trained))
+            shown = [*largest, *rest][:MAX_CLAIMED]
             if shown:
                 voucher = Voucher(swarm, node.peer_id, self._host.peer_id, int(now) + LIFE_S)
                 raw = tuple(raw for _, raw in shown)
                 credit = credit_of(receipt for receipt, _ in shown).counted
                 claims.append((credit, CreditClaim(sign_voucher(voucher, node.sign), raw)))
         return max(claims, key=lambda one: one[0], default=(0.0, None))[1]
-
-
-def _worth_most(found: list[tuple[Receipt, bytes]]) -> list[tuple[Receipt, bytes]]:
-    """Choose at most MAX_CLAIMED receipts: first the largest of each client, since receipts of many clients count more than
-    many of one client."""
-    found.sort(key=lambda one: -(one[0].served + one[0].trained))
-    first = {receipt.client: (receipt, raw) for receipt, raw in reversed(found)}
-    rest = [one for one in found if first[one[0].client][1] != one[1]]
-    largest = sorted(first.values(), key=lambda one: -(one[0].served + one[0].trained))
-    return [*largest, *rest][:MAX_CLAIMED]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -68,18 +67,13 @@ async def _not_valid(request: Request, error: Exception) -> Response:
             return bad_request(
                 f"the body is not JSON: {each['ctx']['error'].removesuffix(' at')} at character {each['loc'][-1]}"
             ).response()
-        found.setdefault(_field(each["loc"]), []).append(each["msg"])
+        path = itertools.takewhile(lambda step: not TRIED_TYPE.fullmatch(str(step)), each["loc"][1:])
+        found.setdefault(".".join(map(str, path)), []).append(each["msg"])
     where, wanted = next(iter(found.items()))
     text = "; or: ".join(dict.fromkeys(wanted))
     if not where and "json" not in request.headers.get("content-type", ""):
         text = "send it with Content-Type: application/json, or it is not read as JSON"
     return bad_request(f"{where or 'the body'}: {text}", where or None).response()
-
-
-def _field(place: Sequence[int | str]) -> str:
-    """Return the dotted name of the field at `place` in the body, without the names of the types that pydantic tried there."""
-    path = itertools.takewhile(lambda step: not TRIED_TYPE.fullmatch(str(step)), place[1:])
-    return ".".join(map(str, path))
 
 
 async def _http_failed(request: Request, error: Exception) -> Response:

@@ -122,7 +122,10 @@ class GatewayAddress:
                 gateway.add(name, client)
                 page.add(name, client)
                 await answer_owner(name, client)
-                self._tell_added(name)
+                if self.as_json:
+                    print_json({"event": "added", "model": name})
+                else:
+                    say(f"Serving {name}, too")
 
             url = f"{origin(self.host, bound)}/v1"
             for name, client in clients.items():
@@ -144,12 +147,6 @@ class GatewayAddress:
     def tell(self, served: Served) -> None:
         """Tell people or scripts the addresses."""
         served.print_json() if self.as_json else self.say(served)
-
-    def _tell_added(self, model: str) -> None:
-        if self.as_json:
-            print_json({"event": "added", "model": model})
-        else:
-            say(f"Serving {model}, too")
 
 
 def free_gateway_port(port: int, home: Path) -> int:

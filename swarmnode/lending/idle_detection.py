@@ -109,11 +109,12 @@ class Lookout:
 
     def __call__(self, rules: Rules) -> Surroundings:
         """Return the time and the present observations that `rules` need; the others are None or empty."""
+        processes = psutil.process_iter(["name"]) if rules.exclusive else ()
         return Surroundings(
             when=datetime.datetime.now(),  # local time, which hours are in
             idle_s=self._idle.idle_s() if rules.only_idle_s is not None else None,
             others_load=self._busy.of_others() if rules.max_others_load is not None else None,
-            programs=_programs() if rules.exclusive else frozenset(),
+            programs=frozenset(name for each in processes if (name := each.info["name"])),
             on_mains=_on_mains() if rules.on_mains else None,
             memory_pressure=memory_pressure() if rules.max_memory_pressure is not None else None,
             metered=self._metered() if rules.unmetered else None,
@@ -145,20 +146,12 @@ class _BusyTime:
         idle_s = times.idle + getattr(times, "iowait", 0.0)
         guest_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # also counted in user and nice
         all_s = sum(times) - guest_s
-        return all_s, all_s - idle_s, self._own_s()
-
-    def _own_s(self) -> float:
         total_s = 0.0
         for process in (self._own, *self._own.children(recursive=True)):
             with contextlib.suppress(psutil.Error):
                 used = process.cpu_times()
                 total_s += used.user + used.system
-        return total_s
-
-
-def _programs() -> frozenset[str]:
-    """Return the names of all processes."""
-    return frozenset(process.info["name"] for process in psutil.process_iter(["name"]) if process.info["name"])
+        return all_s, all_s - idle_s, total_s
 
 
 def _on_mains() -> bool | None:

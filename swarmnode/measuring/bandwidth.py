@@ -70,18 +70,18 @@ class Quota:
         """Count `size_bytes` for `peer` and return 0; if that would exceed its quota, count nothing and return the seconds after
         which it may ask again."""
         now_s = self._clock()
-        while self._answered and self._is_past(next(iter(self._answered)), now_s):
-            del self._answered[next(iter(self._answered))]
+        # The oldest may go if it is older than the pause, or if there are too many. Only the oldest is checked, so many peers
+        # cost no more than few.
+        while self._answered:
+            oldest = next(iter(self._answered))
+            if now_s - self._answered[oldest][0] < self._pause_s and len(self._answered) <= MAX_ANSWERED:
+                break
+            del self._answered[oldest]
         since_s, spent_bytes = self._answered.get(peer, (now_s, 0))
         if spent_bytes + size_bytes > TEST_BYTES:
             return self._pause_s - (now_s - since_s)
         self._answered[peer] = (since_s, spent_bytes + size_bytes)
         return 0.0
-
-    def _is_past(self, peer: PeerId, now_s: float) -> bool:
-        """Return whether the oldest entry may go: it is older than the pause, or there are too many. Only the oldest is checked, so
-        many peers cost no more than few."""
-        return now_s - self._answered[peer][0] >= self._pause_s or len(self._answered) > MAX_ANSWERED
 
 
 class Prober:

@@ -400,21 +400,18 @@ def _head_part(
     """Return the layer that guesses beside the model's head: the model's own, or the EAGLE head `draft`. None if the owner asked
     for none. Raises UsageError if the model has none of its own."""
     if config.draft_model == OWN:
-        return HeadPart(None, _mtp_bytes(checkpoint, dtype) + CACHE_POSITIONS * max(sizes.cache_bytes_per_token))
+        # The bytes of the model's own prediction layer
+        size = 0 if isinstance(checkpoint, GraphCheckpoint) else mtp_bytes(checkpoint, dtype)
+        if not size:
+            raise UsageError(
+                "--draft-model own: this model has no prediction layer (MTP) that this version can use: "
+                "leave it out, or name a model"
+            )
+        return HeadPart(None, size + CACHE_POSITIONS * max(sizes.cache_bytes_per_token))
     if draft is None or not is_eagle(draft):
         return None
     position_bytes = draft.family.cache_bytes_per_token(1, dtype.itemsize, config.kv)
     return HeadPart(draft, eagle_bytes(draft, checkpoint, dtype) + CACHE_POSITIONS * position_bytes)
-
-
-def _mtp_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Return the bytes of the model's own prediction layer. Raises UsageError if it has none."""
-    size = 0 if isinstance(checkpoint, GraphCheckpoint) else mtp_bytes(checkpoint, dtype)
-    if not size:
-        raise UsageError(
-            "--draft-model own: this model has no prediction layer (MTP) that this version can use: leave it out, or name a model"
-        )
-    return size
 
 
 def _set_aside(lent: LentDevice, need_bytes: int) -> LentDevice:

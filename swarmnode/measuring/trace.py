@@ -282,7 +282,11 @@ class Timeline:
         parts = [
             part for stop in self._stops_at(position) for part in timeline_parts(stop.peer, stop.decoded[position])
         ]
-        total_us = self._total_us(position)
+        # The token's time by the last hop, else by the first (if the last has changed and had to catch up); None if
+        # neither knows it
+        at_last = (stop.since_last(position) for stop in self.stops if stop.span[1] == self._last)
+        at_first = (stop.until_next(position) for stop in self.stops if stop.span[0] == self._first)
+        total_us = next((us for us in (*at_last, *at_first) if us is not None), None)
         if total_us is not None:
             parts.append(TimelinePart("way", "", max(0, total_us - sum(part.us for part in parts))))
         return Token(position, total_us, tuple(parts), late)
@@ -294,13 +298,6 @@ class Timeline:
             if position in stop.decoded:
                 found[stop.span] = stop
         return list(found.values())
-
-    def _total_us(self, position: int) -> int | None:
-        """Return the token's time by the last hop, else by the first (if the last has changed and had to catch up); None if neither
-        knows it."""
-        at_last = (stop.since_last(position) for stop in self.stops if stop.span[1] == self._last)
-        at_first = (stop.until_next(position) for stop in self.stops if stop.span[0] == self._first)
-        return next((us for us in (*at_last, *at_first) if us is not None), None)
 
     def _late(self) -> dict[int, Late]:
         """Return for each position the link that delayed it most beyond the link's median."""

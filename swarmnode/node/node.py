@@ -256,7 +256,15 @@ class Node:
             closing.push_async_callback(cancel_and_wait, living)
             await self._until(stop, living, host, record)
             await cancel_and_wait(living)  # else it would look for another span during the leaving
-            await self._leave(host, record)
+            if self._stage is not None:
+                self._tell(
+                    "draining", "Leaving: running work moves to other machines. Press Ctrl-C again to leave now."
+                )
+                await self._leave_stage(host)
+            if self._crashes is not None:
+                self._crashes.forget()
+            donation = await asyncio.to_thread(record.keep, record.given())
+            self._tell("left", farewell(donation), given=donation.to_json())
 
     async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host, record: WorkRecord) -> None:
         """Wait until the node is to leave. Raises the error of anything that ends earlier."""
@@ -273,16 +281,14 @@ class Node:
                     raise death.result()
             for ended in (living, *watching):
                 if ended.done():
-                    await self._look_at_devices(ended.exception())
+                    # An unexpected error may come from a lost device: then ExecutorDied says so.
+                    error = ended.exception()
+                    if isinstance(error, Exception) and not isinstance(error, SwarmnodeError):
+                        for executor in self._executors:
+                            await executor.look(error)
                     ended.result()
         finally:
             await cancel_and_wait(stopped, *watching, broken)
-
-    async def _look_at_devices(self, error: BaseException | None) -> None:
-        """Raise ExecutorDied if an unexpected `error` comes from a lost device."""
-        if isinstance(error, Exception) and not isinstance(error, SwarmnodeError):
-            for executor in self._executors:
-                await executor.look(error)
 
     async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
         """Join the swarm, load layers, and serve or train, with moves and pauses, until cancelled."""
@@ -541,15 +547,6 @@ class Node:
             self._tell(state.value, LENDING[state].format(reason=reason), reason=reason)
 
     # -- leaving
-
-    async def _leave(self, host: Host, record: WorkRecord) -> None:
-        if self._stage is not None:
-            self._tell("draining", "Leaving: running work moves to other machines. Press Ctrl-C again to leave now.")
-            await self._leave_stage(host)
-        if self._crashes is not None:
-            self._crashes.forget()
-        donation = await asyncio.to_thread(record.keep, record.given())
-        self._tell("left", farewell(donation), given=donation.to_json())
 
     async def _leave_stage(self, host: Host, *, keep_span: bool = False) -> None:
         if self._stage is not None:

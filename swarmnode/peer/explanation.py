@@ -54,27 +54,27 @@ def _peer(host: Host, about: str) -> PeerId | None:
 
 def _facts(host: Host, about: str, peer: PeerId | None) -> Iterator[str]:
     if names_unit(about):
-        yield from _of_unit(host, int(about))
+        unit = int(about)
+        holders = [announced for announced in host.directory.peers().values() if announced.holds(unit)]
+        yield (
+            f"layer {unit} is on {counted(len(holders), 'machine')}, or will be soon"
+            if holders
+            else f"no machine has layer {unit}"
+        )
+        for holder in holders:
+            yield f"{holder.peer[-8:]} {holder.name}: {DOES[holder.life]} {layers(*holder.span)}, {_load(holder)}"
     elif peer is not None:
         yield from _of_peer(host, peer)
-
-
-def _of_unit(host: Host, unit: int) -> Iterator[str]:
-    holders = [announced for announced in host.directory.peers().values() if announced.holds(unit)]
-    yield (
-        f"layer {unit} is on {counted(len(holders), 'machine')}, or will be soon"
-        if holders
-        else f"no machine has layer {unit}"
-    )
-    for holder in holders:
-        yield f"{holder.peer[-8:]} {holder.name}: {DOES[holder.life]} {layers(*holder.span)}, {_load(holder)}"
 
 
 def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
     announced = host.directory.own if peer == host.peer_id else host.directory.peers().get(peer)
     suspect = host.directory.suspects().get(peer)
     if suspect is not None:
-        yield f"it is left out after a failure, until it announces itself anew: {_cause(host.directory.why_suspected(peer))}"
+        cause = host.directory.why_suspected(peer)
+        if cause in ErrorCode.__members__:  # some are named by their code
+            cause = ERROR_TEXT[ErrorCode[cause]]
+        yield f"it is left out after a failure, until it announces itself anew: {cause}"
     if announced is None and suspect is None:
         yield "nothing is known about it: it only uses the swarm, has left, or is new"
         return
@@ -127,8 +127,3 @@ def _known(host: Host, peer: Announcement) -> Iterator[str]:
 
 def _load(peer: Announcement) -> str:
     return f"{counted(peer.sessions, 'text')} now" if peer.sessions else "no text now"
-
-
-def _cause(reason: str) -> str:
-    """Return a reason for leaving a peer out in words; the log and the wire name some by their code."""
-    return ERROR_TEXT[ErrorCode[reason]] if reason in ErrorCode.__members__ else reason

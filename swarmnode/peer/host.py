@@ -361,7 +361,12 @@ class Host:
                     self.joined.set()
                     await self.directory.refresh()
                     told = False
-                elif not told and not self._has_own_message():
+                elif not (
+                    told
+                    or self._is_turned_away()  # the user is told so
+                    or not self.joined.is_set()  # the node or command says that it waits for the first answer
+                    or any(peer_of(each) in _of_this_process for each in self.swarm.bootstraps)  # alone is normal
+                ):
                     log.warning("waiting for %s: no machine of it answers at the moment", self.swarm.name)
                     told = True
             await asyncio.sleep(self.config.rejoin_s)
@@ -390,15 +395,6 @@ class Host:
             if time.jumped_s and abs(ahead_s - time.jumped_s) < abs(ahead_s):
                 time.follow()
                 log.warning("this node follows the machine's clock now; if the clock is wrong, set it (NTP)")
-
-    def _has_own_message(self) -> bool:
-        """Return whether the user learns otherwise why this peer is alone: the swarm refuses it, or its node or command says that
-        it waits for the first answer; or whether the invite names a peer of this process, and being alone is normal."""
-        return (
-            self._is_turned_away()
-            or not self.joined.is_set()
-            or any(peer_of(each) in _of_this_process for each in self.swarm.bootstraps)
-        )
 
     async def _tell_paths(self) -> None:
         """Announce the measured paths and the addresses of this peer at intervals."""

@@ -50,7 +50,28 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "training_step": max((peer.training_step for peer in peers.values()), default=0),
         "peers": [
             {
-                **_portrait(peer, digests),
+                "peer": peer.peer,
+                "name": peer.name,
+                "span": list(peer.span),
+                "state": state_name(peer.life),
+                "device": peer.device,
+                "number_format": peer.number_format,
+                "memory_bytes": peer.memory_bytes,
+                "since": peer.started_at,
+                "sessions": peer.sessions,
+                "cache_tokens_free": peer.cache_tokens_free,
+                "draft_model": peer.draft_model,
+                "decode_units_per_s": peer.decode_units_per_s,
+                "training_units_per_s": peer.training_units_per_s,
+                "training_step": peer.training_step,
+                "up_bps": peer.up_bps,
+                "down_bps": peer.down_bps,
+                "reached": peer.reach.name.lower(),
+                "sends": {
+                    digests[digest]: CODEC_NAMES.get(codec, str(codec))
+                    for digest, codec in peer.sends.items()
+                    if digest in digests
+                },
                 "machine": machines[peer.peer],
                 "standing": SHUNNED if peer.peer in shunned else DOUBTED if peer.peer in doubted else GOOD,
                 "trust": standing.trust(peer.peer),
@@ -89,33 +110,3 @@ def machines_of(peers: Mapping[PeerId, Announcement]) -> dict[PeerId, PeerId]:
 @lru_cache(maxsize=4096)
 def _hosts(addresses: tuple[str, ...]) -> frozenset[str]:
     return frozenset(host for each in addresses if not is_relayed(each) and (host := host_of(each)) is not None)
-
-
-def _portrait(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, Any]:
-    return {
-        "peer": peer.peer,
-        "name": peer.name,
-        "span": list(peer.span),
-        "state": state_name(peer.life),
-        "device": peer.device,
-        "number_format": peer.number_format,
-        "memory_bytes": peer.memory_bytes,
-        "since": peer.started_at,
-        "sessions": peer.sessions,
-        "cache_tokens_free": peer.cache_tokens_free,
-        "draft_model": peer.draft_model,
-        "decode_units_per_s": peer.decode_units_per_s,
-        "training_units_per_s": peer.training_units_per_s,
-        "training_step": peer.training_step,
-        "up_bps": peer.up_bps,
-        "down_bps": peer.down_bps,
-        "reached": peer.reach.name.lower(),
-        "sends": _sent_as(peer, digests),
-    }
-
-
-def _sent_as(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, str]:
-    """Return the name of the codec of a peer's tensors, by the receiving stage."""
-    return {
-        digests[digest]: CODEC_NAMES.get(codec, str(codec)) for digest, codec in peer.sends.items() if digest in digests
-    }

@@ -265,7 +265,16 @@ class CommandTree(TyperGroup):
             return name, self.commands[name], rest
         if ctx.resilient_parsing:
             return None, None, args
-        return fail(self._advice(" ".join(args[: 2 if name else 1])), 2)
+        # A sentence about words that are no command, with the command that is probably meant
+        typed = " ".join(args[: 2 if name else 1])
+        other = {**self.table.renamed, **self.table.synonyms}
+        meant = {name.split()[-1]: name for name in self.commands} | {name: name for name in self.commands} | other
+        advice = {word: f"did you mean `swarmnode {name}`?" for word, name in meant.items()}
+        advice |= {word: told for words, told in self.table.advice.items() for word in words.split()}
+        near = difflib.get_close_matches(typed.lower(), advice, 1)
+        return fail(
+            f"there is no command {typed!r}; {advice[near[0]] if near else '`swarmnode help` lists the commands'}", 2
+        )
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the first words of all commands."""
@@ -322,12 +331,3 @@ class CommandTree(TyperGroup):
             return True
         takes_words = any(each.param_type_name == "argument" for each in command.params)
         return not takes_words and bool(difflib.get_close_matches(f"{name} {rest[0]}", command.inner, cutoff=0.8))
-
-    def _advice(self, typed: str) -> str:
-        """Return a sentence about words that are no command, with the command that is probably meant."""
-        other = {**self.table.renamed, **self.table.synonyms}
-        meant = {name.split()[-1]: name for name in self.commands} | {name: name for name in self.commands} | other
-        advice = {word: f"did you mean `swarmnode {name}`?" for word, name in meant.items()}
-        advice |= {word: told for words, told in self.table.advice.items() for word in words.split()}
-        near = difflib.get_close_matches(typed.lower(), advice, 1)
-        return f"there is no command {typed!r}; {advice[near[0]] if near else '`swarmnode help` lists the commands'}"

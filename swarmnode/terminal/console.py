@@ -229,16 +229,11 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
             raise typer.Exit(0) from None
         except OSError as error:
             logger.debug("where this happened:", exc_info=True)
-            fail(_refused(error), 2 if error.errno == errno.ENAMETOOLONG else 1)
+            what = with_advice(error, "") if error.errno in ADVICE else error.strerror or str(error)
+            said = what if error.filename is None else f"{error.filename}: {what}"
+            fail(said, 2 if error.errno == errno.ENAMETOOLONG else 1)
 
     return wrapped
-
-
-def _refused(error: OSError) -> str:
-    """Return what the operating system refused, such as a full disk, a path that is too long, or another user's file, with advice
-    if there is any."""
-    what = with_advice(error, "") if error.errno in ADVICE else error.strerror or str(error)
-    return what if error.filename is None else f"{error.filename}: {what}"
 
 
 def print_json(value: Any) -> None:
@@ -296,7 +291,10 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
             _asked_to_stop.set()
             if stop.is_set():
                 task.cancel()
-                _end_soon()
+                # Even if something hangs, the process ends after `LEAVE_NOW_S` seconds; the kernel ends our p2pd with it.
+                ending = threading.Timer(LEAVE_NOW_S, os._exit, (1,))
+                ending.daemon = True
+                ending.start()
             stop.set()
 
         def on_hangup() -> None:
@@ -354,13 +352,6 @@ def _to_nowhere(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
-
-
-def _end_soon() -> None:
-    """End the process after `LEAVE_NOW_S` seconds, even if something hangs. The kernel ends our p2pd with us."""
-    ending = threading.Timer(LEAVE_NOW_S, os._exit, (1,))
-    ending.daemon = True
-    ending.start()
 
 
 def leave_threads(exit_code: int) -> None:

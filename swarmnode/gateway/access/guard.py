@@ -43,7 +43,11 @@ class Guard:
             headers = Headers(scope=scope)
             self._check_page(headers)
             body.check_length(headers.get("content-length"))
-            _check_plain(headers)
+            coding = headers.get("content-encoding", "identity")
+            if coding != "identity":  # a few bytes of gzip can expand to gigabytes
+                raise ApiError(
+                    415, f"the gateway reads no compressed bodies: send it without Content-Encoding: {coding}"
+                )
             if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
                 scope.setdefault("state", {})["key"] = self._admit(headers)
         except ApiError as error:
@@ -93,12 +97,6 @@ def _as_typed(send: Send) -> Send:
         await send(message)
 
     return sent
-
-
-def _check_plain(headers: Headers) -> None:
-    coding = headers.get("content-encoding", "identity")
-    if coding != "identity":  # a few bytes of gzip can expand to gigabytes
-        raise ApiError(415, f"the gateway reads no compressed bodies: send it without Content-Encoding: {coding}")
 
 
 class _BoundedBody:

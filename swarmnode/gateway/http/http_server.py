@@ -43,7 +43,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's is narrower than asyncio's
         self._beside_bytes = 0  # bytes of the current request that are not of its body
         self._overdue: asyncio.TimerHandle | None = None
-        yielding = self._places.take(self, self._claimant())
+        host = self.client[0] if self.client else ""
+        yielding = self._places.take(self, Claimant(address_group(f"/ip{6 if ':' in host else 4}/{host}"), host))
         if yielding is self:
             self.transport.write(BUSY)
             self.transport.close()
@@ -51,10 +52,6 @@ class BoundedHttp(HttpToolsProtocol):
         if yielding is not None:
             yielding.transport.abort()
         self._await_head()
-
-    def _claimant(self) -> Claimant:
-        host = self.client[0] if self.client else ""
-        return Claimant(address_group(f"/ip{6 if ':' in host else 4}/{host}"), host)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._places.leave(self)

@@ -96,10 +96,8 @@ def _cards() -> Cards:
 
 def _sensed() -> dict[str, Any]:
     """Return the temperatures of this machine; None without a sensor. Blocks for some milliseconds."""
-    return {"card_celsius": _cards().celsius(), "cpu_celsius": _cpu_celsius()}
-
-
-def _cpu_celsius() -> float | None:
-    """Return the temperature of the hottest part of the CPU; None if no sensor is known."""
     sensors: Any = getattr(psutil, "sensors_temperatures", dict)()  # Linux and FreeBSD only
-    return max((each.current for name in CPU_SENSORS for each in sensors.get(name, ())), default=None)
+    return {
+        "card_celsius": _cards().celsius(),
+        "cpu_celsius": max((each.current for name in CPU_SENSORS for each in sensors.get(name, ())), default=None),
+    }
