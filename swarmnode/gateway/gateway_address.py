@@ -22,7 +22,7 @@ from swarmnode.terminal.formatting import origin
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.gateway.access.keys import KeyRing
-    from swarmnode.gateway.served_model import GatewayConfig
+    from swarmnode.gateway.gateway import GatewayConfig
     from swarmnode.lending.control import ControlRequest
     from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -76,10 +76,9 @@ class GatewayAddress:
         """Run a gateway to the swarms in `clients` while the context lasts, print its address, and yield the function that adds a
         swarm to it. Raises LocalError if the port is taken."""
         from swarmnode.gateway.app import build_app
-        from swarmnode.gateway.gateway import Gateway
+        from swarmnode.gateway.gateway import Gateway, GatewayConfig
         from swarmnode.gateway.http.http_server import serving_http
         from swarmnode.gateway.page.page import Page
-        from swarmnode.gateway.served_model import GatewayConfig
         from swarmnode.lending.control import CommandSocket
 
         gateway = Gateway(clients, keys, config or GatewayConfig(), home=self.home)

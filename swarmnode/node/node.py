@@ -49,8 +49,8 @@ from swarmnode.node.description import (
 )
 from swarmnode.node.node_config import RATES, NodeConfig
 from swarmnode.node.stage_loader import CrashLog, StageLoader
-from swarmnode.peer.explanation import explain
 from swarmnode.peer.host import Host
+from swarmnode.peer.picture import explain
 from swarmnode.peer.placement import Placement, PlannedPlace
 from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span

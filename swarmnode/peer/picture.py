@@ -1,17 +1,25 @@
-"""A picture of a swarm for people and scripts: its peers and their spans."""
+"""A picture of a swarm for people and scripts: its peers and their spans.
+
+Explanations for `swarmnode why`: current facts about a peer, a unit or a session, and the decisions that concern it.
+
+The sentences are for volunteers: they speak of layers, machines, texts and tokens/s.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 from swarmnode.codec.tensors import Codec
+from swarmnode.counting import counted, layers
+from swarmnode.decisions import Decision, names_unit
+from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing.addresses import host_of, is_relayed
 from swarmnode.net.interfaces import PeerId
-from swarmnode.peer.host import state_name
+from swarmnode.peer.host import Host, state_name
 from swarmnode.plan.spans.placement import gaps
-from swarmnode.plan.view import view_of
+from swarmnode.plan.view import Span, view_of
 from swarmnode.swarm.peers.shards import PEERS_PER_SHARD
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
@@ -110,3 +118,116 @@ def machines_of(peers: Mapping[PeerId, Announcement]) -> dict[PeerId, PeerId]:
 @lru_cache(maxsize=4096)
 def _hosts(addresses: tuple[str, ...]) -> frozenset[str]:
     return frozenset(host for each in addresses if not is_relayed(each) and (host := host_of(each)) is not None)
+
+
+MOST = 24  # decisions in one explanation
+LEAST_TRUST = 0.005  # that is shown as a figure
+DOES = {
+    State.JOINING: "is about to take",
+    State.LOADING: "loads",
+    State.READY: "has",
+    State.DRAINING: "takes nothing new, and finishes its texts with",
+    State.OFFLINE: "has left, and had",
+    State.PAUSED: "is paused, and had",
+}
+
+
+def explain(host: Host, about: str = "", decisions: Iterable[Decision] = ()) -> dict[str, Any]:
+    """Return the facts and the latest decisions that concern `about`, as a dict with "facts" and "decisions" (latest first).
+
+    `about` is the name of a peer, its id or the end of it, the number of a unit, or the beginning of a session's trace id; empty
+    for this peer. `decisions` are further ones of this peer. Facts are given for peers and units only.
+    """
+    peer = _peer(host, about)
+    found = {decision for name in {about, peer or about} for decision in host.decisions.about(name)}
+    found |= set(decisions) if peer == host.peer_id else set()
+    latest = sorted(found, key=lambda decision: -decision.at)[:MOST]
+    return {"facts": list(_facts(host, about, peer)), "decisions": [decision.to_json() for decision in latest]}
+
+
+def _peer(host: Host, about: str) -> PeerId | None:
+    """Return the peer that `about` names; None if it names none, or if it is empty and this peer announces nothing."""
+    if names_unit(about) or (not about and host.directory.own is None):  # a client announces nothing
+        return None
+    if not about:
+        return host.peer_id
+    known = {**host.directory.suspects(), **host.directory.peers()}
+    named = (peer for peer, announced in known.items() if peer.endswith(about) or announced.name == about)
+    return host.peer_id if host.peer_id.endswith(about) else next(named, None)
+
+
+def _facts(host: Host, about: str, peer: PeerId | None) -> Iterator[str]:
+    if names_unit(about):
+        unit = int(about)
+        holders = [announced for announced in host.directory.peers().values() if announced.holds(unit)]
+        yield (
+            f"layer {unit} is on {counted(len(holders), 'machine')}, or will be soon"
+            if holders
+            else f"no machine has layer {unit}"
+        )
+        for holder in holders:
+            yield f"{holder.peer[-8:]} {holder.name}: {DOES[holder.life]} {layers(*holder.span)}, {_load(holder)}"
+    elif peer is not None:
+        yield from _of_peer(host, peer)
+
+
+def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
+    announced = host.directory.own if peer == host.peer_id else host.directory.peers().get(peer)
+    suspect = host.directory.suspects().get(peer)
+    if suspect is not None:
+        cause = host.directory.why_suspected(peer)
+        if cause in ErrorCode.__members__:  # some are named by their code
+            cause = ERROR_TEXT[ErrorCode[cause]]
+        yield f"it is left out after a failure, until it announces itself anew: {cause}"
+    if announced is None and suspect is None:
+        yield "nothing is known about it: it only uses the swarm, has left, or is new"
+        return
+    yield from _announced(announced or suspect)  # type: ignore[arg-type]  # one of the two is there
+    if peer == host.peer_id:
+        yield host.paths.reachability.in_words
+    else:
+        yield from _known(host, announced or suspect)  # type: ignore[arg-type]
+
+
+def _announced(peer: Announcement) -> Iterator[str]:
+    yield f"it {DOES[peer.life]} {layers(*peer.span)} on {peer.device or 'a device that it does not name'}"
+    if peer.life is State.PAUSED:
+        return
+    yield f"it has {_load(peer)}, and memory for {peer.cache_tokens_free:,} more tokens"
+    speeds = (
+        ("writes", peer.decode_units_per_s),
+        ("reads prompts at", peer.prefill_units_per_s),
+        ("trains on", peer.training_units_per_s),
+    )
+    units = Span(*peer.span).units
+    told = [f"{does} {speed / units:,.3g} tokens/s" for does, speed in speeds if speed and units]
+    if told:
+        yield f"through its layers it {', '.join(told)}, as it measured"
+    if peer.parallel_speedup > 1:
+        yield f"several texts together get {peer.parallel_speedup:.3g} times that, on different devices"
+
+
+def _known(host: Host, peer: Announcement) -> Iterator[str]:
+    """Yield this machine's own findings about `peer`, whatever that peer announces."""
+    unit_s, rtt_s = host.observed_latency.unit_s(peer.peer), host.paths.link_statistics.rtts_s().get(peer.peer)
+    units = Span(*peer.span).units
+    yield (
+        "this machine has not used it lately"
+        if unit_s is None or not units
+        else f"it wrote {1 / (unit_s * units):,.3g} tokens/s when this machine used it"
+    )
+    yield "the distance to it is not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
+    if peer.peer in host.standing.shunned:
+        yield "checks found wrong results of it, so this machine does not use it for a week"
+    elif peer.peer in host.standing.doubted:
+        yield "its result contradicted another machine's, and one of the two is wrong"
+    trust = host.standing.trust(peer.peer)
+    yield (
+        f"this machine trusts it {trust:.0%}; results that are checked and right raise that"
+        if trust >= LEAST_TRUST
+        else "its results have hardly been checked from here yet"
+    )
+
+
+def _load(peer: Announcement) -> str:
+    return f"{counted(peer.sessions, 'text')} now" if peer.sessions else "no text now"

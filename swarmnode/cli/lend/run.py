@@ -18,10 +18,18 @@ from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.errors import LocalError
 from swarmnode.gateway.gateway_address import LOOPBACK, PORT, GatewayAddress, beside
-from swarmnode.terminal.console import EVENTS, LogOptions, command, has_terminal, heeds_hangup, run_async
+from swarmnode.terminal.console import (
+    EVENTS,
+    CollectorPause,
+    LogOptions,
+    beginning_anew,
+    command,
+    has_terminal,
+    heeds_hangup,
+    run_async,
+)
 from swarmnode.terminal.option import option
-from swarmnode.terminal.process import CollectorPause, beginning_anew
-from swarmnode.terminal.teller import Teller
+from swarmnode.terminal.progress import Teller
 
 if TYPE_CHECKING:
     from swarmnode.node.description import Tell
@@ -93,7 +101,7 @@ def _gateway(port: int | None, home: Path, tell: Teller, *, as_json: bool) -> Ga
 
 def _give_way(node: NodeOptions) -> None:
     """Lower this process's priority at the CPU, and at the disk if the options say so."""
-    from swarmnode.lending.idle_detection import yield_cpu, yield_disk
+    from swarmnode.lending.rule_watch import yield_cpu, yield_disk
 
     yield_cpu(node.nice)
     if node.idle_disk:

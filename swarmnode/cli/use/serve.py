@@ -15,9 +15,8 @@ from swarmnode.cli.options.swarm import complete_swarms, open_swarm
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.gateway.gateway_address import PORT, AddSwarm, GatewayAddress, OtherGateway, gateway_at
 from swarmnode.net.tasks import Tasks, until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, run_async, say
+from swarmnode.terminal.console import EVENTS, HOME, CollectorPause, LogOptions, command, fail, run_async, say
 from swarmnode.terminal.option import argument, option, path_option
-from swarmnode.terminal.process import CollectorPause
 
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
@@ -89,7 +88,7 @@ def serve(
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.codec.tensors import check_compression
     from swarmnode.gateway.access.keys import KeyFile, KeyRing
-    from swarmnode.gateway.served_model import GatewayConfig
+    from swarmnode.gateway.gateway import GatewayConfig
     from swarmnode.net.addressing.addresses import check_can_listen
 
     if gateway.keys is None and gateway.host not in LOOPBACK:

@@ -11,10 +11,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarmnode.gateway.access.keys import ApiKey, KeyRing
+from swarmnode.gateway.gateway import GatewayConfig
 from swarmnode.gateway.http.api_error import ApiError, too_many
 from swarmnode.gateway.http.body_route import JsonBound
 from swarmnode.gateway.http.event_stream import TimeLimit
-from swarmnode.gateway.served_model import GatewayConfig
 
 OPEN_PATHS = {"/health", "/ready", "/"}  # for monitoring, and for the page, which asks for the key itself
 OPEN_FOLDER = "/page/"

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from swarmnode.codec.sampling import Grammar
 from swarmnode.data.conversation import ASSISTANT, ChatEnding, template_call
-from swarmnode.gateway.gateway import gateway_of, key_of
+from swarmnode.gateway.gateway import ServedModel, gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, TOOL_CALLS, Piece
-from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
+from swarmnode.gateway.generation.response_parser import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
 from swarmnode.gateway.generation.sampling_fields import SamplingFields, check_type, checked_stops
 from swarmnode.gateway.generation.tool_use import (
     AUTO,
@@ -36,7 +36,6 @@ from swarmnode.gateway.openai.requests import (
     not_text,
     text_of,
 )
-from swarmnode.gateway.served_model import ServedModel
 
 router = APIRouter(route_class=BodyRoute)
 DELTAS = {  # by kind of block: the type of its deltas, and the field that holds their text

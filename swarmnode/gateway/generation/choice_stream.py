@@ -18,8 +18,7 @@ from pydantic import BaseModel, PrivateAttr
 from swarmnode.client.text_stream import GeneratedText, StopStrings, TextStream
 from swarmnode.client.tokenizer import UNFINISHED, ByteTokenizer, Tokenizer
 from swarmnode.codec.sampling import TokenLogprob
-from swarmnode.gateway.access.fair_queue import FairQueue
-from swarmnode.gateway.access.keys import ApiKey
+from swarmnode.gateway.access.keys import ApiKey, FairQueue
 from swarmnode.gateway.generation.response_parser import CallPart, Parsed, ResponseParser
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.client.generation import Generation

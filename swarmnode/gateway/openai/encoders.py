@@ -15,12 +15,11 @@ from pydantic import BaseModel, Field
 
 from swarmnode.client.remote_encoder import RemoteEncoder
 from swarmnode.errors import ContextTooLong, UsageError
-from swarmnode.gateway.gateway import gateway_of, key_of
+from swarmnode.gateway.gateway import ServedModel, gateway_of, key_of
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute, Items
 from swarmnode.gateway.http.event_stream import ClientWatch
 from swarmnode.gateway.openai.requests import Texts, each_of
-from swarmnode.gateway.served_model import ServedModel
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED
 
 router = APIRouter(route_class=BodyRoute)

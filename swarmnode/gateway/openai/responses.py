@@ -20,7 +20,7 @@ from swarmnode.errors import LocalError
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, Piece
-from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
+from swarmnode.gateway.generation.response_parser import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
 from swarmnode.gateway.http.api_error import ApiError, bad_request, too_many
 from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import NamedEvent
