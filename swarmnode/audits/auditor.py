@@ -29,6 +29,7 @@ from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
+from swarmnode.net.limits.fair_share import Recent
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
@@ -136,7 +137,7 @@ class Reports:
         self._auditor = auditor
         self._host = auditor.host
         self._router = router
-        self._seen: dict[tuple[PeerId, PeerId, float], None] = {}  # author, accused, when
+        self._seen: Recent[tuple[PeerId, PeerId, float], None] = Recent(MAX_SEEN)  # author, accused, when
         on_crash = self._host.link_config.supervisor.ends_conversation
         self._tasks = Tasks("reports", on_crash=on_crash)
         self._telling = Tasks("telling", on_crash=on_crash)
@@ -218,21 +219,19 @@ class Reports:
         swarm, standing = self._host.swarm.id, self._auditor.standing
         key = report_key(swarm)
         found = await asyncio.wait_for(self._host.network.dht.get([key]), TABLE_TIMEOUT_S)
+        own, here, shunned = self._host.peer_id, self._host.directory.peers(), standing.shunned
         news = [
             (report, statement)
             for report, statement in reports_in(found.get(key, {}).values(), swarm, verify)
-            if (report.author, report.accused, report.at) not in self._seen and self._is_of_interest(report)
+            if (report.author, report.accused, report.at) not in self._seen
+            and report.author not in {own, *shunned, *standing.doubted}
+            and report.accused not in {own, *shunned}
+            and report.accused in here
         ]
         if not news:
             return
         report, statement = max(news, key=lambda one: (standing.trust(one[0].author), -one[0].at))
         await self._look_into(report, statement)
-
-    def _is_of_interest(self, report: Report) -> bool:
-        standing, own = self._auditor.standing, self._host.peer_id
-        known = standing.shunned | standing.doubted
-        is_here = report.accused in self._host.directory.peers()
-        return is_here and report.author not in {own, *known} and report.accused not in {own, *standing.shunned}
 
     async def _look_into(self, report: Report, statement: Statement) -> None:
         route = self._through(report.accused, Span(statement.start, statement.end))
@@ -241,8 +240,6 @@ class Reports:
         ):
             return  # until the next look
         self._seen[report.author, report.accused, report.at] = None
-        if len(self._seen) > MAX_SEEN:
-            del self._seen[next(iter(self._seen))]
         results: list[str] = []
         while len(results) < TEXTS and "false" not in results:
             results.append((await self._try(report.ids[: report.prompt], route))[0])

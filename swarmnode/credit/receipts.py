@@ -101,7 +101,7 @@ class _Lent(NamedTuple):
     until: int
 
 
-class Priorities:
+class Priorities(QuestionServer):
     """The priorities that one node grants. A worker's credit raises one client at a time: the client of its latest claim."""
 
     def __init__(self, host: Host) -> None:
@@ -110,7 +110,7 @@ class Priorities:
         self._swarm = host.swarm.id
         self._now = host.clock.unix
         self._lent: dict[PeerId, _Lent] = {}
-        self._server = QuestionServer(host, CLAIM_PROTOCOL, CreditClaim, self._answer)
+        super().__init__(host, CLAIM_PROTOCOL, CreditClaim, self._lend)
 
     def weight(self, client: PeerId) -> float:
         """Return the weight of `client` in the sharing of time; 1, that of others, if it has no valid claim."""
@@ -119,15 +119,7 @@ class Priorities:
             (lent.weight for lent in self._lent.values() if lent.client == client and lent.until >= now), default=1.0
         )
 
-    async def start(self) -> None:
-        """Start answering clients that show vouchers to claim priority."""
-        await self._server.start()
-
-    async def close(self) -> None:
-        """Stop answering clients that claim priority."""
-        await self._server.close()
-
-    async def _answer(self, _asker: Claimant, claim: CreditClaim) -> Answer:
+    async def _lend(self, _asker: Claimant, claim: CreditClaim) -> Answer:
         try:
             voucher, receipts = await asyncio.to_thread(self._open, claim)
         except ProtocolError as error:
@@ -137,13 +129,10 @@ class Priorities:
         self._lent.pop(voucher.worker, None)
         self._lent[voucher.worker] = _Lent(voucher.client, weight, voucher.until)
         if len(self._lent) > MAX_WORKERS:
-            del self._lent[self._least()]
+            # An expired worker goes if there is any, else the one with the smallest weight: invented workers have no credit.
+            now = self._now()
+            del self._lent[min(self._lent, key=lambda each: (self._lent[each].until >= now, self._lent[each].weight))]
         return Answer(End())
-
-    def _least(self) -> PeerId:
-        """Return an expired worker if there is any, else the worker with the smallest weight. Invented workers have no credit."""
-        now = self._now()
-        return min(self._lent, key=lambda worker: (self._lent[worker].until >= now, self._lent[worker].weight))
 
     def _open(self, claim: CreditClaim) -> tuple[Voucher, list[Receipt]]:
         """Verify a claim (at most 65 signatures) and return its voucher and the receipts that count for its worker.
@@ -384,21 +373,15 @@ class ReceiptIssuer:
         """Send receipts to `peer` until none of its work waits. If it fails, the work that waits gets no receipt."""
         try:
             while waiting := self._batch(peer).waiting:
-                if len(waiting) < MAX_WORK_IDS:
-                    await self._gather()
+                if len(waiting) < MAX_WORK_IDS:  # more work may go on the same receipt, unless the node leaves
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(self._leaving.wait(), GATHER_S)
                 await self._sign(peer, self._batch(peer))
         except (PeerError, NetworkDown, asyncio.TimeoutError) as error:
             log.info("peer %s did not take your receipt: %s", peer, error or "no answer")
             del self._batches[peer]  # later work starts a batch with a later time
         finally:
             self._issuing.discard(peer)
-
-    async def _gather(self) -> None:
-        """Wait GATHER_S seconds for more work on the same receipts, or until the node leaves."""
-        try:
-            await asyncio.wait_for(self._leaving.wait(), GATHER_S)
-        except asyncio.TimeoutError:
-            return
 
     async def _sign(self, peer: PeerId, batch: _Batch) -> None:
         covered = dict(list(batch.waiting.items())[:MAX_WORK_IDS])

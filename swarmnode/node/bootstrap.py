@@ -57,7 +57,13 @@ class Bootstrap:
             config = replace(config, host_maddrs=tuple(dict.fromkeys([*swarm.bootstrap_listen, *config.host_maddrs])))
         host = await Host.join(swarm, config, role="bootstrap", identity=promised, platform=platform)
         try:
-            _take_in(host, file, await _mapped(host))
+            addresses = await host.network.addresses()
+            if config.nat_port_map:  # the router may need some seconds
+                give_up_s = host.clock.monotonic() + NAT_S
+                while not any(map(is_public, addresses)) and host.clock.monotonic() < give_up_s:
+                    await asyncio.sleep(NAT_LOOK_S)
+                    addresses = await host.network.addresses()
+            _take_in(host, file, addresses)
             if not host.joined.is_set() and promised is None:
                 log.warning("waiting for %s: no other machine of it answers yet", swarm.name)
             await host.manifest(patience_s=MANIFEST_PATIENCE_S)
@@ -70,7 +76,11 @@ class Bootstrap:
                 Place(state=State.READY, seeds=seeder.units), Machine(device="none"), await host.introduction()
             )
             seeder.on_withdraw = lambda: host.directory.announce(Place(seeds=seeder.units))
-            states = await _shared_states(host)
+            states = None
+            if host.swarm.manifest is not None and host.swarm.manifest.mode == TRAIN:
+                from swarmnode.checkpoints.checkpoint_manager import SharedStates
+
+                states = await SharedStates.start(host, share=1.0)  # a bootstrap peer needs no disk for weights
         except BaseException:
             await host.close()
             raise
@@ -93,27 +103,6 @@ class Bootstrap:
             await self._states.close()
         await self._seeder.close()
         await self.host.close()
-
-
-async def _shared_states(host: Host) -> SharedStates | None:
-    """Start serving training states; None if the swarm does not train."""
-    if host.swarm.manifest is None or host.swarm.manifest.mode != TRAIN:
-        return None
-    from swarmnode.checkpoints.checkpoint_manager import SharedStates
-
-    return await SharedStates.start(host, share=1.0)  # a bootstrap peer needs no disk for weights
-
-
-async def _mapped(host: Host) -> list[str]:
-    """Return the peer's addresses, after up to `NAT_S` seconds for the router to map a port if it was asked to."""
-    addresses = await host.network.addresses()
-    if not host.config.nat_port_map:
-        return addresses
-    give_up_s = host.clock.monotonic() + NAT_S
-    while not any(map(is_public, addresses)) and host.clock.monotonic() < give_up_s:
-        await asyncio.sleep(NAT_LOOK_S)
-        addresses = await host.network.addresses()
-    return addresses
 
 
 def _take_in(host: Host, file: Path | None, addresses: list[str]) -> None:

@@ -146,7 +146,6 @@ class Placement:
 
     async def reason_to_move(
         self,
-        *,
         bound: Callable[[], bool],
         news: Callable[[], Iterable[Section]],
         rest_s: Callable[[], float] = endless,
