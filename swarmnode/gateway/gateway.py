@@ -12,9 +12,8 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -134,34 +133,23 @@ class TokenizerLoader:
         return tokenizer
 
 
+@dataclass(eq=False)
 class ServedModel:
     """Model of the gateway's API: a swarm's model, or that model with one adapter. `queue` is shared by all models of the gateway,
     `loader` by the models of one swarm. `parent` is the name of the swarm's own model if this one has an adapter, else None."""
 
-    def __init__(
-        self,
-        name: str,
-        client: SwarmClient,
-        loader: TokenizerLoader,
-        queue: FairQueue,
-        config: GatewayConfig,
-        *,
-        adapter: str = "",
-        parent: str | None = None,
-    ) -> None:
-        self.name = name
-        self.client = client
-        self.loader = loader
-        self.adapter = adapter
-        self.parent = parent
-        self._prompter: ChatRenderer | None = None  # of an adapter, once a request has needed it
-        self._queue = queue
-        self._config = config
+    name: str
+    client: SwarmClient
+    loader: TokenizerLoader
+    queue: FairQueue
+    config: GatewayConfig
+    adapter: str = ""
+    parent: str | None = None
+    _prompter: ChatRenderer | None = field(default=None, init=False)  # of an adapter, once a request has needed it
 
     def with_adapter(self, adapter: str) -> ServedModel:
         """Return the model that the adapter of this name makes of a swarm's own one."""
-        name = f"{self.name}:{adapter}"
-        return ServedModel(name, self.client, self.loader, self._queue, self._config, adapter=adapter, parent=self.name)
+        return replace(self, name=f"{self.name}:{adapter}", adapter=adapter, parent=self.name)
 
     @property
     def missing(self) -> list[int]:
@@ -181,11 +169,6 @@ class ServedModel:
             tool_prompt=None if prompter is None else prompter.tool_place,
             sampling=self.client.known_defaults,
         )
-
-    def place(self, key: ApiKey) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that holds one of the gateway's places to generate for `key`. Entering it raises ApiError (429)
-        if no place becomes free in time."""
-        return self._queue.place(key)
 
     # -- text and ids
 
@@ -250,35 +233,35 @@ class ServedModel:
     def check_count(self, prompts: int, asked: SamplingFields) -> None:
         """Raise ApiError if `prompts` prompts make more texts than the gateway's `max_choices`; called before any prompt is
         encoded."""
-        if prompts * asked.texts > self._config.max_choices:
-            raise bad_request(
-                f"a request may ask for at most {self._config.max_choices} texts (n times the prompts): lower n", "n"
-            )
+        most = self.config.max_choices
+        if prompts * asked.texts > most:
+            raise bad_request(f"a request may ask for at most {most} texts (n times the prompts): lower n", "n")
 
     async def choices(self, prompts: Sequence[list[int]], asked: SamplingFields, key: ApiKey) -> list[ChoiceStream]:
         """Return a stream for each text that the request asks for, prompt after prompt; generating begins when a stream is read.
         Raises ApiError, or UsageError for what the model cannot do, before any session begins."""
         self.check_count(len(prompts), asked)
-        tokenizer, stop_ids, stops = (
-            await self.loader.tokenizer(),
-            await self.client.stop_ids(self.adapter),
-            asked.stops,
-        )
+        tokenizer, stop_ids = await self.loader.tokenizer(), await self.client.stop_ids(self.adapter)
+        stops, tools = asked.stops, asked.tool_use
         if tokenizer is None and stops:
             raise bad_request(NO_TOKENIZER, "stop")
-        tools = asked.tool_use
         own_stop_ids = tuple(asked.stop_token_ids or ())
         stop_ids = own_stop_ids if asked.ignore_eos else (*stop_ids, *own_stop_ids)
         grammar, defaults = asked.followed_grammar(), await self.client.generation_defaults()
         choices: list[ChoiceStream] = []
         for prompt in prompts:
             for choice in range(asked.texts):
-                new_tokens = await self._new_tokens(len(prompt), asked.new_tokens)
+                new_tokens = asked.new_tokens
+                if (
+                    new_tokens is None
+                ):  # bounded by the context, since a session reserves memory for all of its positions
+                    most = (await self.client.limits()).most_new_tokens(len(prompt))
+                    new_tokens = max(1, min(self.config.default_new_tokens, most))
                 options = GenerateOptions(
                     max_new_tokens=max(1, new_tokens),
                     stop_ids=stop_ids,
-                    compress=self._config.compress,
-                    drafts=self._config.drafts,
+                    compress=self.config.compress,
+                    drafts=self.config.drafts,
                     adapter=self.adapter,
                     **asked.drawing(choice, grammar, defaults),
                 )
@@ -299,7 +282,7 @@ class ServedModel:
                         stop_ids=stop_ids,
                         stops=stops,
                         parser=parser,
-                        queue=self._queue,
+                        queue=self.queue,
                         key=key,
                         tokenizer=tokenizer,
                     )
@@ -323,14 +306,6 @@ class ServedModel:
             return CommonParser(tools)
         end = tokenizer.decode(prompt[-PROMPT_END_TOKENS:], special_tokens=True)
         return CommonParser(tools, ReasoningParser(begun=end.rstrip().endswith(THINK_BEGIN)))
-
-    async def _new_tokens(self, prompt_length: int, asked: int | None) -> int:
-        """Return the maximum of new tokens: `asked`, or if it is None the gateway's default, bounded by the context. The bound
-        matters because a session reserves memory for all of its positions."""
-        if asked is not None:
-            return asked
-        limits = await self.client.limits()
-        return max(1, min(self._config.default_new_tokens, limits.most_new_tokens(prompt_length)))
 
 
 ADAPTERS_S = 20.0  # between looks for the adapters that members bring
@@ -363,13 +338,13 @@ class Gateway:
 
     def add(self, name: str, client: SwarmClient) -> None:
         """Serve one more swarm under `name`. Its tokenizer is loaded while `loading` lasts."""
-        own, *adapters = _models(name, client, self.queue, self.config, self._tasks)
+        own = ServedModel(name, client, TokenizerLoader(client, self._tasks), self.queue, self.config)
         self.swarms[name] = self.models[name] = own
-        self._take(adapters)
+        self._add_adapters(map(own.with_adapter, client.manifest.adapter_names))
         if self._is_loading:
             self._tasks.spawn(own.loader.load(), f"loading of {name}")
 
-    def _take(self, adapters: Iterable[ServedModel]) -> None:
+    def _add_adapters(self, adapters: Iterable[ServedModel]) -> None:
         """Serve these models of adapters. A swarm wins if an adapter's model has its name."""
         self.models |= {model.name: model for model in adapters if model.name not in self.swarms}
 
@@ -382,12 +357,9 @@ class Gateway:
             gone = [model.name for model in self.models.values() if model.parent == name and model.name not in offered]
             for model in gone:
                 del self.models[model]
-            self._take(own.with_adapter(adapter) for model, adapter in offered.items() if model not in self.models)
-
-    async def _follow_adapters(self) -> None:
-        while True:
-            await self.follow_adapters()
-            await asyncio.sleep(ADAPTERS_S)
+            self._add_adapters(
+                own.with_adapter(adapter) for model, adapter in offered.items() if model not in self.models
+            )
 
     @contextlib.asynccontextmanager
     async def loading(self) -> AsyncIterator[None]:
@@ -396,9 +368,10 @@ class Gateway:
         self._is_loading = True
         for name, model in self.swarms.items():
             self._tasks.spawn(model.loader.load(), f"loading of {name}")
-        self._tasks.spawn(self._follow_adapters(), "follow adapters")
+        self._tasks.spawn(_repeat(self.follow_adapters, ADAPTERS_S), "follow adapters")
         if self.responses is not None:
-            self._tasks.spawn(_sweep(self.responses), "sweep of kept responses")
+            sweep = partial(asyncio.to_thread, self.responses.sweep)
+            self._tasks.spawn(_repeat(sweep, SWEEP_S), "sweep of kept responses")
         try:
             yield
         finally:
@@ -418,16 +391,10 @@ class Gateway:
         return self.models[name]
 
 
-async def _sweep(responses: KeptResponses) -> None:
+async def _repeat(deed: Callable[[], Awaitable[None]], pause_s: float) -> None:
     while True:
-        await asyncio.to_thread(responses.sweep)
-        await asyncio.sleep(SWEEP_S)
-
-
-def _models(name: str, client: SwarmClient, queue: FairQueue, config: GatewayConfig, tasks: Tasks) -> list[ServedModel]:
-    """Return the model of one swarm, and one model for each of its adapters."""
-    own = ServedModel(name, client, TokenizerLoader(client, tasks), queue, config)
-    return [own, *map(own.with_adapter, client.manifest.adapter_names)]
+        await deed()
+        await asyncio.sleep(pause_s)
 
 
 def gateway_of(request: Request) -> Gateway:

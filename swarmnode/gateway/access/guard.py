@@ -42,7 +42,9 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._check_page(headers)
-            body.check_length(headers.get("content-length"))
+            length = headers.get("content-length", "")
+            if length.isdigit() and int(length[:20]) > self._config.max_body_bytes:
+                raise body.too_large()
             coding = headers.get("content-encoding", "identity")
             if coding != "identity":  # a few bytes of gzip can expand to gigabytes
                 raise ApiError(
@@ -109,11 +111,6 @@ class _BoundedBody:
         self._json = JsonBound()
         self._whole = False
 
-    def check_length(self, told: str | None) -> None:
-        """Raise ApiError (413) if the Content-Length header `told` exceeds the limit. A missing or malformed header passes."""
-        if told is not None and told.isdigit() and int(told[:20]) > self._config.max_body_bytes:
-            raise self._too_large()
-
     async def receive(self) -> Message:
         """Return the next ASGI message of the body. Raises ApiError if the body takes too long, is too large or holds too many
         values."""
@@ -128,12 +125,13 @@ class _BoundedBody:
         self._received_bytes += len(body)
         self._whole = not message.get("more_body", False)
         if self._received_bytes > self._config.max_body_bytes:
-            raise self._too_large()
+            raise self.too_large()
         self._json.push(body[:PIECE_BYTES])
         for begin in range(PIECE_BYTES, len(body), PIECE_BYTES):
             await asyncio.sleep(0)
             self._json.push(body[begin : begin + PIECE_BYTES])
         return message
 
-    def _too_large(self) -> ApiError:
+    def too_large(self) -> ApiError:
+        """Return the error (413) for a body beyond the limit."""
         return ApiError(413, f"the request is too large: at most {self._config.max_body_bytes} bytes are allowed")

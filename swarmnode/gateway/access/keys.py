@@ -19,7 +19,7 @@ import re
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -125,14 +125,12 @@ class KeyFile(KeyRing):
         except UsageError as error:
             log.warning("the key file has changed but cannot be used, so the old keys still apply: %s", error)
             return
-        self._keys = {digest: self._as_before(digest, key) for digest, key in read.items()}
+        for digest, before in self._keys.items():
+            now = read.get(digest)
+            if now is not None and (before.name, before.limits) == (now.name, now.limits):
+                read[digest] = before  # its rate limiter keeps its state
+        self._keys = read
         log.info("%s has changed: %r", self._path, self)
-
-    def _as_before(self, digest: str, key: ApiKey) -> ApiKey:
-        """Return the present key of this hash if its name and limits are unchanged, so that its rate limiter keeps its state; else
-        `key`."""
-        before = self._keys.get(digest)
-        return before if before is not None and (before.name, before.limits) == (key.name, key.limits) else key
 
 
 def _version(path: Path) -> tuple[int, ...]:
@@ -154,14 +152,17 @@ def _read_keys(path: Path, clock: Callable[[], float]) -> dict[str, ApiKey]:
         if not words:
             continue
         try:
-            name, digest, *limits = words
+            name, digest, *pairs = words
             if not NAME.fullmatch(name) or not HASH.fullmatch(digest):
                 raise ValueError(line)
             if digest in keys:
                 raise UsageError(
                     f"{path}, line {number}: this key already has a line, as {keys[digest].name}: remove one of them"
                 )
-            keys[digest] = ApiKey(name, _limits(limits), clock=clock)
+            limits = KeyLimits(**{word: int(value) for word, value in (pair.split("=", 1) for pair in pairs)})
+            if min(limits.per_minute, limits.concurrent) < 0:
+                raise ValueError(limits)
+            keys[digest] = ApiKey(name, limits, clock=clock)
         except (ValueError, TypeError):
             allowed = " ".join(f"[{field.name}=N]" for field in fields(KeyLimits))
             raise UsageError(f"{path}, line {number}: write NAME SHA256 {allowed}") from None
@@ -181,14 +182,6 @@ def new_key(path: Path, name: str) -> str:
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
     write_private(path, known + f"{name} {_hash(key)}\n".encode())
     return key
-
-
-def _limits(words: Iterable[str]) -> KeyLimits:
-    pairs = (word.split("=", 1) for word in words)
-    limits = KeyLimits(**{name: int(value) for name, value in pairs})
-    if min(limits.per_minute, limits.concurrent) < 0:
-        raise ValueError(limits)
-    return limits
 
 
 def _hash(key: str) -> str:
@@ -240,21 +233,17 @@ class FairQueue:
             return
         try:
             await asyncio.wait_for(asyncio.shield(turn), self._wait_s)
-        except asyncio.TimeoutError:
-            self._give_up(key, turn)
-            raise too_many(f"no place became free within {self._wait_s:.0f} s: try again later", RETRY_S) from None
-        except BaseException:
-            self._give_up(key, turn)
+        except BaseException as error:
+            if turn.done():  # the place came in the same moment
+                self._leave(key)
+            else:
+                turn.cancel()
+                self._waiting[key].remove(turn)
+                if not self._waiting[key]:
+                    del self._waiting[key]
+            if isinstance(error, asyncio.TimeoutError):
+                raise too_many(f"no place became free within {self._wait_s:.0f} s: try again later", RETRY_S) from None
             raise
-
-    def _give_up(self, key: ApiKey, turn: asyncio.Future[None]) -> None:
-        if turn.done():  # the place came in the same moment
-            self._leave(key)
-        else:
-            turn.cancel()
-            self._waiting[key].remove(turn)
-            if not self._waiting[key]:
-                del self._waiting[key]
 
     def _leave(self, key: ApiKey) -> None:
         self._running[key] -= 1
@@ -263,15 +252,14 @@ class FairQueue:
         self._give_places()
 
     def _give_places(self) -> None:
-        while self.running < self._places and (key := self._next()) is not None:
-            queue = self._waiting.pop(key)
+        while self.running < self._places:
+            for key, queue in self._waiting.items():
+                if queue and self._running[key] < (key.limits.concurrent or self._places):
+                    break
+            else:
+                return
+            del self._waiting[key]
             self._running[key] += 1
             queue.popleft().set_result(None)
             if queue:
                 self._waiting[key] = queue  # behind the others
-
-    def _next(self) -> ApiKey | None:
-        return next((key for key in self._waiting if self._may_run(key)), None)
-
-    def _may_run(self, key: ApiKey) -> bool:
-        return bool(self._waiting[key]) and self._running[key] < (key.limits.concurrent or self._places)

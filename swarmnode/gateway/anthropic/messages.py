@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,7 +10,6 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from swarmnode.codec.sampling import Grammar
 from swarmnode.data.conversation import ASSISTANT, ChatEnding, template_call
 from swarmnode.gateway.gateway import ServedModel, gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
@@ -71,14 +70,14 @@ class MessageParam(BaseModel):
         if a block is neither text, reasoning, a call nor a result."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        results = [_result(block) for block in self.content if block.type == "tool_result"]
-        said = [block for block in self.content if block.type != "tool_result"]
-        return [*results, self._turn(said)] if said or not results else results
-
-    def _turn(self, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
+        results: list[dict[str, Any]] = []
         text, thought, calls = "", "", []
-        for block in blocks:
-            if block.type == "tool_use":
+        for block in self.content:
+            if block.type == "tool_result":
+                result = text_of(block.content)
+                content = f"Error: {result}" if block.is_error else result
+                results.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
+            elif block.type == "tool_use":
                 calls.append(template_call(block.id, block.name, block.input))
             elif block.type == "thinking":
                 thought += block.thinking or ""
@@ -86,21 +85,11 @@ class MessageParam(BaseModel):
                 text += block.text
             elif block.type != "redacted_thinking":  # encrypted; only Anthropic can read it
                 raise not_text(block.type)
-        told: dict[str, Any] = {"role": self.role, "content": text}
-        return told | {key: said for key, said in (("tool_calls", calls), ("reasoning_content", thought)) if said}
-
-
-def _result(block: ContentBlock) -> dict[str, Any]:
-    text = text_of(block.content)
-    return {"role": "tool", "content": f"Error: {text}" if block.is_error else text, "tool_call_id": block.tool_use_id}
-
-
-def templated_blocks(messages: Iterable[MessageParam]) -> list[dict[str, Any]]:
-    """Return a conversation in the format of chat templates. Raises ApiError if a block is unsupported, or a result has no call
-    before it."""
-    turns = [turn for message in messages for turn in message.turns()]
-    check_turns(turns)
-    return turns
+        if results and len(results) == len(self.content):
+            return results
+        turn: dict[str, Any] = {"role": self.role, "content": text}
+        turn |= {key: said for key, said in (("tool_calls", calls), ("reasoning_content", thought)) if said}
+        return [*results, turn]
 
 
 class CustomTool(BaseModel):
@@ -167,11 +156,9 @@ class MessagesRequest(SamplingFields):
         effort = self.output_config and self.output_config.effort
         return thinks if effort is None else {**thinks, "reasoning_effort": effort}
 
-    def followed_grammar(self) -> Grammar | None:
-        if (call := self.tool_use.grammar()) is not None:
-            return call
-        form = self.output_format or (self.output_config and self.output_config.format)
-        return form.grammar() if form else super().followed_grammar()
+    @property
+    def form(self) -> ResponseFormat | None:
+        return self.output_format or (self.output_config and self.output_config.format)
 
     @property
     def ending(self) -> ChatEnding:
@@ -179,9 +166,12 @@ class MessagesRequest(SamplingFields):
         return ChatEnding.CONTINUED if self.messages[-1].role == ASSISTANT else ChatEnding.ANSWER
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the conversation in the format of chat templates. Raises ApiError."""
+        """Return the conversation in the format of chat templates. Raises ApiError if a block is unsupported, or a result has no
+        call before it."""
         begin = [{"role": "system", "content": text_of(self.system)}] if self.system else []
-        return [*begin, *templated_blocks(self.messages)]
+        turns = [turn for message in self.messages for turn in message.turns()]
+        check_turns(turns)
+        return [*begin, *turns]
 
 
 class TextBlock(BaseModel):

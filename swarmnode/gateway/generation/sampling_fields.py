@@ -175,6 +175,11 @@ class SamplingFields(BaseModel, extra="allow"):
         return None
 
     @property
+    def form(self) -> ResponseFormat | None:
+        """Format of the text in a field that only this API has; None without one."""
+        return None
+
+    @property
     def tells_usage(self) -> bool:
         """Whether the last event of a stream has the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -185,10 +190,12 @@ class SamplingFields(BaseModel, extra="allow"):
         return None
 
     def followed_grammar(self) -> Grammar | None:
-        """Return the grammar of the text: that of a tool call if the model must call one, else `grammar` (in Lark's format), else
-        that of `response_format`. None if the text is free. Raises ApiError."""
+        """Return the grammar of the text: that of a tool call if the model must call one, else that of the API's own `form`, else
+        `grammar` (in Lark's format), else that of `response_format`. None if the text is free. Raises ApiError."""
         if self.tool_use is not None and (call := self.tool_use.grammar()) is not None:
             return call
+        if self.form is not None:
+            return self.form.grammar()
         if self.grammar is not None:
             return Grammar(GrammarKind.LARK, self.grammar)
         return None if self.response_format is None else self.response_format.grammar()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.gateway import ServedModel, gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import ChatLogprobs, Piece, SpelledChoice, TextSpeller, spell_prompt
-from swarmnode.gateway.generation.response_parser import CallPart, PartKind
+from swarmnode.gateway.generation.response_parser import PartKind
 from swarmnode.gateway.generation.tool_use import ToolUse
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import MAX_VALUES, BodyRoute
@@ -55,13 +56,26 @@ async def chat_completions(asked: ChatRequest, request: Request) -> Response:
     return await answer.respond(request, _ChatStyle(answer, tells_usage=asked.tells_usage), stream=asked.stream)
 
 
-class _ChatStyle:
+class _OpenAIStyle:
     def __init__(self, answer: ApiAnswer, *, tells_usage: bool) -> None:
         self._answer = answer
         self._tells_usage = tells_usage
+
+    async def ending(self) -> Sequence[BaseModel | str]:
+        return [self._reply([], Usage.of(self._answer.usage())), DONE] if self._tells_usage else [DONE]
+
+    def _reply(self, choices: list[Any], usage: Usage | None = None) -> BaseModel:
+        raise NotImplementedError
+
+
+class _ChatStyle(_OpenAIStyle):
+    def __init__(self, answer: ApiAnswer, *, tells_usage: bool) -> None:
+        super().__init__(answer, tells_usage=tells_usage)
         self._begun: set[int] = set()  # choices whose role has been sent
         self._calls: Counter[int] = Counter()  # calls that have begun, by choice
-        self._texts = TextEvents(lambda index, text: self._chunk(index, ChatMessage(content=text)))
+        self._texts = TextEvents(
+            lambda index, text: self._reply([ChatChoice(index=index, delta=ChatMessage(content=text))])
+        )
 
     async def whole(self, texts: Sequence[Text]) -> ChatReply:
         choices = []
@@ -82,7 +96,7 @@ class _ChatStyle:
             choices.append(
                 ChatChoice(index=text.index, message=message, finish_reason=text.finish_reason, logprobs=logprobs)
             )
-        return self._told("chat.completion", choices, Usage.of(self._answer.usage()))
+        return self._reply(choices, Usage.of(self._answer.usage()), object="chat.completion")
 
     def events(self, piece: Piece) -> list[ChatReply | bytes]:
         index = piece.choice.index
@@ -98,33 +112,26 @@ class _ChatStyle:
             logprobs = ChatLogprobs.of(piece.logprobs)
             chunks.append(ChatChoice(index=index, delta=ChatMessage(content=piece.text), logprobs=logprobs))
         if piece.call is not None:
-            calls = [self._call_part(index, piece.call)]
-            chunks.append(ChatChoice(index=index, delta=ChatMessage(tool_calls=calls)))
+            part = piece.call
+            if part.number < self._calls[index]:  # name and id are in the first part of a call alone
+                function = FunctionCall(name=None, arguments=part.arguments)
+                call = ToolCallReply(index=part.number, id=None, function=function)
+            else:
+                self._calls[index] = part.number + 1
+                call = self._call(index, part.number, part.name, part.arguments)
+            chunks.append(ChatChoice(index=index, delta=ChatMessage(tool_calls=[call])))
         if piece.finish_reason is not None:
             chunks.append(ChatChoice(index=index, delta=ChatMessage(), finish_reason=piece.finish_reason))
-        return [self._told("chat.completion.chunk", [chunk]) for chunk in chunks]
-
-    def _chunk(self, index: int, delta: ChatMessage) -> ChatReply:
-        return self._told("chat.completion.chunk", [ChatChoice(index=index, delta=delta)])
-
-    async def ending(self) -> Sequence[ChatReply | str]:
-        if not self._tells_usage:
-            return [DONE]
-        return [self._told("chat.completion.chunk", [], Usage.of(self._answer.usage())), DONE]
-
-    def _call_part(self, choice: int, part: CallPart) -> ToolCallReply:
-        """Return a part of a call in this API's format: name and id are in the first part alone."""
-        if part.number < self._calls[choice]:
-            return ToolCallReply(index=part.number, id=None, function=FunctionCall(name=None, arguments=part.arguments))
-        self._calls[choice] = part.number + 1
-        return self._call(choice, part.number, part.name, part.arguments)
+        return [self._reply([chunk]) for chunk in chunks]
 
     def _call(self, choice: int, number: int, name: str, arguments: str) -> ToolCallReply:
         """Return a call in this API's format, with an id that is unique in a conversation."""
         id = f"call_{self._answer.stem}_{choice}_{number}"
         return ToolCallReply(index=number, id=id, function=FunctionCall(name=name, arguments=arguments))
 
-    def _told(self, object: str, choices: list[ChatChoice], usage: Usage | None = None) -> ChatReply:
+    def _reply(
+        self, choices: list[ChatChoice], usage: Usage | None = None, *, object: str = "chat.completion.chunk"
+    ) -> ChatReply:
         answer = self._answer
         return ChatReply(
             id=answer.id, object=object, created=answer.created, model=answer.model, choices=choices, usage=usage
@@ -140,7 +147,11 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
         raise bad_request("max_tokens: 0 works only with echo: true", "max_tokens")
     model = gateway_of(request).model(asked.model)
     model.check_count(len(asked.prompts), asked)
-    prompts = [await _ids(model, prompt, asked) for prompt in asked.prompts]
+    special = asked.add_special_tokens
+    prompts = [
+        await model.encode(prompt, special_tokens=special) if isinstance(prompt, str) else prompt
+        for prompt in asked.prompts
+    ]
     tells_ids = asked.return_token_ids or await model.loader.tokenizer() is None
     choices = await model.choices(prompts, asked, key_of(request))
     echoes: list[Echo] = []
@@ -150,12 +161,6 @@ async def completions(asked: CompletionRequest, request: Request) -> Response:
     answer = ApiAnswer("cmpl-", model.name, prompts, choices)
     style = _CompletionStyle(answer, asked, echoes, tells_ids=tells_ids)
     return await answer.respond(request, style, stream=asked.stream)
-
-
-async def _ids(model: ServedModel, prompt: str | list[int], asked: CompletionRequest) -> list[int]:
-    if isinstance(prompt, str):
-        return await model.encode(prompt, special_tokens=asked.add_special_tokens)
-    return prompt
 
 
 class Echo(NamedTuple):
@@ -179,30 +184,29 @@ async def _echoes(
         if asked.logprobs is None:
             told.append(Echo(text, ()))
             continue
-        async with model.place(key):
+        async with model.queue.place(key):
             scores = await model.client.score(ids, most_likely=asked.logprobs, adapter=model.adapter)
         told.append(Echo(text, await asyncio.to_thread(spell_prompt, tokenizer, ids[0], scores)))
     return told
 
 
-class _CompletionStyle:
+class _CompletionStyle(_OpenAIStyle):
     def __init__(self, answer: ApiAnswer, asked: CompletionRequest, echoes: Sequence[Echo], *, tells_ids: bool) -> None:
-        self._answer = answer
-        self._tells_usage = asked.tells_usage
+        super().__init__(answer, tells_usage=asked.tells_usage)
         self._tells_ids = tells_ids
-        self._texts = TextEvents(lambda index, text: self._told([TextChoice(index=index, text=text)]))
+        self._texts = TextEvents(lambda index, text: self._reply([TextChoice(index=index, text=text)]))
         self._spellers: defaultdict[int, TextSpeller] = defaultdict(TextSpeller)  # by choice
         self._lengths: Counter[int] = Counter()  # characters sent up to now, by choice
         self._echoes = {choice.index: echoes[choice.index // asked.texts] for choice in answer.choices if echoes}
 
     async def whole(self, texts: Sequence[Text]) -> CompletionReply:
         choices = [self._choice(text.index, text) for text in texts]
-        return self._told(choices, Usage.of(self._answer.usage()))
+        return self._reply(choices, Usage.of(self._answer.usage()))
 
     def events(self, piece: Piece) -> list[CompletionReply | bytes]:
         index = piece.choice.index
         if not piece.is_text or self._tells_ids or index in self._echoes:
-            return [self._told([self._choice(index, piece)])]
+            return [self._reply([self._choice(index, piece)])]
         return [self._texts.fill(index, piece.text)]
 
     def _choice(self, index: int, said: Text | Piece) -> TextChoice:
@@ -213,10 +217,7 @@ class _CompletionStyle:
         ids = list(said.ids) if self._tells_ids else None
         return TextChoice(index=index, text=text, finish_reason=said.finish_reason, logprobs=logprobs, token_ids=ids)
 
-    async def ending(self) -> Sequence[CompletionReply | str]:
-        return [self._told([], Usage.of(self._answer.usage())), DONE] if self._tells_usage else [DONE]
-
-    def _told(self, choices: list[TextChoice], usage: Usage | None = None) -> CompletionReply:
+    def _reply(self, choices: list[TextChoice], usage: Usage | None = None) -> CompletionReply:
         answer = self._answer
         return CompletionReply(id=answer.id, created=answer.created, model=answer.model, choices=choices, usage=usage)
 

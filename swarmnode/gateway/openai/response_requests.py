@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from swarmnode.codec.sampling import Grammar
 from swarmnode.data.conversation import ASSISTANT, ROLES, template_call
 from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
 from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ResponseFormat, ToolUse, function_tool
@@ -124,10 +123,9 @@ class ResponsesRequest(SamplingFields):
             return ToolUse.choose(tools, REQUIRED, self.tool_choice.name, parallel=parallel)
         return ToolUse.choose(tools, self.tool_choice or AUTO, parallel=parallel)
 
-    def followed_grammar(self) -> Grammar | None:
-        if (call := self.tool_use.grammar()) is not None:
-            return call
-        return None if self.text is None or self.text.format is None else self.text.format.grammar()
+    @property
+    def form(self) -> ResponseFormat:
+        return (self.text and self.text.format) or ResponseFormat(type="text")
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -390,14 +390,12 @@ class _ResponseStyle:
             return IN_PROGRESS
         return INCOMPLETE if self._reason == LENGTH else COMPLETED
 
-    def _output(self) -> list[OutputItem]:
-        """Return the items of the answer. If the answer was cut off, its last item is the incomplete one."""
-        *before, last = self._parts.all
-        return [*(self._item(part, COMPLETED) for part in before), self._item(last, self._status)]
-
     def _response(self) -> ResponseReply:
         answer, asked, status = self._answer, self._asked, self._status
         choice = asked.tool_choice or "auto"
+        # If the answer was cut off, its last item is the incomplete one.
+        ended = [*[COMPLETED] * (len(self._parts.all) - 1), status]
+        output = [] if status == IN_PROGRESS else list(map(self._item, self._parts.all, ended))
         return ResponseReply(
             id=answer.id,
             created_at=answer.created,
@@ -406,7 +404,7 @@ class _ResponseStyle:
             instructions=asked.instructions,
             metadata=asked.metadata or {},
             model=answer.model,
-            output=[] if status == IN_PROGRESS else self._output(),
+            output=output,
             parallel_tool_calls=asked.parallel_tool_calls is not False,
             previous_response_id=asked.previous_response_id,
             temperature=asked.temperature,

@@ -8,6 +8,7 @@ not kept.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from functools import cache
 from pathlib import Path
@@ -230,7 +231,11 @@ async def invite(name: str, wanted: InviteCommand, page: Page = OWNED) -> dict[s
     swarm = page.feed(name).client.swarm
     async with page.book_lock:
         line, guest = await asyncio.to_thread(_issue, swarm, wanted)
-    return {**guest.told(), "invite": line, "qr": _qr_picture(line)}
+    picture = None
+    with contextlib.suppress(ValueError):  # too long for a QR code
+        code = InviteQr(line)
+        picture = {"size": code.size, "path": code.svg_path()}
+    return {**guest.told(), "invite": line, "qr": picture}
 
 
 @router.post("/swarms/{name}/revocations", response_model=RevocationReply)
@@ -269,11 +274,3 @@ def _owners_file(swarm: Swarm) -> Path:
 
 def _book_beside(file: Path) -> IssuedInvites:
     return open_issued_invites(issued_invites_path(file))
-
-
-def _qr_picture(line: str) -> dict[str, Any] | None:
-    try:
-        code = InviteQr(line)
-    except ValueError:
-        return None
-    return {"size": code.size, "path": code.svg_path()}

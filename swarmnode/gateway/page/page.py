@@ -35,7 +35,11 @@ class OwnerAccess:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self.token = _token_in(home / FILE)
+        kept = read_user_file(home / FILE, max_bytes=MAX_FILE_BYTES, what="the page's token") or b""
+        self.token = kept.decode(errors="replace").strip()
+        if len(self.token) < TOKEN_BYTES:
+            self.token = secrets.token_urlsafe(TOKEN_BYTES)
+            write_private(home / FILE, self.token.encode(), make_folder=True)
 
     def check(self, request: Request) -> None:
         """Raise ApiError (403) unless the request has the owner's token, comes from this machine, and comes from no other site's
@@ -55,28 +59,15 @@ def _comes_from_here(request: Request) -> bool:
     host = request.headers.get("host", "")
     origin = request.headers.get("origin")
     peer = request.client.host if request.client is not None else ""
+    is_near = False
+    with contextlib.suppress(ValueError):
+        is_near = ipaddress.ip_address(peer).is_loopback
     return (
-        _is_loopback(peer)
+        is_near
         and urlsplit(f"//{host}").hostname in LOOPBACK_NAMES
         and (origin is None or urlsplit(origin).netloc == host)
         and not any(name in request.headers for name in FORWARDED)
     )
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
-
-
-def _token_in(path: Path) -> str:
-    kept = read_user_file(path, max_bytes=MAX_FILE_BYTES, what="the page's token")
-    if kept is not None and len(token := kept.decode(errors="replace").strip()) >= TOKEN_BYTES:
-        return token
-    token = secrets.token_urlsafe(TOKEN_BYTES)
-    write_private(path, token.encode(), make_folder=True)
-    return token
 
 
 class Page:
