@@ -113,15 +113,10 @@ def _joined(parts: Sequence[HopAccount]) -> HopAccount:
         as_last = msgspec.structs.replace(said, first=last.first, count=last.count, sketches=last.sketches)
         if as_last != last or (part.sent_TK is None) != (parts[-1].sent_TK is None):
             raise ProtocolError("two of its statements about one session contradict each other", peer=last.peer)
-    received_TK, sent_TK = (
-        _together(edge) for edge in zip(*((part.received_TK, part.sent_TK) for part in parts), strict=True)
-    )
+    received = [part.received_TK for part in parts if part.received_TK is not None]
+    sent = [part.sent_TK for part in parts if part.sent_TK is not None]
+    received_TK, sent_TK = (torch.cat(edge) if edge else None for edge in (received, sent))
     return HopAccount(last, parts[-1].raw, received_TK, sent_TK)
-
-
-def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
-    known = [part_TK for part_TK in parts if part_TK is not None]
-    return torch.cat(known) if known else None
 
 
 log = logging.getLogger(__name__)
@@ -162,16 +157,16 @@ class TextRun:
         if taken.digest != ids_digest(torch.tensor(ids[: taken.length], dtype=torch.int64)):
             return 0
         apart = next((index for index in range(1, len(self.accounts)) if not self._agree(index)), None)
-        return len(self.accounts) if apart is None and not self._was_told(ids) else apart
-
-    def _was_told(self, ids: Sequence[int]) -> bool:
-        """Return whether the last hop signed for exactly the tokens that the client received from it."""
+        if apart is not None:
+            return apart
+        # The last hop must have signed for exactly the tokens that the client received from it.
         told = self.accounts[-1].statement.sent
         first, last = min(self.drawn, default=told.base), max(self.drawn, default=told.length - 1)
         if not told.base <= first <= last < told.length <= len(ids):
-            return False
+            return len(self.accounts)
         tokens = [self.drawn.get(at, ids[at]) for at in range(told.base, told.length)]
-        return told.digest == ids_digest(torch.tensor(tokens, dtype=torch.int64))
+        is_same = told.digest == ids_digest(torch.tensor(tokens, dtype=torch.int64))
+        return None if is_same else len(self.accounts)
 
     def _agree(self, index: int) -> bool:
         sender, receiver, base = self.accounts[index - 1], self.accounts[index], self.base(index)
@@ -306,8 +301,12 @@ class AuditCase:
     async def _decide(self, original: TextRun) -> str:
         if original.contradiction(self.ids) is not None:
             return self._contradicted(original)
-        if (index := self._untold(original)) is not None:
-            return self._concealed(original, index)
+        for index, account in enumerate(original.accounts[:-1]):
+            said = account.statement
+            if said.codec != self._spec.codec_into(
+                said.end, said.sent.length
+            ):  # not the codec that the client knows of
+                return self._concealed(original, index)
         second = await self._run_again(original.route)
         if second is None or second.contradiction(self.ids) is not None:
             return "void"  # without a doubt: a token may have come back to this route sooner than its input did
@@ -428,15 +427,6 @@ class AuditCase:
     def _compare(self, one: TextRun, other: TextRun) -> Comparison:
         spec, calibration = self._spec, self._replays.calibration
         return compare(one, other, lambda unit: spec.coarsest(unit, self._end), calibration, adapted=bool(spec.adapter))
-
-    def _untold(self, run: TextRun) -> int | None:
-        """Return the index of the first hop whose statement names another codec for its output than the client knows of; None if
-        there is none."""
-        for index, account in enumerate(run.accounts[:-1]):
-            said = account.statement
-            if said.codec != self._spec.codec_into(said.end, said.sent.length):
-                return index
-        return None
 
     def _concealed(self, run: TextRun, index: int) -> str:
         """Doubt the hop that used an undisclosed codec and the hop before it. Returns `doubt`, or `void` if the session

@@ -78,7 +78,11 @@ class IdleDetection:
 
     def idle_s(self) -> float | None:
         """Return the seconds since the last use; None if neither logind nor a terminal shows any."""
-        touched = [time_s for time_s in (self._idle_since(), _last_typed()) if time_s is not None]
+        touched = [idle_since] if (idle_since := self._idle_since()) is not None else []
+        for pattern in TERMINALS:  # also those of ssh
+            for path in Path("/").glob(pattern):
+                with contextlib.suppress(OSError):
+                    touched.append(path.stat().st_atime)  # the last typing
         return max(0.0, time.time() - max(touched)) if touched else None
 
 
@@ -93,16 +97,6 @@ def logind_idle_since(run: Callable[..., subprocess.CompletedProcess[str]] = sub
             return None
         return int(values["IdleSinceHint"]) / 1e6 if values["IdleHint"] == "yes" else time.time()
     return None
-
-
-def _last_typed() -> float | None:
-    """Return the unix time of the last typing at a terminal, also over ssh; None if there is no terminal."""
-    times = []
-    for pattern in TERMINALS:
-        for path in Path("/").glob(pattern):
-            with contextlib.suppress(OSError):
-                times.append(path.stat().st_atime)
-    return max(times, default=None)
 
 
 class Lookout:
@@ -287,18 +281,9 @@ class DesktopNotices:
         """Send a notice by the first program that succeeds (https://specifications.freedesktop.org/notification-spec)."""
         name = "org.freedesktop.Notifications"
         notice = ("swarmnode", self._shown, "", title, text, "0", "0", str(SHOWN_MS))
+        call = f"busctl --user call {name} /org/freedesktop/Notifications {name} Notify susssasa{{sv}}i"
         commands = (
-            [
-                "busctl",
-                "--user",
-                "call",
-                name,
-                "/org/freedesktop/Notifications",
-                name,
-                "Notify",
-                "susssasa{sv}i",
-                *notice,
-            ],
+            [*call.split(), *notice],
             ["notify-send", "--app-name=swarmnode", f"--expire-time={SHOWN_MS}", "--", title, text],
         )
         for command in commands:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -130,21 +130,18 @@ class Prober:
             if self._busy():
                 continue
             look_s = min(self._config.look_s, 2 * look_s)
-            for peer in self._unknown(set(candidates())):
+            # Test a peer of this home network and one elsewhere, while few of either kind were measured: one kind says nothing of
+            # the other.
+            statistics, known = self._link_config.link_statistics, set(candidates())
+            at_home = {peer for peer in known if statistics.at_home(peer)}
+            for some in (at_home, known - at_home):
+                rated = some & statistics.rated_peers()
+                if len(rated) >= self._config.enough_peers or (peer := self.choose(some - rated)) is None:
+                    continue
                 try:
                     await self.test(peer)
                 except (PeerError, NetworkDown) as error:
                     log.info("no bandwidth test with peer %s: %s", peer, error)
-
-    def _unknown(self, candidates: set[PeerId]) -> Iterator[PeerId]:
-        """Yield a peer of this home network and a peer elsewhere to test, while few of either kind were measured: one kind says
-        nothing of the other."""
-        statistics = self._link_config.link_statistics
-        at_home = {peer for peer in candidates if statistics.at_home(peer)}
-        for some in (at_home, candidates - at_home):
-            rated = some & statistics.rated_peers()
-            if len(rated) < self._config.enough_peers and (peer := self.choose(some - rated)) is not None:
-                yield peer
 
     def choose(self, candidates: Iterable[PeerId]) -> PeerId | None:
         """Return a random candidate that was not asked lately; None if there is none."""

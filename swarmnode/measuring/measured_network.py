@@ -16,7 +16,7 @@ from swarmnode.peer.host import Host
 from swarmnode.plan.offline.scenario import MAX_DEVICES
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.view import View, view_of
+from swarmnode.plan.view import view_of
 from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -61,6 +61,14 @@ def measured_network(swarm: Swarm, announced: Mapping[PeerId, Announcement]) -> 
     bandwidth_NN = bandwidths(view, names)
     known_bps = bandwidth_NN[np.isfinite(bandwidth_NN)].tolist()
     filled_NN = np.where(np.isfinite(bandwidth_NN), bandwidth_NN, statistics.median(known_bps or [ASSUMED_BPS]))
+    pairs = list(permutations(range(len(lenders)), 2))
+    ids = {pair: (names[pair[0]], names[pair[1]]) for pair in pairs}
+    is_measured = {pair: ids[pair] in view.rtt_s or ids[pair][::-1] in view.rtt_s for pair in pairs}
+    has_rate = {
+        (one, other): ids[one, other] in view.path_bps
+        or (view.peers[one].up_bps > 0 and view.peers[other].down_bps > 0)
+        for one, other in pairs
+    }
     return {
         "name": swarm.name,
         "swarm": swarm.id.hex(),
@@ -74,23 +82,10 @@ def measured_network(swarm: Swarm, announced: Mapping[PeerId, Announcement]) -> 
         "delay_ms": _rounded(1e3 * one_way_delays(view, names), 3),
         "bandwidth_gbps": _rounded(filled_NN / 1e9, 6),
         "estimated": {
-            "delay_ms": [pair for pair in _pairs(len(lenders)) if not _is_measured(view, names, *pair)],
-            "bandwidth_gbps": [pair for pair in _pairs(len(lenders)) if not _has_rate(view, *pair)],
+            "delay_ms": [pair for pair in pairs if not is_measured[pair]],
+            "bandwidth_gbps": [pair for pair in pairs if not has_rate[pair]],
         },
     }
-
-
-def _pairs(count: int) -> list[tuple[int, int]]:
-    return list(permutations(range(count), 2))
-
-
-def _is_measured(view: View, names: list[PeerId], one: int, other: int) -> bool:
-    return (names[one], names[other]) in view.rtt_s or (names[other], names[one]) in view.rtt_s
-
-
-def _has_rate(view: View, sender: int, receiver: int) -> bool:
-    one, other = view.peers[sender], view.peers[receiver]
-    return (one.peer, other.peer) in view.path_bps or (one.up_bps > 0 and other.down_bps > 0)
 
 
 def _rounded(matrix_NN: Floats, digits: int) -> list[list[float]]:
