@@ -175,7 +175,11 @@ class Reports:
         drawing failed."""
         from swarmnode.audits.audit_case import AuditCase
 
-        auditor, replays, spec, case = self._auditor, self._auditor.replays, spec_of(prompt), None
+        auditor, replays, case = self._auditor, self._auditor.replays, None
+        # A session that always draws the most likely token; the last one is drawn and not fed.
+        sampling = Sampling(prompt_length=len(prompt), max_new_tokens=NEW_TOKENS)
+        length = len(prompt) + NEW_TOKENS - 1
+        spec = SessionSpec(Mode.RING, max_length=length, sampling=sampling, prompt_tokens=len(prompt) - 1)
 
         async def examine() -> str:
             nonlocal case
@@ -234,10 +238,18 @@ class Reports:
         await self._look_into(report, statement)
 
     async def _look_into(self, report: Report, statement: Statement) -> None:
-        route = self._through(report.accused, Span(statement.start, statement.end))
-        if route is None or not self._auditor.afford(
-            self._auditor.cost(route, PROMPT_TOKENS, TEXTS * RUNS * NEW_TOKENS)
-        ):
+        # A route on which the accused computes its units, without a second hop of any peer
+        units, accused = Span(statement.start, statement.end), report.accused
+        try:
+            around = self._router.route(frozenset({accused}), (), SessionSize(PROMPT_TOKENS, NEW_TOKENS))
+        except NoRoute:
+            return  # until the next look
+        before = [HopSpec(hop.peer, hop.start, min(hop.end, units.start)) for hop in around if hop.start < units.start]
+        after = [HopSpec(hop.peer, max(hop.start, units.end), hop.end) for hop in around if hop.end > units.end]
+        route = (*before, HopSpec(accused, units.start, units.end), *after)
+        is_twice = len({hop.peer for hop in route}) < len(route)
+        cost = self._auditor.cost(route, PROMPT_TOKENS, TEXTS * RUNS * NEW_TOKENS)
+        if is_twice or not self._auditor.afford(cost):
             return  # until the next look
         self._seen[report.author, report.accused, report.at] = None
         results: list[str] = []
@@ -246,21 +258,3 @@ class Reports:
         log.info("%r: %s", report, ", ".join(results))
         if set(results) == {"passed"}:
             self._auditor.standing.accused_in_vain(report.author, report.accused)
-
-    def _through(self, accused: PeerId, units: Span) -> Route | None:
-        """Return a route on which `accused` computes `units`; None if there is none, or if a peer would have two hops."""
-        try:
-            around = self._router.route(frozenset({accused}), (), SessionSize(PROMPT_TOKENS, NEW_TOKENS))
-        except NoRoute:
-            return None
-        before = [HopSpec(hop.peer, hop.start, min(hop.end, units.start)) for hop in around if hop.start < units.start]
-        after = [HopSpec(hop.peer, max(hop.start, units.end), hop.end) for hop in around if hop.end > units.end]
-        route = (*before, HopSpec(accused, units.start, units.end), *after)
-        return route if len({hop.peer for hop in route}) == len(route) else None
-
-
-def spec_of(prompt: Sequence[int]) -> SessionSpec:
-    """Return the specification of a session that always draws the most likely token."""
-    sampling = Sampling(prompt_length=len(prompt), max_new_tokens=NEW_TOKENS)
-    length = len(prompt) + NEW_TOKENS - 1  # the last token is drawn and not fed
-    return SessionSpec(Mode.RING, max_length=length, sampling=sampling, prompt_tokens=len(prompt) - 1)

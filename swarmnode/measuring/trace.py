@@ -35,7 +35,6 @@ from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.limits.fair_share import Recent
 from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer, ask_one
 
@@ -101,21 +100,6 @@ class SessionTrace:
 
 def _us(seconds: float) -> int:
     return max(0, min(round(seconds * 1e6), MAX_TRACE_US))
-
-
-class TraceLog:
-    """Traces of the sessions that ended last at this hop, by their trace ids."""
-
-    def __init__(self, *, max_sessions: int = SESSIONS) -> None:
-        self._traces: Recent[bytes, SessionTrace] = Recent(max_sessions)
-
-    def keep(self, trace_id: bytes, trace: SessionTrace) -> None:
-        """Keep the trace of an ended session; the one kept longest ago gives way."""
-        self._traces[trace_id] = trace
-
-    def get(self, trace_id: bytes) -> SessionTrace | None:
-        """Return the trace of a session; None if it is unknown or forgotten."""
-        return self._traces.get(trace_id)
 
 
 def trace_server(peer: LocalPeer, find: Callable[[bytes], SessionTrace | None]) -> QuestionServer:
@@ -235,7 +219,10 @@ class Stop:
         before, now = self._by_end.get(position - 1), self.decoded.get(position)
         if before is None or now is None:
             return None
-        if not (before.guessed or now.guessed) and now.came_us + ROUNDING_US < done_us(before):
+        if (
+            not (before.guessed or now.guessed)
+            and now.came_us + ROUNDING_US < before.came_us + before.wait_us + before.compute_us
+        ):
             return None
         return max(0, sent_us(now) - sent_us(before))
 
@@ -243,11 +230,6 @@ class Stop:
         """Return the microseconds between the arrival of this position and of the next; None if one of them is unknown."""
         now, after = self.decoded.get(position), self.decoded.get(position + 1)
         return None if now is None or after is None else max(0, after.came_us - now.came_us)
-
-
-def done_us(step: TraceStep) -> int:
-    """Return when a step's pass ended, on its hop's clock."""
-    return step.came_us + step.wait_us + step.compute_us
 
 
 def sent_us(step: TraceStep) -> int:
@@ -274,35 +256,29 @@ class Timeline:
 
     def tokens(self) -> list[Token]:
         """Return all tokens whose steps are remembered, in order. The prompt, whose steps have many positions, is left out."""
-        positions = sorted({position for stop in self.stops for position in stop.decoded})
-        late = self._late()
-        return [self._token(position, late.get(position)) for position in positions]
-
-    def _token(self, position: int, late: Late | None) -> Token:
-        parts = [
-            part for stop in self._stops_at(position) for part in timeline_parts(stop.peer, stop.decoded[position])
-        ]
-        # The token's time by the last hop, else by the first (if the last has changed and had to catch up); None if
-        # neither knows it
-        at_last = (stop.since_last(position) for stop in self.stops if stop.span[1] == self._last)
-        at_first = (stop.until_next(position) for stop in self.stops if stop.span[0] == self._first)
-        total_us = next((us for us in (*at_last, *at_first) if us is not None), None)
-        if total_us is not None:
-            parts.append(TimelinePart("way", "", max(0, total_us - sum(part.us for part in parts))))
-        return Token(position, total_us, tuple(parts), late)
-
-    def _stops_at(self, position: int) -> list[Stop]:
-        """Return the hops that computed a position, in the order of their units; of two with the same units, one."""
-        found: dict[tuple[int, int], Stop] = {}
-        for stop in self.stops:
-            if position in stop.decoded:
-                found[stop.span] = stop
-        return list(found.values())
+        late, tokens = self._late(), []
+        for position in sorted({position for stop in self.stops for position in stop.decoded}):
+            # Of two hops with the same units, one counts.
+            hops = {stop.span: stop for stop in self.stops if position in stop.decoded}
+            parts = [part for stop in hops.values() for part in timeline_parts(stop.peer, stop.decoded[position])]
+            # The last hop knows the token's time, else the first, if the last has changed and had to catch up.
+            at_last = (stop.since_last(position) for stop in self.stops if stop.span[1] == self._last)
+            at_first = (stop.until_next(position) for stop in self.stops if stop.span[0] == self._first)
+            total_us = next((us for us in (*at_last, *at_first) if us is not None), None)
+            if total_us is not None:
+                parts.append(TimelinePart("way", "", max(0, total_us - sum(part.us for part in parts))))
+            tokens.append(Token(position, total_us, tuple(parts), late.get(position)))
+        return tokens
 
     def _late(self) -> dict[int, Late]:
         """Return for each position the link that delayed it most beyond the link's median."""
         latest: dict[int, Late] = {}
-        for source, target, lag in self._links():
+        # Links (from, to, lag in positions): from each hop to the next, and in a ring from the last to the first with lag 1
+        pairs = [(source, target) for source in self.stops for target in self.stops if source is not target]
+        links = [(source, target, 0) for source, target in pairs if source.span[1] == target.span[0]]
+        around = (self._last, self._first)
+        links += [(source, target, 1) for source, target in pairs if (source.span[1], target.span[0]) == around]
+        for source, target, lag in links:
             delays = {
                 position: target.decoded[position].came_us - sent_us(source.decoded[position - lag])
                 for position, step in target.decoded.items()
@@ -314,14 +290,6 @@ class Timeline:
                 if late_us > 0 and (position not in latest or late_us > latest[position].us):
                     latest[position] = Late(source.peer, target.peer, late_us)
         return latest
-
-    def _links(self) -> list[tuple[Stop, Stop, int]]:
-        """Return the links (from, to, lag in positions): from each hop to the next, and in a ring from the last to the first with
-        lag 1."""
-        pairs = [(source, target) for source in self.stops for target in self.stops if source is not target]
-        onward = [(source, target, 0) for source, target in pairs if source.span[1] == target.span[0]]
-        around = (self._last, self._first)
-        return onward + [(source, target, 1) for source, target in pairs if (source.span[1], target.span[0]) == around]
 
 
 def timeline_parts(peer: PeerId, step: TraceStep) -> tuple[TimelinePart, ...]:

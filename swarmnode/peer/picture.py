@@ -7,7 +7,7 @@ The sentences are for volunteers: they speak of layers, machines, texts and toke
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -23,7 +23,7 @@ from swarmnode.plan.view import Span, view_of
 from swarmnode.swarm.peers.shards import PEERS_PER_SHARD
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
-from swarmnode.swarm.records.manifest import TRAIN, Manifest
+from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 CODEC_NAMES = {int(codec): codec.name.lower() for codec in Codec}
@@ -41,7 +41,19 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
     ready = [peer for peer in view_of(units, peers.values()).peers if peer.state is State.READY]
     missing = gaps(units, ready)
     digests = {peer_digest(peer): peer for peer in peers}
-    machines = machines_of(peers)
+    # None of a swarm that trains, or of a model that is on the hub. Without peers they may be unknown yet, and the peers of a
+    # large swarm are a sample: then none, too.
+    ungiven: list[int] = []
+    if swarm.manifest.mode != TRAIN and swarm.manifest.model.hub_id is None and 0 < len(peers) < PEERS_PER_SHARD:
+        given = {unit for peer in peers.values() if peer.life is not State.OFFLINE for unit in range(*peer.seeds)}
+        ungiven = [unit for unit in range(units) if unit not in given]
+    # For each peer the first peer, by id, on the same machine: with the same addresses, ports aside. A peer that others reach
+    # over relays only has a machine of its own.
+    first: dict[frozenset[str], PeerId] = {}
+    machines = {}
+    for name in sorted(peers):
+        hosts = _hosts(peers[name].addresses)
+        machines[name] = first.setdefault(hosts, name) if hosts else name
     shunned, doubted = standing.shunned, standing.doubted
     return {
         "swarm": swarm.id.hex(),
@@ -54,7 +66,7 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "weights_bytes": swarm.manifest.total_bytes,
         "covered": not missing,
         "missing": missing,
-        "ungiven": _ungiven(swarm.manifest, peers.values()),
+        "ungiven": ungiven,
         "training_step": max((peer.training_step for peer in peers.values()), default=0),
         "peers": [
             {
@@ -90,29 +102,6 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "bootstraps": sorted(peer.peer for peer in peers.values() if peer.span[1] == 0),
         "addresses": {peer.peer: list(peer.addresses) for peer in peers.values()},
     }
-
-
-def _ungiven(manifest: Manifest, peers: Collection[Announcement]) -> list[int]:
-    """Return the layers whose weights no peer gives; none of a swarm that trains, or of a model that is on the hub.
-
-    Without peers they may be unknown yet, and those of a large swarm are a sample: then it returns none, too.
-    """
-    is_known = 0 < len(peers) < PEERS_PER_SHARD
-    if manifest.mode == TRAIN or manifest.model.hub_id is not None or not is_known:
-        return []
-    given = {unit for peer in peers if peer.life is not State.OFFLINE for unit in range(*peer.seeds)}
-    return [unit for unit in range(manifest.model.units) if unit not in given]
-
-
-def machines_of(peers: Mapping[PeerId, Announcement]) -> dict[PeerId, PeerId]:
-    """Return for each peer the first peer, by id, on the same machine. Peers are on one machine if they have the same addresses,
-    ports aside; a peer that others reach over relays only has a machine of its own."""
-    first: dict[frozenset[str], PeerId] = {}
-    found = {}
-    for peer in sorted(peers):
-        hosts = _hosts(peers[peer].addresses)
-        found[peer] = first.setdefault(hosts, peer) if hosts else peer
-    return found
 
 
 @lru_cache(maxsize=4096)

@@ -117,15 +117,13 @@ def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: 
     """Return a table with a row per stage: its layers, memory, times and devices. `holders` is how many holders each unit should
     have."""
     count = hosting.units_below(holders)
+    thin = f"{count} of {workload.units} layers have fewer than {holders} holders." if count else None
     table = new_table(
         f"{model.name} on {network.name}: {hosting.step_s:.2f} s for a step of {workload.microbatches} microbatches, "
         f"{len(hosting.grid)} stages x {len(hosting.grid[0])} pipelines",
         ("stage", "holds", "memory", "computes", "averages", "to the next and back", "devices"),
         numbers=("stage", "memory", "computes", "averages"),
-        caption=_sentences(
-            f"{count} of {workload.units} layers have fewer than {holders} holders." if count else None,
-            _unused(network.devices - len(hosting.used), network.devices),
-        ),
+        caption=" ".join(filter(None, (thin, _unused(network.devices - len(hosting.used), network.devices)))) or None,
     )
     for number, stage in enumerate(hosting.stages):
         # Devices grouped by region and card, as in "0-3 Ohio RTX 3090; 7 Tokyo RTX 3080"
@@ -143,10 +141,6 @@ def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: 
             "; ".join(" ".join((",".join(ranges(members)), *told)) for told, members in alike.items()),
         )
     return table
-
-
-def _sentences(*told: str | None) -> str | None:
-    return " ".join(filter(None, told)) or None
 
 
 def _unused(count: int, devices: int) -> str | None:

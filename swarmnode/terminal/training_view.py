@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from swarmnode.client.tuning.job import PlannedHop, TuningPlan
 from swarmnode.counting import counted, format_bytes, layers, ranges
@@ -283,9 +283,7 @@ def _view(
 ) -> TrainingView:
     sinks: tuple[Sink, ...] = () if tensorboard is None else (_tensorboard_sink(stack, tensorboard),)
     if log is not None:
-        file = _open(log)
-        stack.callback(_close, file)
-        sinks += (_log_sink(file, log),)
+        sinks += (_log_sink(stack, log),)
     if as_json:
         return Lines((*sinks, print_json), as_json=True)
     from rich.console import Console
@@ -356,26 +354,28 @@ def waiting_text(why: str, missing: tuple[int, ...]) -> str:
     return f"waiting: no machine holds layers {', '.join(ranges(missing))}"
 
 
-def _open(log: Path) -> IO[str]:
+def _log_sink(stack: contextlib.ExitStack[bool | None], log: Path) -> Sink:
+    """Return a sink that appends each step to `log` as a line of JSON. Raises LocalError if the file cannot be written."""
+
+    def unwritable(error: OSError) -> LocalError:
+        return LocalError(f"cannot write the log {log}: {error.strerror or error}; choose another file")
+
     try:
-        return log.open("w", encoding="utf-8")
+        file = log.open("w", encoding="utf-8")
     except OSError as error:
-        raise LocalError(f"cannot write the log {log}: {error.strerror or error}; choose another file") from None
+        raise unwritable(error) from None
 
-
-def _close(file: IO[str]) -> None:
-    """Close the log file. An error in writing has been reported already."""
-    with contextlib.suppress(OSError):
-        file.close()
-
-
-def _log_sink(file: IO[str], log: Path) -> Sink:
     def write(step: dict[str, Any]) -> None:
         try:
             file.write(json.dumps(step) + "\n")
             file.flush()
         except OSError as error:
-            raise LocalError(f"cannot write the log {log}: {error.strerror or error}; choose another file") from None
+            raise unwritable(error) from None
+
+    @stack.callback
+    def close() -> None:
+        with contextlib.suppress(OSError):  # an error in writing has been reported already
+            file.close()
 
     return write
 

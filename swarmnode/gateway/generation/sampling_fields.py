@@ -74,14 +74,6 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {  # by field: the values t
 }
 
 
-def check_refused(told: Mapping[str, Any]) -> None:
-    """Raise ApiError if one of the fields in `told` is in `REFUSED` and its value asks for something unsupported."""
-    for field in told.keys() & REFUSED.keys():
-        anyway, why = REFUSED[field]
-        if told[field] is not None and told[field] not in anyway:
-            raise bad_request(f"{field} is not supported: {why}", field)
-
-
 Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
@@ -148,7 +140,11 @@ class SamplingFields(BaseModel, extra="allow"):
     @model_validator(mode="after")
     def _check_ignored(self) -> SamplingFields:
         """Raise ApiError for a field that would be ignored although it changes the answer."""
-        check_refused(self.model_extra or {})
+        told = self.model_extra or {}
+        for field in told.keys() & REFUSED.keys():
+            anyway, why = REFUSED[field]
+            if told[field] is not None and told[field] not in anyway:
+                raise bad_request(f"{field} is not supported: {why}", field)
         endless = self.ignore_eos and not self.stop and not self.stop_token_ids
         if self.min_tokens and not endless:
             raise bad_request("min_tokens works only with ignore_eos and without stops: leave it out", "min_tokens")
