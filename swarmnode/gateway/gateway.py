@@ -29,10 +29,9 @@ from swarmnode.data.conversation import ChatEnding, ChatRenderer
 from swarmnode.errors import CheckpointError, NoRoute
 from swarmnode.gateway.access.keys import ApiKey, FairQueue, KeyRing
 from swarmnode.gateway.generation.choice_stream import ChoiceStream, NoTokens
+from swarmnode.gateway.generation.request_fields import SamplingFields, ToolUse
 from swarmnode.gateway.generation.response_parser import THOUGHTS_BEGIN as THINK_BEGIN
 from swarmnode.gateway.generation.response_parser import CommonParser, ReasoningParser, ResponseParser, TemplateParser
-from swarmnode.gateway.generation.sampling_fields import SamplingFields
-from swarmnode.gateway.generation.tool_use import ToolUse
 from swarmnode.gateway.http.api_error import RETRY_S, ApiError, bad_request
 from swarmnode.gateway.openai.kept_responses import KeptResponses
 from swarmnode.gateway.openai.replies import ModelCard

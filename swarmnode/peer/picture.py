@@ -3,21 +3,31 @@
 Explanations for `swarmnode why`: current facts about a peer, a unit or a session, and the decisions that concern it.
 
 The sentences are for volunteers: they speak of layers, machines, texts and tokens/s.
+
+A live swarm as a network for planning and simulation: its machines and links as announced, with gaps filled in and marked.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import permutations
 from typing import Any
+
+import numpy as np
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.counting import counted, layers
 from swarmnode.decisions import Decision, names_unit
-from swarmnode.errors import ERROR_TEXT, ErrorCode
+from swarmnode.errors import ERROR_TEXT, ErrorCode, LocalError
 from swarmnode.net.addressing.addresses import host_of, is_relayed
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, state_name
+from swarmnode.plan.offline.scenario import MAX_DEVICES
+from swarmnode.plan.routes.delays import bandwidths, one_way_delays
+from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.spans.placement import gaps
 from swarmnode.plan.view import Span, view_of
 from swarmnode.swarm.peers.shards import PEERS_PER_SHARD
@@ -220,3 +230,78 @@ def _known(host: Host, peer: Announcement) -> Iterator[str]:
 
 def _load(peer: Announcement) -> str:
     return f"{counted(peer.sessions, 'text')} now" if peer.sessions else "no text now"
+
+
+ASSUMED_BPS = 1e8  # bandwidth of all links if none was measured
+AWAY = (State.OFFLINE, State.DRAINING)
+
+
+def link_matrix(host: Host, units: int, most: int) -> dict[str, Any]:
+    """Return the links between the first `most` peers with units, as matrices: rows send, columns receive.
+
+    `rtt_s` is in seconds; `measured` says whether the two peers measured it; `bandwidth_bps` is None if it is unknown.
+    """
+    paths, own = host.paths, host.directory.network.peer_id
+    rtts_s = paths.link_statistics.rtts_s()
+    view = view_of(units, host.directory.peers().values(), observer=own, rtt_s=rtts_s, coordinate=paths.coordinate)
+    holders = sorted((peer for peer in view.peers if peer.span.units), key=lambda peer: (peer.span, peer.peer))
+    peers = [peer.peer for peer in holders[:most]]
+    rtt_s = 2 * one_way_delays(view, peers)
+    np.fill_diagonal(rtt_s, 0.0)
+    rates_bps = bandwidths(view, peers).tolist()
+    return {
+        "peers": peers,
+        "rtt_s": rtt_s.round(6).tolist(),
+        "measured": [[(a, b) in view.rtt_s or (b, a) in view.rtt_s for b in peers] for a in peers],
+        "bandwidth_bps": [[None if math.isinf(rate_bps) else rate_bps for rate_bps in row] for row in rates_bps],
+    }
+
+
+def measured_network(swarm: Swarm, announced: Mapping[PeerId, Announcement]) -> dict[str, Any]:
+    """Return a scenario (`plan/offline/scenario.py`) of the peers that lend a machine, in the order of their ids.
+
+    `estimated` lists the pairs [from, to] whose delay follows from coordinates or is assumed, and those whose bandwidth was not
+    measured. Raises LocalError if no peer lends a machine.
+    """
+    assert swarm.manifest is not None
+    lenders = [one for _, one in sorted(announced.items()) if one.memory_bytes > 0 and one.life not in AWAY][
+        :MAX_DEVICES
+    ]
+    if not lenders:
+        raise LocalError(f"no peer lends a machine to {swarm.name} at the moment, so there is no network to write")
+    names, view = [one.peer for one in lenders], view_of(swarm.manifest.model.units, lenders)
+    bandwidth_NN = bandwidths(view, names)
+    known_bps = bandwidth_NN[np.isfinite(bandwidth_NN)].tolist()
+    filled_NN = np.where(np.isfinite(bandwidth_NN), bandwidth_NN, statistics.median(known_bps or [ASSUMED_BPS]))
+    pairs = list(permutations(range(len(lenders)), 2))
+    ids = {pair: (names[pair[0]], names[pair[1]]) for pair in pairs}
+    is_measured = {pair: ids[pair] in view.rtt_s or ids[pair][::-1] in view.rtt_s for pair in pairs}
+    has_rate = {
+        (one, other): ids[one, other] in view.path_bps
+        or (view.peers[one].up_bps > 0 and view.peers[other].down_bps > 0)
+        for one, other in pairs
+    }
+    return {
+        "name": swarm.name,
+        "swarm": swarm.id.hex(),
+        "devices": len(lenders),
+        "peer": names,
+        "region": [one.name or None for one in lenders],
+        "gpu": [one.device or None for one in lenders],
+        "memory_gb": [one.memory_bytes / 1e9 for one in lenders],
+        "decode_units_per_s": [one.decode_units_per_s or None for one in lenders],
+        "training_units_per_s": [one.training_units_per_s or None for one in lenders],
+        "delay_ms": _rounded(1e3 * one_way_delays(view, names), 3),
+        "bandwidth_gbps": _rounded(filled_NN / 1e9, 6),
+        "estimated": {
+            "delay_ms": [pair for pair in pairs if not is_measured[pair]],
+            "bandwidth_gbps": [pair for pair in pairs if not has_rate[pair]],
+        },
+    }
+
+
+def _rounded(matrix_NN: Floats, digits: int) -> list[list[float]]:
+    """Return rows of rounded numbers: 0 on the diagonal, and elsewhere at least the smallest step."""
+    apart_NN = np.where(np.eye(len(matrix_NN), dtype=bool), 0.0, np.maximum(matrix_NN, 10.0**-digits))
+    rows: list[list[float]] = apart_NN.round(digits).tolist()
+    return rows

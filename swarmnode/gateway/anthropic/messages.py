@@ -14,17 +14,19 @@ from swarmnode.data.conversation import ASSISTANT, ChatEnding, template_call
 from swarmnode.gateway.gateway import ServedModel, gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, TOOL_CALLS, Piece
-from swarmnode.gateway.generation.response_parser import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
-from swarmnode.gateway.generation.sampling_fields import SamplingFields, check_type, checked_stops
-from swarmnode.gateway.generation.tool_use import (
+from swarmnode.gateway.generation.request_fields import (
     AUTO,
     MAX_TOOLS,
     NONE,
     REQUIRED,
     ResponseFormat,
+    SamplingFields,
     ToolUse,
+    check_type,
+    checked_stops,
     function_tool,
 )
+from swarmnode.gateway.generation.response_parser import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute, Items
 from swarmnode.gateway.http.event_stream import NamedEvent

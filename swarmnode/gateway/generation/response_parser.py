@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from swarmnode.client.text_stream import StopStrings
 from swarmnode.data.conversation import CALL_BEGIN, CALL_END
 from swarmnode.files import parse_json
-from swarmnode.gateway.generation.tool_use import ToolUse
+from swarmnode.gateway.generation.request_fields import ToolUse
 
 TEXT = "content"
 REASONING = frozenset({"thinking", "reasoning", "reasoning_content"})

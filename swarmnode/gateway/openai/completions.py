@@ -15,8 +15,8 @@ from swarmnode.gateway.access.keys import ApiKey
 from swarmnode.gateway.gateway import ServedModel, gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import ChatLogprobs, Piece, SpelledChoice, TextSpeller, spell_prompt
+from swarmnode.gateway.generation.request_fields import ToolUse
 from swarmnode.gateway.generation.response_parser import PartKind
-from swarmnode.gateway.generation.tool_use import ToolUse
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import MAX_VALUES, BodyRoute
 from swarmnode.gateway.http.event_stream import DONE, ClientWatch, TextEvents

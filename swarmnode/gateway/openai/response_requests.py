@@ -9,8 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field
 
 from swarmnode.data.conversation import ASSISTANT, ROLES, template_call
-from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
-from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ResponseFormat, ToolUse, function_tool
+from swarmnode.gateway.generation.request_fields import (
+    AUTO,
+    MAX_TOOLS,
+    REQUIRED,
+    NewTokens,
+    ResponseFormat,
+    SamplingFields,
+    ToolUse,
+    check_type,
+    function_tool,
+)
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import Items
 from swarmnode.gateway.openai.kept_responses import Item, ItemPart

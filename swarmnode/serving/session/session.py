@@ -43,12 +43,12 @@ from swarmnode.codec.tensors import TensorInfo
 from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.compute.serving.sampling import Sampler
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
-from swarmnode.measuring.timing import Timing
 from swarmnode.measuring.trace import SessionTrace
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.hop import Hop, until
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.paths import Timing
 from swarmnode.serving.drafting.first_hop import DraftLead
 from swarmnode.serving.drafting.last_hop import GuessedJobs, TakenBack
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
