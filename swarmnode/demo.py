@@ -294,7 +294,25 @@ class Story:
             with LocalSwarm(folder) as local:
                 swarm, nodes = await self._start(local, folder)
                 async with await SwarmClient.join(swarm, home=folder / "client") as client:
-                    spans = await self._watch_them_choose(client, nodes)
+                    self._spectators.scene("The nodes look around and choose their spans")
+
+                    async def until_ready() -> None:
+                        while True:
+                            status = client.status()
+                            self._spectators.swarm(status)
+                            ready = [peer for peer in status["peers"] if peer["state"] == "ready" and peer["span"][1]]
+                            if status["covered"] and len(ready) == NODES:
+                                return
+                            await client.changed()
+
+                    try:
+                        await asyncio.wait_for(until_ready(), COVER_TIMEOUT_S)
+                    except asyncio.TimeoutError:
+                        logs = "; ".join(f"{node.name}: {node.tail(200)}" for node in nodes)
+                        raise LocalError(
+                            f"the nodes did not cover the model within {COVER_TIMEOUT_S:.0f} s. {logs}"
+                        ) from None
+                    spans = {peer["name"]: peer["span"] for peer in client.status()["peers"] if peer["span"][1]}
                     async with await _trainer(swarm, folder / "trainer") as trainer:
                         lesson, victim, training_s = await self._teach(trainer, nodes, folder / "text", spans)
                         # Generate from the prompt with the trained swarm
@@ -345,25 +363,6 @@ class Story:
         await asyncio.to_thread(local.bootstrap)
         memory = f"{memory_for_half(swarm)}B"
         return swarm, [local.node(f"node-{number}", "--memory", memory) for number in range(1, NODES + 1)]
-
-    async def _watch_them_choose(self, client: SwarmClient, nodes: list[NodeProcess]) -> dict[str, list[int]]:
-        self._spectators.scene("The nodes look around and choose their spans")
-
-        async def until_ready() -> None:
-            while True:
-                status = client.status()
-                self._spectators.swarm(status)
-                ready = [peer for peer in status["peers"] if peer["state"] == "ready" and peer["span"][1]]
-                if status["covered"] and len(ready) == NODES:
-                    return
-                await client.changed()
-
-        try:
-            await asyncio.wait_for(until_ready(), COVER_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            logs = "; ".join(f"{node.name}: {node.tail(200)}" for node in nodes)
-            raise LocalError(f"the nodes did not cover the model within {COVER_TIMEOUT_S:.0f} s. {logs}") from None
-        return {peer["name"]: peer["span"] for peer in client.status()["peers"] if peer["span"][1]}
 
     async def _teach(
         self, trainer: TrainingClient, nodes: list[NodeProcess], text: Path, spans: dict[str, list[int]]

@@ -275,7 +275,18 @@ class ReceiptKeeper:
         async with self._writing:  # two receipts at once must not cover the same work
             try:
                 receipt = self._folder.open(question.receipt)
-                self._check(receipt, question.work)
+                # The receipt must cover more work than the previous one of its batch, but no more than was done.
+                before = self._folder.last(receipt)
+                told = 0 if before is None else before.served + before.trained
+                more, done = receipt.served + receipt.trained - told, self._completed.unconfirmed(question.work)
+                if not 0 < more <= done:
+                    text = f"its receipt adds {more} layers x tokens, but {done} were computed"
+                    raise ProtocolError(text, code=ErrorCode.REFUSED, peer=receipt.client)
+                if before is not None and (receipt.served < before.served or receipt.trained < before.trained):
+                    raise ProtocolError(
+                        "its receipt covers less than the one before", code=ErrorCode.REFUSED, peer=receipt.client
+                    )
+                self._completed.confirm(question.work, more, receipt.client)
                 await asyncio.to_thread(self._folder.keep, receipt, question.receipt)
             except ProtocolError as error:
                 log.info("receipt refused: %s", error)
@@ -286,24 +297,6 @@ class ReceiptKeeper:
                 return Answer(Error(ErrorCode.INTERNAL))
         self._counts["kept"] += 1
         return Answer(End())
-
-    def _check(self, receipt: Receipt, works: tuple[bytes, ...]) -> None:
-        """Check that the receipt covers more work than the previous one of its batch, but no more than was done; then mark
-        the work as confirmed.
-
-        Raises ProtocolError if it does not.
-        """
-        before = self._folder.last(receipt)
-        told = 0 if before is None else before.served + before.trained
-        more, done = receipt.served + receipt.trained - told, self._completed.unconfirmed(works)
-        if not 0 < more <= done:
-            text = f"its receipt adds {more} layers x tokens, but {done} were computed"
-            raise ProtocolError(text, code=ErrorCode.REFUSED, peer=receipt.client)
-        if before is not None and (receipt.served < before.served or receipt.trained < before.trained):
-            raise ProtocolError(
-                "its receipt covers less than the one before", code=ErrorCode.REFUSED, peer=receipt.client
-            )
-        self._completed.confirm(works, more, receipt.client)
 
 
 @dataclass
@@ -376,22 +369,20 @@ class ReceiptIssuer:
                 if len(waiting) < MAX_WORK_IDS:  # more work may go on the same receipt, unless the node leaves
                     with contextlib.suppress(asyncio.TimeoutError):
                         await asyncio.wait_for(self._leaving.wait(), GATHER_S)
-                await self._sign(peer, self._batch(peer))
+                batch = self._batch(peer)
+                covered = dict(list(batch.waiting.items())[:MAX_WORK_IDS])
+                served = batch.served + sum(one for one, _ in covered.values())
+                trained = batch.trained + sum(one for _, one in covered.values())
+                host, until = self._host, max(batch.since, int(self._host.clock.unix()))
+                receipt = Receipt(host.swarm.id, host.peer_id, peer, batch.since, until, served, trained)
+                signed = SignedReceipt(tuple(covered), sign_receipt(receipt, host.identity.sign))
+                async for _ in ask(self._board, peer, signed, silence_s=ANSWER_S):
+                    pass  # only END comes
+                batch.served, batch.trained = served, trained
+                for work in covered:
+                    batch.waiting.pop(work, None)
         except (PeerError, NetworkDown, asyncio.TimeoutError) as error:
             log.info("peer %s did not take your receipt: %s", peer, error or "no answer")
             del self._batches[peer]  # later work starts a batch with a later time
         finally:
             self._issuing.discard(peer)
-
-    async def _sign(self, peer: PeerId, batch: _Batch) -> None:
-        covered = dict(list(batch.waiting.items())[:MAX_WORK_IDS])
-        served = batch.served + sum(one for one, _ in covered.values())
-        trained = batch.trained + sum(one for _, one in covered.values())
-        host, until = self._host, max(batch.since, int(self._host.clock.unix()))
-        receipt = Receipt(host.swarm.id, host.peer_id, peer, batch.since, until, served, trained)
-        signed = SignedReceipt(tuple(covered), sign_receipt(receipt, host.identity.sign))
-        async for _ in ask(self._board, peer, signed, silence_s=ANSWER_S):
-            pass  # only END comes
-        batch.served, batch.trained = served, trained
-        for work in covered:
-            batch.waiting.pop(work, None)

@@ -291,10 +291,21 @@ class Node:
             loader, place = await self._prepare(host, heavy, services)
         finally:
             await cancel_and_wait(yielding)
+        from swarmnode.compute.device import free_memory
+
         while True:
             if self.lending.state is not LendingState.PAUSED:
                 await until_first(self._work(host, loader, place), self._held(host))
-            await self._pause(host)
+            # Give back all that the node holds, and wait until it may lend again.
+            stage, keep_span = self._stage, self.lending.keep is Keep.MEMORY
+            await self._leave_stage(host, keep_span=keep_span)
+            if stage is not None and keep_span:
+                self._kept = await asyncio.to_thread(stage.keep, host.link_config.ledger)
+            del stage
+            host.directory.announce(Place(state=State.PAUSED, seeds=(0, 0)), await host.introduction())
+            await asyncio.to_thread(free_memory)
+            self.lending.happened(LendingEvent.DRAINED)
+            await self.lending.until(LendingState.WAITING)
 
     async def _read_model(self, host: Host, services: AsyncExitStack) -> Manifest:
         """Wait for the swarm's first answer and return its manifest. From now on a crash counts against the model.
@@ -523,20 +534,6 @@ class Node:
         stage.take_on()
         host.directory.announce(Place(state=State.READY))
         return False
-
-    async def _pause(self, host: Host) -> None:
-        """Give back all that the node holds, and wait until it may lend again."""
-        from swarmnode.compute.device import free_memory
-
-        stage, keep_span = self._stage, self.lending.keep is Keep.MEMORY
-        await self._leave_stage(host, keep_span=keep_span)
-        if stage is not None and keep_span:
-            self._kept = await asyncio.to_thread(stage.keep, host.link_config.ledger)
-        del stage
-        host.directory.announce(Place(state=State.PAUSED, seeds=(0, 0)), await host.introduction())
-        await asyncio.to_thread(free_memory)
-        self.lending.happened(LendingEvent.DRAINED)
-        await self.lending.until(LendingState.WAITING)
 
     def _tell_lending(self, state: LendingState, reason: str) -> None:
         if state in LENDING:

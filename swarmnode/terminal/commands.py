@@ -192,7 +192,18 @@ class LateCommands(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._built:
-            self._built[name] = self._build(name, self._places[name])
+            place = self._places[name]
+            if place.module:
+                function = getattr(
+                    importlib.import_module(f"{ROOM}.{place.module}"), place.function or name.split()[-1]
+                )
+                alone = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+                alone.command(name, **{"cls": CommandWithTopics, **place.settings})(function)
+                built: Any = typer.main.get_group(alone).commands[name]
+            else:
+                built = CommandPrefix(name, help=place.about, rich_markup_mode=None)
+            built.shown, built.topics, built.tree = place.shown.split(), self._topics, self
+            self._built[name] = built
         return self._built[name]
 
     def __contains__(self, name: object) -> bool:
@@ -203,17 +214,6 @@ class LateCommands(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._places)
-
-    def _build(self, name: str, place: CommandPlace) -> Any:
-        if place.module:
-            function = getattr(importlib.import_module(f"{ROOM}.{place.module}"), place.function or name.split()[-1])
-            alone = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
-            alone.command(name, **{"cls": CommandWithTopics, **place.settings})(function)
-            built: Any = typer.main.get_group(alone).commands[name]
-        else:
-            built = CommandPrefix(name, help=place.about, rich_markup_mode=None)
-        built.shown, built.topics, built.tree = place.shown.split(), self._topics, self
-        return built
 
 
 class CommandTree(TyperGroup):

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swarmnode.gateway.access.keys import ApiKey, KeyRing
+from swarmnode.gateway.access.keys import KeyRing
 from swarmnode.gateway.gateway import GatewayConfig
 from swarmnode.gateway.http.api_error import ApiError, too_many
 from swarmnode.gateway.http.body_route import JsonBound
@@ -51,22 +51,23 @@ class Guard:
                     415, f"the gateway reads no compressed bodies: send it without Content-Encoding: {coding}"
                 )
             if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
-                scope.setdefault("state", {})["key"] = self._admit(headers)
+                bearer = BEARER.fullmatch(headers.get("authorization", ""))
+                key = self._keys.find(bearer[1] if bearer else headers.get("x-api-key"))
+                if key is None:
+                    raise ApiError(
+                        401,
+                        "this gateway needs an API key: send the header Authorization: Bearer sk-…",
+                        code="invalid_api_key",
+                    )
+                if wait_s := key.take():
+                    raise too_many(
+                        f"this key is limited to {key.limits.per_minute} requests a minute: try again later", wait_s
+                    )
+                scope.setdefault("state", {})["key"] = key
         except ApiError as error:
             await error.response()(scope, receive, _as_typed(send))
             return
         await self._app(scope, body.receive, _as_typed(send))
-
-    def _admit(self, headers: Headers) -> ApiKey:
-        bearer = BEARER.fullmatch(headers.get("authorization", ""))
-        key = self._keys.find(bearer[1] if bearer else headers.get("x-api-key"))
-        if key is None:
-            raise ApiError(
-                401, "this gateway needs an API key: send the header Authorization: Bearer sk-…", code="invalid_api_key"
-            )
-        if wait_s := key.take():
-            raise too_many(f"this key is limited to {key.limits.per_minute} requests a minute: try again later", wait_s)
-        return key
 
     def _check_page(self, headers: Headers) -> None:
         """Raise ApiError (403) for a request of a web page that may not call the gateway. Such a page reaches loopback from this
