@@ -109,7 +109,8 @@ class Prober:
         self._tasks = Tasks("bandwidth tests", on_crash=peer.link_config.supervisor.ends_peer)
 
     async def start(self, candidates: Callable[[], Iterable[PeerId]]) -> None:
-        """Answer tests, and test some of the `candidates` until enough is known."""
+        """Answer tests from now on, and test some of the `candidates` in the background until `close`: none while enough of
+        them are measured."""
         await self.serve()
         self._tasks.spawn(self._explore(candidates), "explore")
 
@@ -118,7 +119,7 @@ class Prober:
         await self._network.serve(PROBE_PROTOCOL, self._answer)
 
     async def close(self) -> None:
-        """Stop testing."""
+        """Stop testing. Tests of other peers are answered until the network closes."""
         await self._tasks.close()
 
     # -- asking

@@ -238,7 +238,7 @@ def sent_us(step: TraceStep) -> int:
 
 
 class Timeline:
-    """Timeline of one session over the peers that remember it."""
+    """Tokens of one session with the parts of their time, from the traces of the peers that remember it; none without traces."""
 
     def __init__(self, traces: Mapping[PeerId, Trace]) -> None:
         self.stops = sorted((Stop(peer, trace) for peer, trace in traces.items()), key=lambda stop: stop.span)

@@ -179,7 +179,7 @@ class Placement:
                         "these layers are fixed with --span or --plan, no other machine trains them, or texts end first"
                     )
                 self._note(view, f"keeps {layers(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
-            elif self._stands(move):
+            elif self._is_due(move):
                 if not move.fills:
                     await settled()
                     if bound():
@@ -227,7 +227,7 @@ class Placement:
         if self._leaving_s is not None:
             self._move_s, self._leaving_s = self._clock() - self._leaving_s, None
 
-    def _stands(self, move: Move) -> bool:
+    def _is_due(self, move: Move) -> bool:
         """Return whether the wish has stood long enough, and the last move that disturbed others is long enough ago."""
         if self._wish is not None and move.is_same_wish(self._wish.move):
             self._wish = replace(self._wish, move=move)

@@ -261,8 +261,16 @@ class CommandTree(TyperGroup):
         program with advice and exit code 2."""
         name = self._found(args)
         rest = args[len(name.split()) :]
-        if name and (ctx.resilient_parsing or not self._is_misspelled(name, rest)):
-            return name, self.commands[name], rest
+        if name:
+            command = self.commands[name]
+            # The word behind a command may be meant for the second word of another one.
+            is_misspelled = bool(command.inner and rest) and not rest[0].startswith("-")
+            if is_misspelled and not isinstance(command, CommandPrefix):
+                takes_words = any(each.param_type_name == "argument" for each in command.params)
+                close = difflib.get_close_matches(f"{name} {rest[0]}", command.inner, cutoff=0.8)
+                is_misspelled = not takes_words and bool(close)
+            if ctx.resilient_parsing or not is_misspelled:
+                return name, command, rest
         if ctx.resilient_parsing:
             return None, None, args
         # A sentence about words that are no command, with the command that is probably meant
@@ -321,13 +329,3 @@ class CommandTree(TyperGroup):
             if new := new or self.table.synonyms.get(old):
                 return [*new.split(), *args[count:]]
         return list(args)
-
-    def _is_misspelled(self, name: str, rest: Sequence[str]) -> bool:
-        """Return whether the word behind a command is meant for the second word of another one."""
-        command: Any = self.commands[name]
-        if not command.inner or not rest or rest[0].startswith("-"):
-            return False
-        if isinstance(command, CommandPrefix):
-            return True
-        takes_words = any(each.param_type_name == "argument" for each in command.params)
-        return not takes_words and bool(difflib.get_close_matches(f"{name} {rest[0]}", command.inner, cutoff=0.8))

@@ -189,13 +189,13 @@ class Handler(logging.Handler):
 def fitted(text: str) -> str:
     """Return the text with lines as wide as the terminal, as `say` breaks them."""
     width = shutil.get_terminal_size().columns
-    return "\n".join(line if len(line) <= width else _broken(line) for line in text.split("\n"))
-
-
-def _broken(line: str) -> str:
-    indent = line[: len(line) - len(line.lstrip())]
-    whole = re.sub(r"`[^`]*`|\bswarmnode .*", lambda command: command[0].replace(" ", _FIGURE_SPACE), line.strip())
-    return wrapped(whole, indent, indent).replace(_FIGURE_SPACE, " ")
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if len(line) > width:
+            indent = line[: len(line) - len(line.lstrip())]
+            whole = re.sub(r"`[^`]*`|\bswarmnode .*", lambda words: words[0].replace(" ", _FIGURE_SPACE), line.strip())
+            lines[number] = wrapped(whole, indent, indent).replace(_FIGURE_SPACE, " ")
+    return "\n".join(lines)
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:

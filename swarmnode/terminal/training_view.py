@@ -62,29 +62,30 @@ def draw_curve(points: Sequence[tuple[int, float]], end: int, *, width: int, hei
     If several points share a column of dots, their mean is drawn. Values that are not finite are left out.
     """
     finite = [(number, value) for number, value in points if math.isfinite(value)]
-    labels = _labels([value for _, value in finite], height)
+    labels = [""] * height  # the largest value at the top, the smallest at the bottom
+    if finite:
+        labels[-1] = f"{min(value for _, value in finite):.4g}"
+        labels[0] = f"{max(value for _, value in finite):.4g}"
     room = max((len(label) for label in labels), default=0) + 1
     columns = max(1, width - room) * DOTS_WIDE
     rows = height * DOTS_HIGH
     cells = [[_BLANK] * (columns // DOTS_WIDE) for _ in range(height)]
-    means = _joined(_means(finite, end, columns))
+    by_column: dict[int, list[float]] = {}
+    for number, value in sorted(finite):
+        by_column.setdefault(min(columns - 1, number * columns // max(1, end)), []).append(value)
+    means = _joined({column: math.fsum(values) / len(values) for column, values in by_column.items()})
     low, high = min(means.values(), default=0.0), max(means.values(), default=0.0)
     before: int | None = None
     for column, value in means.items():
         row = round((high - value) / (high - low) * (rows - 1)) if high > low else rows // 2
-        for dot in _stroke(before, row):
+        stroke = range(row, row + 1)  # up or down from the row of the column before
+        if before is not None and before != row:
+            stroke = range(before + 1, row + 1) if before < row else range(row, before)
+        for dot in stroke:
             cells[dot // DOTS_HIGH][column // DOTS_WIDE] |= _BITS[column % DOTS_WIDE][dot % DOTS_HIGH]
         before = row
     lines = ("".join(map(chr, line)) for line in cells)
     return [f"{label:>{room - 1}} {line}" for label, line in zip(labels, lines, strict=True)]
-
-
-def _means(points: Sequence[tuple[int, float]], end: int, columns: int) -> dict[int, float]:
-    """Return the mean value by column, from left to right."""
-    sums: dict[int, list[float]] = {}
-    for number, value in sorted(points):
-        sums.setdefault(min(columns - 1, number * columns // max(1, end)), []).append(value)
-    return {column: math.fsum(values) / len(values) for column, values in sums.items()}
 
 
 def _joined(means: dict[int, float]) -> dict[int, float]:
@@ -94,22 +95,6 @@ def _joined(means: dict[int, float]) -> dict[int, float]:
         for column in range(left + 1, right + 1):
             joined[column] = start + (stop - start) * (column - left) / (right - left)
     return joined
-
-
-def _stroke(before: int | None, row: int) -> range:
-    """Return the rows of one column's dots: up or down from the row of the column before."""
-    if before is None or before == row:
-        return range(row, row + 1)
-    return range(before + 1, row + 1) if before < row else range(row, before)
-
-
-def _labels(values: Sequence[float], height: int) -> list[str]:
-    """Return the labels of the scale: the largest value at the top, the smallest at the bottom."""
-    labels = [""] * height
-    if values:
-        labels[-1] = f"{min(values):.4g}"
-        labels[0] = f"{max(values):.4g}"
-    return labels
 
 
 class TrainingView:
