@@ -21,9 +21,9 @@ from swarmnode.codec.messages import MAX_CLAIMED, MAX_WORK_IDS, CreditClaim, End
 from swarmnode.errors import ErrorCode, LocalError, NetworkDown, PeerError, ProtocolError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.identity import identities, verify
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.peer.host import Host
@@ -34,13 +34,17 @@ from swarmnode.swarm.records.manifest import CREDIT
 from swarmnode.swarm.records.receipt import (
     MAX_BATCH_S,
     Receipt,
+    ReceiptFolder,
     Voucher,
+    counts,
     open_receipt,
     open_voucher,
+    read_receipts,
+    receipts_of,
     sign_receipt,
     sign_voucher,
+    signed_receipts,
 )
-from swarmnode.swarm.storage.receipt_folder import ReceiptFolder, counts, read_receipts, receipts_of, signed_receipts
 
 log = logging.getLogger(__name__)
 

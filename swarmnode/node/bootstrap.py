@@ -57,13 +57,7 @@ class Bootstrap:
             config = replace(config, host_maddrs=tuple(dict.fromkeys([*swarm.bootstrap_listen, *config.host_maddrs])))
         host = await Host.join(swarm, config, role="bootstrap", identity=promised, platform=platform)
         try:
-            addresses = await host.network.addresses()
-            if config.nat_port_map:  # the router may need some seconds
-                give_up_s = host.clock.monotonic() + NAT_S
-                while not any(map(is_public, addresses)) and host.clock.monotonic() < give_up_s:
-                    await asyncio.sleep(NAT_LOOK_S)
-                    addresses = await host.network.addresses()
-            _take_in(host, file, addresses)
+            _take_in(host, file, await _mapped(host))
             if not host.joined.is_set() and promised is None:
                 log.warning("waiting for %s: no other machine of it answers yet", swarm.name)
             await host.manifest(patience_s=MANIFEST_PATIENCE_S)
@@ -103,6 +97,17 @@ class Bootstrap:
             await self._states.close()
         await self._seeder.close()
         await self.host.close()
+
+
+async def _mapped(host: Host) -> list[str]:
+    """Return the peer's addresses, after up to `NAT_S` seconds for the router to map a port if it was asked to."""
+    addresses = await host.network.addresses()
+    if host.config.nat_port_map:
+        give_up_s = host.clock.monotonic() + NAT_S
+        while not any(map(is_public, addresses)) and host.clock.monotonic() < give_up_s:
+            await asyncio.sleep(NAT_LOOK_S)
+            addresses = await host.network.addresses()
+    return addresses
 
 
 def _take_in(host: Host, file: Path | None, addresses: list[str]) -> None:

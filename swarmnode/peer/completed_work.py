@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from swarmnode.errors import LocalError
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.fair_share import Recent
 
 MAX_IDS = 8192  # sessions and leases remembered; the oldest are dropped, and their unsigned work earns no credit
 

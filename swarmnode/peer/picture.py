@@ -25,7 +25,7 @@ from swarmnode.errors import ERROR_TEXT, ErrorCode, LocalError
 from swarmnode.net.addressing.addresses import host_of, is_relayed
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, state_name
-from swarmnode.plan.offline.scenario import MAX_DEVICES
+from swarmnode.plan.offline.planner_files import MAX_DEVICES
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.spans.placement import gaps
