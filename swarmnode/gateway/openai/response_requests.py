@@ -134,7 +134,7 @@ class ResponsesRequest(SamplingFields):
 
     @property
     def form(self) -> ResponseFormat:
-        return (self.text and self.text.format) or ResponseFormat(type="text")
+        return (self.text and self.text.format) or ResponseFormat.model_validate({"type": "text"})
 
     @property
     def template_variables(self) -> dict[str, Any]:
