@@ -294,11 +294,40 @@ class Story:
             with LocalSwarm(folder) as local:
                 swarm, nodes = await self._start(local, folder)
                 async with await SwarmClient.join(swarm, home=folder / "client") as client:
-                    spans = await self._watch_them_choose(client, nodes)
+                    self._spectators.scene("The nodes look around and choose their spans")
+
+                    async def until_ready() -> None:
+                        while True:
+                            status = client.status()
+                            self._spectators.swarm(status)
+                            ready = [peer for peer in status["peers"] if peer["state"] == "ready" and peer["span"][1]]
+                            if status["covered"] and len(ready) == NODES:
+                                return
+                            await client.changed()
+
+                    try:
+                        await asyncio.wait_for(until_ready(), COVER_TIMEOUT_S)
+                    except asyncio.TimeoutError:
+                        logs = "; ".join(f"{node.name}: {node.tail(200)}" for node in nodes)
+                        raise LocalError(
+                            f"the nodes did not cover the model within {COVER_TIMEOUT_S:.0f} s. {logs}"
+                        ) from None
+                    spans = {peer["name"]: peer["span"] for peer in client.status()["peers"] if peer["span"][1]}
                     async with await _trainer(swarm, folder / "trainer") as trainer:
                         lesson, victim, training_s = await self._teach(trainer, nodes, folder / "text", spans)
-                        text, tokens_per_s, ids = await self._complete(client)
-                        identical = await self._compare(trainer, folder / "taught", ids)
+                        # Generate from the prompt with the trained swarm
+                        self._spectators.scene(f"The same swarm is given {PROMPT!r} and goes on")
+                        self._spectators.text(PROMPT)
+                        stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
+                        async for piece in stream:
+                            self._spectators.text(piece.text or "")
+                        result, out = stream.result, folder / "taught"
+                        # Export the model, and compare what a single process generates from it
+                        self._spectators.scene(
+                            "Exporting the model, and comparing with a single process that holds the whole of it"
+                        )
+                        await trainer.export(out, force=False, patience_s=EXPORT_PATIENCE_S)
+                        alone = await asyncio.to_thread(generate_alone, out, list(PROMPT.encode()), TOKENS)
                 self._spectators.scene("Stopping everything")
                 await asyncio.to_thread(local.stop)
             left = sum(member.process.poll() is None for member in local.members)
@@ -314,10 +343,10 @@ class Story:
             killed=victim,
             killed_at_step=lesson.killed_at_step,
             stall_s=max(report.step_s for report in reports[lesson.killed_at_step :]),
-            text=text,
+            text=PROMPT + (result.text or ""),
             original=original(),
-            tokens_per_s=round(tokens_per_s, 1),
-            identical=identical,
+            tokens_per_s=round(result.tokens_per_s, 1),
+            identical=alone == result.ids,
             left_running=left,
             seconds=round(self._clock() - started_s, 1),
         )
@@ -334,25 +363,6 @@ class Story:
         await asyncio.to_thread(local.bootstrap)
         memory = f"{memory_for_half(swarm)}B"
         return swarm, [local.node(f"node-{number}", "--memory", memory) for number in range(1, NODES + 1)]
-
-    async def _watch_them_choose(self, client: SwarmClient, nodes: list[NodeProcess]) -> dict[str, list[int]]:
-        self._spectators.scene("The nodes look around and choose their spans")
-
-        async def until_ready() -> None:
-            while True:
-                status = client.status()
-                self._spectators.swarm(status)
-                ready = [peer for peer in status["peers"] if peer["state"] == "ready" and peer["span"][1]]
-                if status["covered"] and len(ready) == NODES:
-                    return
-                await client.changed()
-
-        try:
-            await asyncio.wait_for(until_ready(), COVER_TIMEOUT_S)
-        except asyncio.TimeoutError:
-            logs = "; ".join(f"{node.name}: {node.tail(200)}" for node in nodes)
-            raise LocalError(f"the nodes did not cover the model within {COVER_TIMEOUT_S:.0f} s. {logs}") from None
-        return {peer["name"]: peer["span"] for peer in client.status()["peers"] if peer["span"][1]}
 
     async def _teach(
         self, trainer: TrainingClient, nodes: list[NodeProcess], text: Path, spans: dict[str, list[int]]
@@ -372,22 +382,6 @@ class Story:
         training = trainer.train(text, recipe(self._steps), lesson, asyncio.Event())
         await lesson.follow(asyncio.ensure_future(training))
         return lesson, victim.name, self._clock() - began_s
-
-    async def _complete(self, client: SwarmClient) -> tuple[str, float, list[int]]:
-        """Generate from the prompt with the trained swarm. Returns the text, the tokens per second and the generated ids."""
-        self._spectators.scene(f"The same swarm is given {PROMPT!r} and goes on")
-        self._spectators.text(PROMPT)
-        stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
-        async for piece in stream:
-            self._spectators.text(piece.text or "")
-        return PROMPT + (stream.result.text or ""), stream.result.tokens_per_s, stream.result.ids
-
-    async def _compare(self, trainer: TrainingClient, out: Path, ids: list[int]) -> bool:
-        """Export the model and return whether a single process generates the same ids from it."""
-        self._spectators.scene("Exporting the model, and comparing with a single process that holds the whole of it")
-        await trainer.export(out, force=False, patience_s=EXPORT_PATIENCE_S)
-        alone = await asyncio.to_thread(generate_alone, out, list(PROMPT.encode()), TOKENS)
-        return alone == ids
 
 
 async def _trainer(swarm: Swarm, home: Path) -> TrainingClient:

@@ -6,6 +6,7 @@ Checks of a machine before it joins a swarm: each returns a finding with a verdi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import platform
 import shutil
@@ -13,7 +14,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -61,18 +62,11 @@ class Finding(NamedTuple):
 
 def examine_machine(home: Path) -> list[Finding]:
     """Run every check that needs no network. Takes a second or two."""
-    looks: tuple[Callable[[], Finding], ...] = (
-        _python,
-        _torch,
-        _memory,
-        lambda: _disk(home),
-        lambda: _disk_speed(home),
-        lambda: _home(home),
-        _files,
-        _daemon,
-        _ipv6,
-    )
-    return [look() for look in looks]
+    version = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    free_bytes = probe_device("cpu").free_bytes
+    remedy, seen = "close other programs: little of a model fits", f"{free_bytes / 1e9:.1f} GB free"
+    memory = _enough("memory", free_bytes >= MEMORY_LEAST_BYTES, seen, remedy)
+    return [Finding("python", "good", version), _torch(), memory, *_folder(home), _files(), _daemon(), _ipv6()]
 
 
 async def examine_bootstraps(swarm: Swarm) -> list[Finding]:
@@ -143,10 +137,6 @@ def _enough(what: str, good: bool, seen: str, remedy: str) -> Finding:
     return Finding(what, "good", seen) if good else Finding(what, "doubtful", seen, remedy)
 
 
-def _python() -> Finding:
-    return Finding("python", "good", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-
-
 def _torch() -> Finding:
     """Check that this build of torch can use this machine's graphics card."""
     import torch
@@ -165,37 +155,24 @@ def _torch() -> Finding:
     return Finding("device", "good", f"{seen}, {usable_cores()} cores")
 
 
-def _memory() -> Finding:
-    free_bytes = probe_device("cpu").free_bytes
-    remedy = "close other programs: little of a model fits"
-    return _enough("memory", free_bytes >= MEMORY_LEAST_BYTES, f"{free_bytes / 1e9:.1f} GB free", remedy)
-
-
-def _disk(home: Path) -> Finding:
-    place = existing(home)
+def _folder(home: Path) -> Iterator[Finding]:
+    """Yield the space and the speed of the home folder's disk, and whether the folder can be written. No file stays there."""
+    place, another = existing(home), "choose another folder with --home or SWARMNODE_HOME"
     free_bytes = shutil.disk_usage(place).free
     remedy = "free some space (`swarmnode models prune`), or choose another disk with --home"
-    return _enough("disk", free_bytes >= DISK_LEAST_BYTES, f"{free_bytes / 1e9:.1f} GB free at {place}", remedy)
-
-
-def _disk_speed(home: Path) -> Finding:
-    """Write and read a file of some megabytes, which is deleted again."""
-    place = existing(home)
+    yield _enough("disk", free_bytes >= DISK_LEAST_BYTES, f"{free_bytes / 1e9:.1f} GB free at {place}", remedy)
     try:
         written, read = measure_disk(place)
     except LocalError as error:
-        return Finding("disk speed", "bad", str(error), "choose another folder with --home or SWARMNODE_HOME")
-    seen = f"writes {written / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s"
-    remedy = "weights load slowly from it: choose another disk with --home"
-    return _enough("disk speed", min(written, read) >= DISK_LEAST_BYTES_PER_S, seen, remedy)
-
-
-def _home(home: Path) -> Finding:
-    """Check that the home folder can be written, without leaving a file there."""
-    place = existing(home)
-    if may_write(place):
-        return Finding("home", "good", str(home))
-    return Finding("home", "bad", f"{place} cannot be written", "choose another folder with --home or SWARMNODE_HOME")
+        yield Finding("disk speed", "bad", str(error), another)
+    else:
+        seen = f"writes {written / 1e6:.0f} MB/s, reads {read / 1e6:.0f} MB/s"
+        remedy = "weights load slowly from it: choose another disk with --home"
+        yield _enough("disk speed", min(written, read) >= DISK_LEAST_BYTES_PER_S, seen, remedy)
+    is_good = may_write(place)
+    yield (
+        Finding("home", "good", str(home)) if is_good else Finding("home", "bad", f"{place} cannot be written", another)
+    )
 
 
 def _files() -> Finding:
@@ -252,8 +229,7 @@ Server = tuple[str, int]
 
 def examine_network() -> list[Finding]:
     """Run all checks of the connection, in some seconds. Changes nothing, neither here nor at the router."""
-    looks: tuple[Callable[[], Finding], ...] = (clock, nat, upnp)
-    return [look() for look in looks]
+    return [clock(), nat(), upnp()]
 
 
 def clock(servers: Sequence[Server] = TIME_SERVERS) -> Finding:
@@ -300,7 +276,11 @@ def nat(servers: Sequence[Server] = STUN_SERVERS) -> Finding:
         own = port.getsockname()[1]
     if not seen:
         return Finding("NAT", "doubtful", "no STUN server answers", "UDP is barred here, or this machine is offline")
-    host = _own_host(servers[0])
+    # The address that this machine uses towards a server; None without a route. Nothing is sent.
+    host = None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port, contextlib.suppress(OSError):
+        port.connect(servers[0])
+        host = str(port.getsockname()[0])
     if host is not None and seen[0][0] == host:
         return Finding("NAT", "good", f"none: this machine is {host} itself")
     carrier = ", behind a provider's NAT" if host and ipaddress.ip_address(host) in CARRIERS else ""
@@ -315,16 +295,6 @@ def nat(servers: Sequence[Server] = STUN_SERVERS) -> Finding:
     return Finding(
         "NAT", "good", f"cone{carrier}, seen at {seen[0][0]}{kept}: other machines can connect through your router"
     )
-
-
-def _own_host(towards: Server) -> str | None:
-    """Return the address that this machine uses towards a server, or None if there is no route. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as port:
-        try:
-            port.connect(towards)
-        except OSError:
-            return None
-        return str(port.getsockname()[0])
 
 
 def upnp(routers: Server = ROUTERS) -> Finding:

@@ -23,7 +23,7 @@ from swarmnode.data.samples import DataRules, DataSummary
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.files import home_folder
 from swarmnode.membership.owner import InviteTerms, friends_invite
-from swarmnode.net.identity import SigningKey, hosting_alone
+from swarmnode.net.identity import hosting_alone
 from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
@@ -113,23 +113,58 @@ def _name(file: Path, home: Path) -> None:
         JoinedSwarms(home).remember_file(file)
 
 
-class HostedSwarm:
+class _Background:
+    """Work in a thread with an event loop of its own; `_stop` asks it to end."""
+
+    def __init__(self, name: str) -> None:
+        import uvloop
+
+        self._loop = uvloop.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._live, name=name, daemon=True)
+
+    async def _work(self) -> None:
+        raise NotImplementedError
+
+    def _over(self, error: BaseException | None) -> None:
+        """Take the error that ended the work, or None. Called in the thread."""
+        raise NotImplementedError
+
+    def _live(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        error: BaseException | None = None
+        try:
+            self._loop.run_until_complete(self._work())
+        except BaseException as ending:
+            error = ending
+        finally:
+            self._loop.close()
+            self._over(error)
+
+    def _end(self) -> None:
+        """Ask the work to end, and wait for it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the thread ends by itself
+            self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join()
+
+
+class HostedSwarm(_Background):
     """A swarm with an open door and a running node, in a thread of this process: `with swarmnode.host(…) as hosted`."""
 
     def __init__(self, swarm: Swarm, config: NodeConfig, password: str = "") -> None:
-        import uvloop
-
-        self._key = _owner_key(swarm, password)
+        # The key beside the .swarm file makes invites; a locked one needs its password.
+        path = None if swarm.file is None else swarm.file.with_suffix(OWNER_SUFFIX)
+        self._key = None
+        if path is not None and path.exists() and (password or not is_locked(path)):
+            self._key = load_owner_key(path, password or None)
         door = HostConfig(config.host.home, name="bootstrap")
         self._host = SwarmHost(swarm, door, config, self._tell)
+        super().__init__("swarmnode-host")
         self._swarm = swarm
         self._home = config.host.home
-        self._loop = uvloop.new_event_loop()
-        self._stop = asyncio.Event()
         self._opened: queue.Queue[BaseException | None] = queue.Queue()
         self._serving = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._live, name="swarmnode-host", daemon=True)
         self._thread.start()
         if (error := self._opened.get()) is not None:
             self._thread.join()
@@ -166,41 +201,27 @@ class HostedSwarm:
 
     def close(self) -> None:
         """Let sessions move away, close the door and wait for the end. Raises the error that ended the node earlier."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the thread ends by itself
-            self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        self._end()
         error, self._error = self._error, None
         if error is not None:
             raise error
 
-    def _live(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            with hosting_alone(self._home, self._swarm.id, self._swarm.name):
-                self._loop.run_until_complete(self._host.run(self._stop, self._welcome))
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._loop.close()
-            self._opened.put(self._error)
-            self._serving.set()
+    async def _work(self) -> None:
+        async def opened(swarm: Swarm, _addresses: list[str]) -> None:
+            self._swarm = swarm
+            self._opened.put(None)
 
-    async def _welcome(self, opened: Swarm, _addresses: list[str]) -> None:
-        self._swarm = opened
-        self._opened.put(None)
+        with hosting_alone(self._home, self._swarm.id, self._swarm.name):
+            await self._host.run(self._stop, opened)
+
+    def _over(self, error: BaseException | None) -> None:
+        self._error = error
+        self._opened.put(error)
+        self._serving.set()
 
     def _tell(self, event: str, _text: str, **_details: object) -> None:
         if event == "ready":
             self._serving.set()
-
-
-def _owner_key(swarm: Swarm, password: str) -> SigningKey | None:
-    """Return the key beside the .swarm file; None if there is none, or if it is locked and no password is given. Raises
-    UsageError if the password is wrong."""
-    path = None if swarm.file is None else swarm.file.with_suffix(OWNER_SUFFIX)
-    if path is None or not path.exists():
-        return None
-    return None if is_locked(path) and not password else load_owner_key(path, password or None)
 
 
 def host(swarm: Swarm | str | Path, config: NodeConfig | None = None, *, password: str = "") -> HostedSwarm:
@@ -302,17 +323,13 @@ def train(
     return _Training(known, folder, path, run, DataRules(shown=0, ends_answers=end_answers), patience_s).events()
 
 
-class _Training:
+class _Training(_Background):
     """A training in a thread of its own, whose events are read in this one."""
 
     def __init__(self, swarm: Swarm, home: Path, data: Path, run: Run, rules: DataRules, patience_s: float) -> None:
-        import uvloop
-
+        super().__init__("swarmnode-train")
         self._request = (swarm, home, data, run, rules, patience_s)
         self._events: queue.Queue[StepSummary | TrainingWait | BaseException | None] = queue.Queue()
-        self._loop = uvloop.new_event_loop()
-        self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._live, name="swarmnode-train", daemon=True)
 
     def events(self) -> Iterator[StepSummary | TrainingWait]:
         """Yield the events until the run is over. Raises the error that ended it."""
@@ -323,9 +340,7 @@ class _Training:
                     raise event
                 yield event
         finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the thread ends by itself
-                self._loop.call_soon_threadsafe(self._stop.set)
-            self._thread.join()
+            self._end()
 
     # Listener
 
@@ -342,17 +357,10 @@ class _Training:
         """Pass on the reason why the training waits, and the missing units."""
         self._events.put(TrainingWait(why, missing))
 
-    def _live(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._feed())
-            self._events.put(None)
-        except BaseException as error:
-            self._events.put(error)
-        finally:
-            self._loop.close()
+    def _over(self, error: BaseException | None) -> None:
+        self._events.put(error)
 
-    async def _feed(self) -> None:
+    async def _work(self) -> None:
         from swarmnode.client.training.client import TrainingClient
 
         swarm, home, data, run, rules, patience_s = self._request

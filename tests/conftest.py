@@ -80,7 +80,7 @@ def smollm2_folder(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
     """What is imported for the tests stays: the garbage collector looks at it neither meanwhile nor later, as in a node that starts
-    (`swarmnode/terminal/process.py`). Otherwise it would take a tenth of the time of tests."""
+    (`swarmnode/terminal/console.py`). Otherwise it would take a tenth of the time of tests."""
     gc.disable()
     try:
         return (yield)

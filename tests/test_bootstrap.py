@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.node.bootstrap import NAT_S, _bootstraps, _is_gone, _keep, _mapped, _take_in
+from swarmnode.node.bootstrap import NAT_S, _is_gone, _mapped, _take_in
 from swarmnode.swarm.records.manifest import encode_manifest
 from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm, save_swarm
 from tests.net.virtual import in_virtual_time
@@ -21,9 +21,12 @@ HERE = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooWdoor"
 THERE = "/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWdoor"
 
 
-def test_an_invite_leads_to_this_machine_only_where_the_swarm_is_on_it() -> None:
-    assert _bootstraps([HERE, THERE]) == [THERE]
-    assert _bootstraps([HERE]) == [HERE]
+@pytest.mark.parametrize(("addresses", "named"), [([HERE, THERE], THERE), ([HERE], HERE)])
+async def test_an_invite_leads_to_this_machine_only_where_the_swarm_is_on_it(addresses: list[str], named: str) -> None:
+    host = behind_router([])
+    host.swarm = replace(host.swarm, bootstraps=())
+    _take_in(host, None, addresses)
+    assert host.swarm.bootstraps == (named,)
 
 
 def test_another_port_of_an_interface_that_is_still_there_is_gone() -> None:
@@ -35,14 +38,18 @@ def test_another_port_of_an_interface_that_is_still_there_is_gone() -> None:
     assert not _is_gone(MAPPED, [MAPPED.replace("4001", "4002")]), "a router's"
 
 
-def test_new_doors_are_kept_where_the_file_may_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_new_doors_are_kept_where_the_file_may_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     swarm = new_swarm(encode_manifest(make_manifest()))
     path = tmp_path / "friends.swarm"
     save_swarm(swarm, path)
+    host = behind_router([])
+    host.swarm = replace(swarm, bootstraps=())
     with caplog.at_level(logging.WARNING):
-        _keep(replace(swarm, bootstraps=(THERE,)), path)
+        _take_in(host, path, [THERE])
         assert load_swarm(path).bootstraps == (THERE,) and not caplog.records
-        _keep(replace(swarm, bootstraps=(HERE,)), tmp_path / "read-only" / "friends.swarm")
+        _take_in(host, tmp_path / "read-only" / "friends.swarm", [THERE, THERE.replace("door", "else")])
     [warning] = caplog.records
     assert (
         "cannot write" in warning.message and "invites made later will not name this bootstrap peer" in warning.message

@@ -24,9 +24,8 @@ import httpx2
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.gateway.app import build_app
-from swarmnode.gateway.gateway import Gateway
+from swarmnode.gateway.gateway import Gateway, GatewayConfig
 from swarmnode.gateway.page.page import HEADER, Page
-from swarmnode.gateway.served_model import GatewayConfig
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.gateway.in_process import InProcess

@@ -30,7 +30,7 @@ from swarmnode.errors import UsageError
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.http_server import serving_http
-from swarmnode.gateway.page import feed
+from swarmnode.gateway.page import page as feed
 from swarmnode.gateway.page.page import Page
 from swarmnode.net.identity import Identity
 from swarmnode.peer.picture import picture_of

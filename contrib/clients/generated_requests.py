@@ -25,10 +25,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.client.text_stream import TextStream
 from swarmnode.gateway.app import build_app
-from swarmnode.gateway.gateway import Gateway
+from swarmnode.gateway.gateway import Gateway, GatewayConfig
 from swarmnode.gateway.http.http_server import serving_http
 from swarmnode.gateway.page.page import HEADER, Page
-from swarmnode.gateway.served_model import GatewayConfig
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.serving.client.generation import GenerateOptions
 from swarmnode.swarm.storage.swarmfile import load_swarm

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from swarmnode.compute.packing.methods import CALIBRATION, EVERYWHERE, KEYS, METHODS
+from swarmnode.compute.packing.methods import CALIBRATION, EVERYWHERE, METHODS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- keys of quantization_config -->\n", "<!-- end -->\n"
@@ -20,9 +20,8 @@ def page() -> str:
 
 
 def _section() -> str:
-    assert KEYS.keys() == METHODS.keys()
     rows = []
-    for name, (read, harmless) in KEYS.items():
+    for name, (_, read, harmless) in METHODS.items():
         calibration = [SHARED] if harmless >= CALIBRATION else []
         without_effect = [*calibration, *_names(harmless - CALIBRATION - read)]
         rows.append(f"| {name} | {_listed(read)} | {', '.join(without_effect) or '-'} |")

@@ -34,8 +34,7 @@ from swarmnode.codec.audit_messages import AUDIT_PROTOCOL
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.frames import MAX_BODY_BYTES, FrameKind, pack_header
 from swarmnode.codec.messages import KIND_OF, Hello, encode_body
-from swarmnode.credit.priorities import CLAIM_PROTOCOL
-from swarmnode.credit.receipts import CREDIT_PROTOCOL
+from swarmnode.credit.receipts import CLAIM_PROTOCOL, CREDIT_PROTOCOL
 from swarmnode.errors import PeerError
 from swarmnode.measuring.bandwidth import PROBE_PROTOCOL
 from swarmnode.measuring.trace import TRACE_PROTOCOL

@@ -69,7 +69,17 @@ async def fetch_account(
     for first in range(0, end, MAX_SKETCHED):
         question = GetStatement(session, seed, first, min(MAX_SKETCHED, end - first), length)
         parts.append(await _ask(board, peer, question, swarm))
-    return _joined(parts)
+    # Statements of one account differ in positions and sketches only.
+    last = parts[-1].statement
+    for part in parts:
+        said = part.statement
+        as_last = msgspec.structs.replace(said, first=last.first, count=last.count, sketches=last.sketches)
+        if as_last != last or (part.sent_TK is None) != (parts[-1].sent_TK is None):
+            raise ProtocolError("two of its statements about one session contradict each other", peer=last.peer)
+    received = [part.received_TK for part in parts if part.received_TK is not None]
+    sent = [part.sent_TK for part in parts if part.sent_TK is not None]
+    received_TK, sent_TK = (torch.cat(edge) if edge else None for edge in (received, sent))
+    return HopAccount(last, parts[-1].raw, received_TK, sent_TK)
 
 
 async def _ask(board: Switchboard, peer: PeerId, question: GetStatement, swarm: bytes) -> HopAccount:
@@ -102,26 +112,6 @@ def read_account(raw: bytes, payload: Buffer, swarm: bytes) -> HopAccount:
     rest = payload[size_bytes:] if received_TK is not None else payload
     sent_TK = read_sketches(rest, statement.count) if len(rest) else None
     return HopAccount(statement, raw, received_TK, sent_TK)
-
-
-def _joined(parts: Sequence[HopAccount]) -> HopAccount:
-    """Join the parts of one account. Raises ProtocolError if their statements differ in more than positions and
-    sketches."""
-    last = parts[-1].statement
-    for part in parts:
-        said = part.statement
-        as_last = msgspec.structs.replace(said, first=last.first, count=last.count, sketches=last.sketches)
-        if as_last != last or (part.sent_TK is None) != (parts[-1].sent_TK is None):
-            raise ProtocolError("two of its statements about one session contradict each other", peer=last.peer)
-    received_TK, sent_TK = (
-        _together(edge) for edge in zip(*((part.received_TK, part.sent_TK) for part in parts), strict=True)
-    )
-    return HopAccount(last, parts[-1].raw, received_TK, sent_TK)
-
-
-def _together(parts: Sequence[Tensor | None]) -> Tensor | None:
-    known = [part_TK for part_TK in parts if part_TK is not None]
-    return torch.cat(known) if known else None
 
 
 log = logging.getLogger(__name__)
@@ -162,16 +152,16 @@ class TextRun:
         if taken.digest != ids_digest(torch.tensor(ids[: taken.length], dtype=torch.int64)):
             return 0
         apart = next((index for index in range(1, len(self.accounts)) if not self._agree(index)), None)
-        return len(self.accounts) if apart is None and not self._was_told(ids) else apart
-
-    def _was_told(self, ids: Sequence[int]) -> bool:
-        """Return whether the last hop signed for exactly the tokens that the client received from it."""
+        if apart is not None:
+            return apart
+        # The last hop must have signed for exactly the tokens that the client received from it.
         told = self.accounts[-1].statement.sent
         first, last = min(self.drawn, default=told.base), max(self.drawn, default=told.length - 1)
         if not told.base <= first <= last < told.length <= len(ids):
-            return False
+            return len(self.accounts)
         tokens = [self.drawn.get(at, ids[at]) for at in range(told.base, told.length)]
-        return told.digest == ids_digest(torch.tensor(tokens, dtype=torch.int64))
+        is_same = told.digest == ids_digest(torch.tensor(tokens, dtype=torch.int64))
+        return None if is_same else len(self.accounts)
 
     def _agree(self, index: int) -> bool:
         sender, receiver, base = self.accounts[index - 1], self.accounts[index], self.base(index)
@@ -304,10 +294,32 @@ class AuditCase:
         return await self._decide(TextRun(session.route, accounts, drawn, moved=session.epoch > 1))
 
     async def _decide(self, original: TextRun) -> str:
-        if original.contradiction(self.ids) is not None:
-            return self._contradicted(original)
-        if (index := self._untold(original)) is not None:
-            return self._concealed(original, index)
+        if (edge := original.contradiction(self.ids)) is not None:  # its two ends are in doubt
+            if edge in (0, len(original.route)) and original.moved:
+                return "void"  # a lost hop may have sent a token to one of the two, which was then drawn a second time
+            if edge == len(original.route):  # this edge leads straight to the client
+                log.info("peer %s did not sign for the tokens that it sent", original.route[-1].peer)
+                return "false" if self._referee.doubt(original.route[-1].peer, self._name) else "doubt"
+            one, other = original.route[edge - 1].peer, original.route[edge].peer  # the last hop feeds the first one
+            log.info("peers %s and %s contradict one another", one, other)
+            self._referee.doubt_both(one, other)
+            return "doubt"
+        for index, account in enumerate(original.accounts[:-1]):
+            said = account.statement
+            if said.codec != self._spec.codec_into(
+                said.end, said.sent.length
+            ):  # not the codec that the client knows of
+                # A hop's choice of codec reaches the client through the hops before it, so the hop and the one before it are in
+                # doubt. Without the choice the text cannot be computed again.
+                if original.moved:
+                    return "void"  # a lost hop may have kept the choice to itself
+                one, other = original.route[index].peer, original.route[max(0, index - 1)].peer
+                log.info("peer %s sent in a codec that the client was not informed of", one)
+                if one == other:
+                    self._referee.doubt(one, self._name)
+                else:
+                    self._referee.doubt_both(one, other)
+                return "doubt"
         second = await self._run_again(original.route)
         if second is None or second.contradiction(self.ids) is not None:
             return "void"  # without a doubt: a token may have come back to this route sooner than its input did
@@ -428,50 +440,6 @@ class AuditCase:
     def _compare(self, one: TextRun, other: TextRun) -> Comparison:
         spec, calibration = self._spec, self._replays.calibration
         return compare(one, other, lambda unit: spec.coarsest(unit, self._end), calibration, adapted=bool(spec.adapter))
-
-    def _untold(self, run: TextRun) -> int | None:
-        """Return the index of the first hop whose statement names another codec for its output than the client knows of; None if
-        there is none."""
-        for index, account in enumerate(run.accounts[:-1]):
-            said = account.statement
-            if said.codec != self._spec.codec_into(said.end, said.sent.length):
-                return index
-        return None
-
-    def _concealed(self, run: TextRun, index: int) -> str:
-        """Doubt the hop that used an undisclosed codec and the hop before it. Returns `doubt`, or `void` if the session
-        was moved.
-
-        A hop's choice of codec reaches the client through the hops before it. Without it the text cannot be computed
-        again. In a moved session, a lost hop may have kept the choice to itself.
-        """
-        if run.moved:
-            return "void"
-        one, other = run.route[index].peer, run.route[max(0, index - 1)].peer
-        log.info("peer %s sent in a codec that the client was not informed of", one)
-        if one == other:
-            self._referee.doubt(one, self._name)
-        else:
-            self._referee.doubt_both(one, other)
-        return "doubt"
-
-    def _contradicted(self, run: TextRun) -> str:
-        """Doubt the two neighbours that disagree about their edge. Returns `doubt`, `false` or, in a moved session,
-        `void`.
-
-        `false` means that the last hop contradicted the client itself and is now shunned for its doubts.
-        """
-        edge = run.contradiction(self.ids)
-        assert edge is not None
-        if edge in (0, len(run.route)) and run.moved:
-            return "void"  # a lost hop may have sent a token to one of the two, which was then drawn a second time
-        if edge == len(run.route):  # this edge leads straight to the client
-            log.info("peer %s did not sign for the tokens that it sent", run.route[-1].peer)
-            return "false" if self._referee.doubt(run.route[-1].peer, self._name) else "doubt"
-        one, other = run.route[edge - 1].peer, run.route[edge].peer  # the last hop feeds the first one
-        log.info("peers %s and %s contradict one another", one, other)
-        self._referee.doubt_both(one, other)
-        return "doubt"
 
     def _shun(self, peer: PeerId, fact: str) -> None:
         log.warning("peer %s returned wrong results: it is left out from now on", peer)

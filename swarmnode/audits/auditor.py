@@ -28,6 +28,7 @@ from swarmnode.errors import NoRoute, SwarmnodeError
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
@@ -136,7 +137,7 @@ class Reports:
         self._auditor = auditor
         self._host = auditor.host
         self._router = router
-        self._seen: dict[tuple[PeerId, PeerId, float], None] = {}  # author, accused, when
+        self._seen: Recent[tuple[PeerId, PeerId, float], None] = Recent(MAX_SEEN)  # author, accused, when
         on_crash = self._host.link_config.supervisor.ends_conversation
         self._tasks = Tasks("reports", on_crash=on_crash)
         self._telling = Tasks("telling", on_crash=on_crash)
@@ -174,7 +175,11 @@ class Reports:
         drawing failed."""
         from swarmnode.audits.audit_case import AuditCase
 
-        auditor, replays, spec, case = self._auditor, self._auditor.replays, spec_of(prompt), None
+        auditor, replays, case = self._auditor, self._auditor.replays, None
+        # A session that always draws the most likely token; the last one is drawn and not fed.
+        sampling = Sampling(prompt_length=len(prompt), max_new_tokens=NEW_TOKENS)
+        length = len(prompt) + NEW_TOKENS - 1
+        spec = SessionSpec(Mode.RING, max_length=length, sampling=sampling, prompt_tokens=len(prompt) - 1)
 
         async def examine() -> str:
             nonlocal case
@@ -218,52 +223,38 @@ class Reports:
         swarm, standing = self._host.swarm.id, self._auditor.standing
         key = report_key(swarm)
         found = await asyncio.wait_for(self._host.network.dht.get([key]), TABLE_TIMEOUT_S)
+        own, here, shunned = self._host.peer_id, self._host.directory.peers(), standing.shunned
         news = [
             (report, statement)
             for report, statement in reports_in(found.get(key, {}).values(), swarm, verify)
-            if (report.author, report.accused, report.at) not in self._seen and self._is_of_interest(report)
+            if (report.author, report.accused, report.at) not in self._seen
+            and report.author not in {own, *shunned, *standing.doubted}
+            and report.accused not in {own, *shunned}
+            and report.accused in here
         ]
         if not news:
             return
         report, statement = max(news, key=lambda one: (standing.trust(one[0].author), -one[0].at))
         await self._look_into(report, statement)
 
-    def _is_of_interest(self, report: Report) -> bool:
-        standing, own = self._auditor.standing, self._host.peer_id
-        known = standing.shunned | standing.doubted
-        is_here = report.accused in self._host.directory.peers()
-        return is_here and report.author not in {own, *known} and report.accused not in {own, *standing.shunned}
-
     async def _look_into(self, report: Report, statement: Statement) -> None:
-        route = self._through(report.accused, Span(statement.start, statement.end))
-        if route is None or not self._auditor.afford(
-            self._auditor.cost(route, PROMPT_TOKENS, TEXTS * RUNS * NEW_TOKENS)
-        ):
+        # A route on which the accused computes its units, without a second hop of any peer
+        units, accused = Span(statement.start, statement.end), report.accused
+        try:
+            around = self._router.route(frozenset({accused}), (), SessionSize(PROMPT_TOKENS, NEW_TOKENS))
+        except NoRoute:
+            return  # until the next look
+        before = [HopSpec(hop.peer, hop.start, min(hop.end, units.start)) for hop in around if hop.start < units.start]
+        after = [HopSpec(hop.peer, max(hop.start, units.end), hop.end) for hop in around if hop.end > units.end]
+        route = (*before, HopSpec(accused, units.start, units.end), *after)
+        is_twice = len({hop.peer for hop in route}) < len(route)
+        cost = self._auditor.cost(route, PROMPT_TOKENS, TEXTS * RUNS * NEW_TOKENS)
+        if is_twice or not self._auditor.afford(cost):
             return  # until the next look
         self._seen[report.author, report.accused, report.at] = None
-        if len(self._seen) > MAX_SEEN:
-            del self._seen[next(iter(self._seen))]
         results: list[str] = []
         while len(results) < TEXTS and "false" not in results:
             results.append((await self._try(report.ids[: report.prompt], route))[0])
         log.info("%r: %s", report, ", ".join(results))
         if set(results) == {"passed"}:
             self._auditor.standing.accused_in_vain(report.author, report.accused)
-
-    def _through(self, accused: PeerId, units: Span) -> Route | None:
-        """Return a route on which `accused` computes `units`; None if there is none, or if a peer would have two hops."""
-        try:
-            around = self._router.route(frozenset({accused}), (), SessionSize(PROMPT_TOKENS, NEW_TOKENS))
-        except NoRoute:
-            return None
-        before = [HopSpec(hop.peer, hop.start, min(hop.end, units.start)) for hop in around if hop.start < units.start]
-        after = [HopSpec(hop.peer, max(hop.start, units.end), hop.end) for hop in around if hop.end > units.end]
-        route = (*before, HopSpec(accused, units.start, units.end), *after)
-        return route if len({hop.peer for hop in route}) == len(route) else None
-
-
-def spec_of(prompt: Sequence[int]) -> SessionSpec:
-    """Return the specification of a session that always draws the most likely token."""
-    sampling = Sampling(prompt_length=len(prompt), max_new_tokens=NEW_TOKENS)
-    length = len(prompt) + NEW_TOKENS - 1  # the last token is drawn and not fed
-    return SessionSpec(Mode.RING, max_length=length, sampling=sampling, prompt_tokens=len(prompt) - 1)

@@ -27,16 +27,15 @@ from swarmnode.codec.messages import DRAFT_SOURCES, Mode
 from swarmnode.codec.sampling import TokenLogprob
 from swarmnode.codec.tensors import check_compression
 from swarmnode.config import ClientConfig
-from swarmnode.credit.priorities import Claims
-from swarmnode.credit.receipts import ReceiptIssuer
+from swarmnode.credit.receipts import Claims, ReceiptIssuer
 from swarmnode.errors import CheckpointError, NoRoute, UsageError
 from swarmnode.files import home_folder
 from swarmnode.measuring.meters import ClientMeter, cause_of
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.peer.explanation import explain
 from swarmnode.peer.host import Host, joining
+from swarmnode.peer.picture import explain
 from swarmnode.peer.questions import board_of
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform

@@ -1,28 +1,31 @@
-"""Web application of the gateway: its endpoints, and the responses for errors."""
+"""Web application of the gateway: its endpoints, and the responses for errors.
+
+Endpoints for monitoring: /health, /ready and /metrics.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from swarmnode.errors import SwarmnodeError
-from swarmnode.gateway import monitoring
 from swarmnode.gateway.access.guard import Guard
 from swarmnode.gateway.anthropic import messages
-from swarmnode.gateway.gateway import Gateway
+from swarmnode.gateway.gateway import Gateway, gateway_of
 from swarmnode.gateway.http.api_error import ApiError, api_error, bad_request
 from swarmnode.gateway.http.event_stream import ClientGone
-from swarmnode.gateway.openai import chat_completions, completions, encoders, models, responses
-from swarmnode.gateway.page import machine, members, static_files, swarms
+from swarmnode.gateway.openai import completions, encoders, responses
+from swarmnode.gateway.page import endpoints, static_files
 from swarmnode.gateway.page.page import Page
+from swarmnode.metrics.exposition import CONTENT_TYPE, Sources, exposed
 from swarmnode.version import __version__
 
 TRIED_TYPE = re.compile(r"str|int|float|bool|[\w-]+\[.*|[A-Z]\w+|\[key\]")
@@ -37,11 +40,12 @@ def build_app(gateway: Gateway, page: Page | None = None) -> FastAPI:
     app = FastAPI(title="swarmnode", version=__version__, docs_url=None, redoc_url=None, exception_handlers=HANDLERS)
     app.state.gateway = gateway
     # Requests are matched in this order.
-    for each in (chat_completions, completions, responses, messages, encoders, models, monitoring):
+    for each in (completions, responses, messages, encoders):
         app.include_router(each.router)
+    app.include_router(router)
     if page is not None:
         app.state.page = page
-        for part in (static_files, swarms, members, machine):
+        for part in (static_files, endpoints):
             app.include_router(part.router)
     app.add_middleware(Guard, keys=gateway.keys, config=gateway.config)
     if gateway.config.origins:  # outside the guard: a browser's preflight request carries no key
@@ -68,18 +72,13 @@ async def _not_valid(request: Request, error: Exception) -> Response:
             return bad_request(
                 f"the body is not JSON: {each['ctx']['error'].removesuffix(' at')} at character {each['loc'][-1]}"
             ).response()
-        found.setdefault(_field(each["loc"]), []).append(each["msg"])
+        path = itertools.takewhile(lambda step: not TRIED_TYPE.fullmatch(str(step)), each["loc"][1:])
+        found.setdefault(".".join(map(str, path)), []).append(each["msg"])
     where, wanted = next(iter(found.items()))
     text = "; or: ".join(dict.fromkeys(wanted))
     if not where and "json" not in request.headers.get("content-type", ""):
         text = "send it with Content-Type: application/json, or it is not read as JSON"
     return bad_request(f"{where or 'the body'}: {text}", where or None).response()
-
-
-def _field(place: Sequence[int | str]) -> str:
-    """Return the dotted name of the field at `place` in the body, without the names of the types that pydantic tried there."""
-    path = itertools.takewhile(lambda step: not TRIED_TYPE.fullmatch(str(step)), place[1:])
-    return ".".join(map(str, path))
 
 
 async def _http_failed(request: Request, error: Exception) -> Response:
@@ -115,3 +114,30 @@ HANDLERS: dict[int | type[Exception], Any] = {
     ClientGone: _nobody_there,
     Exception: _bug,
 }
+
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """Return status 200 as long as this process runs."""
+    return {"status": "ok"}
+
+
+@router.get("/ready")
+async def ready(request: Request) -> JSONResponse:
+    """Return status 200 if every unit of each swarm's model has a holder and the tokenizers are loaded, else 503 with the
+    missing units and the swarms that are still loading. A gateway that has reached no swarm yet is not ready."""
+    swarms = gateway_of(request).swarms
+    missing = {name: model.missing for name, model in swarms.items() if model.missing}
+    loading = [name for name, model in swarms.items() if not model.loader.is_done]
+    is_ready = bool(swarms) and not missing and not loading
+    return JSONResponse({"ready": is_ready, "missing": missing, "loading": loading}, 200 if is_ready else 503)
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Return the metrics of all swarms in Prometheus' text format."""
+    sources = [Sources(name, model.client.readings) for name, model in gateway_of(request).swarms.items()]
+    return Response(await exposed(sources), media_type=CONTENT_TYPE)

@@ -22,7 +22,7 @@ from swarmnode.terminal.formatting import origin
 if TYPE_CHECKING:
     from swarmnode.client.swarm_client import SwarmClient
     from swarmnode.gateway.access.keys import KeyRing
-    from swarmnode.gateway.served_model import GatewayConfig
+    from swarmnode.gateway.gateway import GatewayConfig
     from swarmnode.lending.control import ControlRequest
     from swarmnode.swarm.storage.swarmfile import Swarm
 
@@ -76,10 +76,9 @@ class GatewayAddress:
         """Run a gateway to the swarms in `clients` while the context lasts, print its address, and yield the function that adds a
         swarm to it. Raises LocalError if the port is taken."""
         from swarmnode.gateway.app import build_app
-        from swarmnode.gateway.gateway import Gateway
+        from swarmnode.gateway.gateway import Gateway, GatewayConfig
         from swarmnode.gateway.http.http_server import serving_http
         from swarmnode.gateway.page.page import Page
-        from swarmnode.gateway.served_model import GatewayConfig
         from swarmnode.lending.control import CommandSocket
 
         gateway = Gateway(clients, keys, config or GatewayConfig(), home=self.home)
@@ -96,7 +95,18 @@ class GatewayAddress:
             async def obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
                 if request.command == "add":
                     tasks.spawn(add_named(request.about), f"add {request.about}")
-                return {**_obey(name, client, request), "url": url}
+                # `add` is answered with the state.
+                if request.command not in ("state", "why", "add"):
+                    raise ValueError(f"a gateway cannot {request.command}")
+                answer: dict[str, Any] = {
+                    "swarm": name,
+                    "swarm_id": client.swarm.id.hex(),
+                    "pid": os.getpid(),
+                    "state": "serving",
+                    "reason": "",
+                }
+                answer |= {"sessions": len(client.running), "reroutes": client.reroutes}
+                return {**answer, **(client.why(request.about) if request.command == "why" else {}), "url": url}
 
             async def answer_owner(name: str, client: SwarmClient) -> None:
                 socket = CommandSocket(partial(obey, name, client))
@@ -122,7 +132,10 @@ class GatewayAddress:
                 gateway.add(name, client)
                 page.add(name, client)
                 await answer_owner(name, client)
-                self._tell_added(name)
+                if self.as_json:
+                    print_json({"event": "added", "model": name})
+                else:
+                    say(f"Serving {name}, too")
 
             url = f"{origin(self.host, bound)}/v1"
             for name, client in clients.items():
@@ -144,12 +157,6 @@ class GatewayAddress:
     def tell(self, served: Served) -> None:
         """Tell people or scripts the addresses."""
         served.print_json() if self.as_json else self.say(served)
-
-    def _tell_added(self, model: str) -> None:
-        if self.as_json:
-            print_json({"event": "added", "model": model})
-        else:
-            say(f"Serving {model}, too")
 
 
 def free_gateway_port(port: int, home: Path, *, trains: bool = False) -> int:
@@ -206,22 +213,6 @@ def gateway_at(home: Path, port: int) -> OtherGateway | None:
     return next((gateway for gateway in other_gateways(home) if gateway.url.endswith(f":{port}/v1")), None)
 
 
-def _obey(name: str, client: SwarmClient, request: ControlRequest) -> dict[str, Any]:
-    """Answer a request of the owner through the gateway's socket: `state` or `why`, and the state for `add`. Raises ValueError for
-    any other command."""
-    if request.command not in ("state", "why", "add"):
-        raise ValueError(f"a gateway cannot {request.command}")
-    answer: dict[str, Any] = {
-        "swarm": name,
-        "swarm_id": client.swarm.id.hex(),
-        "pid": os.getpid(),
-        "state": "serving",
-        "reason": "",
-    }
-    answer |= {"sessions": len(client.running), "reroutes": client.reroutes}
-    return {**answer, **(client.why(request.about) if request.command == "why" else {})}
-
-
 async def beside(work: Coroutine[Any, Any, None], swarm: Swarm, address: GatewayAddress) -> None:
     """Run a node's `work` with a gateway to its swarm beside it. The gateway is a client of its own and starts as soon as the swarm
     can be reached. Raises the error that ends either of them."""
@@ -238,7 +229,19 @@ async def answer(swarm: Swarm, address: GatewayAddress, name: str = "") -> None:
 
     while True:
         if name and (other := await asyncio.to_thread(gateway_at, address.home, address.port)) is not None:
-            await _served_by(other, swarm, address, name)
+            # That gateway serves the swarm until its process ends. If it has not reached the swarm, it is asked again.
+            asked_s, is_told = -ADDING_S, False
+            now: OtherGateway | None = other
+            while now is not None and now.pid == other.pid:
+                if swarm.id.hex() in now.models.values():
+                    if not is_told:
+                        address.tell(now.served(address.home))
+                    is_told = True
+                elif time.monotonic() - asked_s > ADDING_S:
+                    asked_s = time.monotonic()
+                    await asyncio.to_thread(tell_node, other.socket, "add", about=name)
+                await asyncio.sleep(LOOK_S)
+                now = await asyncio.to_thread(gateway_at, address.home, address.port)
             continue
         with contextlib.suppress(NetworkDown):  # keep trying, as the node does
             async with (
@@ -246,20 +249,3 @@ async def answer(swarm: Swarm, address: GatewayAddress, name: str = "") -> None:
                 address.serving({swarm.name: client}),
             ):
                 await asyncio.Event().wait()
-
-
-async def _served_by(other: OtherGateway, swarm: Swarm, address: GatewayAddress, name: str) -> None:
-    """Let another process's gateway serve the swarm, tell the addresses, and return when that process ends. If it does not reach
-    the swarm within `ADDING_S` seconds, it is asked again."""
-    asked_s, is_told = -ADDING_S, False
-    now: OtherGateway | None = other
-    while now is not None and now.pid == other.pid:
-        if swarm.id.hex() in now.models.values():
-            if not is_told:
-                address.tell(now.served(address.home))
-            is_told = True
-        elif time.monotonic() - asked_s > ADDING_S:
-            asked_s = time.monotonic()
-            await asyncio.to_thread(tell_node, other.socket, "add", about=name)
-        await asyncio.sleep(LOOK_S)
-        now = await asyncio.to_thread(gateway_at, address.home, address.port)

@@ -14,7 +14,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -143,7 +142,11 @@ class CommandSocket:
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             line = await asyncio.wait_for(reader.readline(), REQUEST_TIMEOUT_S)
-            writer.write(msgspec.json.encode(await self._answer_to(line)) + b"\n")
+            try:
+                answer = await self._obey(msgspec.json.decode(line, type=ControlRequest))
+            except (*DECODE_ERRORS, KeyError, ValueError) as error:
+                answer = {"error": f"not a command: {error}"}
+            writer.write(msgspec.json.encode(answer) + b"\n")
             await writer.drain()
         except (asyncio.TimeoutError, ValueError, ConnectionError) as error:  # ValueError: a line over its limit
             log.info("cannot answer a command: %r", error)
@@ -153,12 +156,6 @@ class CommandSocket:
             log.info("this process ends before a command has taken effect")
         finally:
             writer.close()
-
-    async def _answer_to(self, line: bytes) -> Mapping[str, Any]:
-        try:
-            return await self._obey(msgspec.json.decode(line, type=ControlRequest))
-        except (*DECODE_ERRORS, KeyError, ValueError) as error:
-            return {"error": f"not a command: {error}"}
 
 
 def _free_path(folder: Path, name: str) -> Path | None:
@@ -237,7 +234,9 @@ class ControlServer:
             "why": lambda request: why(request.about),
             "reload": lambda _request: self._with_options(lambda options: {"told": options.reload()}),
             "options": lambda _request: self._with_options(lambda options: {"options": options.listed()}),
-            "change": lambda request: self._with_options(partial(_changed, texts=request.change)),
+            "change": lambda request: self._with_options(
+                lambda options: {"told": options.change(request.change), "options": options.listed()}
+            ),
         }
 
     def listening(self, home: Path, name: str) -> AbstractAsyncContextManager[Path | None]:
@@ -250,7 +249,8 @@ class ControlServer:
         if request.wait_s > 0 and not self._stop.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._lending.settled(), min(request.wait_s, MAX_WAIT_S))
-        return {**self._state(), **(told or {})}
+        state = {"pid": os.getpid(), "state": self._lending.state.value, "reason": self._lending.reason}
+        return {**self._describe(), **state, **(told or {})}
 
     def _leave(self, _request: ControlRequest) -> Mapping[str, Any]:
         self._stop.set()
@@ -266,12 +266,3 @@ class ControlServer:
 
     def _pause(self, request: ControlRequest) -> None:
         self._lending.pause(request.reason or OWNER_ASKED, keep=Keep(request.keep) if request.keep else None)
-
-    def _state(self) -> Mapping[str, Any]:
-        lending = self._lending
-        return {**self._describe(), "pid": os.getpid(), "state": lending.state.value, "reason": lending.reason}
-
-
-def _changed(options: OwnersOptions, *, texts: Mapping[str, Any]) -> Mapping[str, Any]:
-    told = options.change(texts)
-    return {"told": told, "options": options.listed()}

@@ -188,9 +188,7 @@ class Wish:
     @property
     def manner(self) -> str:
         """Action that the node is to take: pause, finish, or finish and leave."""
-        if self.leaves:
-            return "finish and leave"
-        return "finish" if self.gently else "pause"
+        return "finish and leave" if self.leaves else "finish" if self.gently else "pause"
 
 
 class Lending:
@@ -309,18 +307,16 @@ class Lending:
     def _settle(self) -> None:
         self._enter(next_state(self.state, self._wanted))
 
-    def _facts(self) -> tuple[str, ...]:
-        wishes = (
-            fact
-            for by, wish in self._wishes.items()
-            for fact in (f"its {by} {WANTS[by]} it to {wish.manner}: {wish.reason}", ENDS[by])
-        )
-        return tuple(wishes) or ("neither its owner nor a rule wants it to pause",)
-
     def _enter(self, state: LendingState) -> None:
         if state is not self.state:
             what = f"is {state.value} now, and was {self.state.value} before"
-            self.decisions.note(Topic.LENDING, what, self._facts())
+            wishes = (
+                fact
+                for by, wish in self._wishes.items()
+                for fact in (f"its {by} {WANTS[by]} it to {wish.manner}: {wish.reason}", ENDS[by])
+            )
+            facts = tuple(wishes) or ("neither its owner nor a rule wants it to pause",)
+            self.decisions.note(Topic.LENDING, what, facts)
             self._lent_s, self._since_s = self.lent_s, self._clock()
             self.state = state
             self._pauses += state is LendingState.PAUSED

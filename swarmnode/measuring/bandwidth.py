@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -70,18 +70,18 @@ class Quota:
         """Count `size_bytes` for `peer` and return 0; if that would exceed its quota, count nothing and return the seconds after
         which it may ask again."""
         now_s = self._clock()
-        while self._answered and self._is_past(next(iter(self._answered)), now_s):
-            del self._answered[next(iter(self._answered))]
+        # The oldest may go if it is older than the pause, or if there are too many. Only the oldest is checked, so many peers
+        # cost no more than few.
+        while self._answered:
+            oldest = next(iter(self._answered))
+            if now_s - self._answered[oldest][0] < self._pause_s and len(self._answered) <= MAX_ANSWERED:
+                break
+            del self._answered[oldest]
         since_s, spent_bytes = self._answered.get(peer, (now_s, 0))
         if spent_bytes + size_bytes > TEST_BYTES:
             return self._pause_s - (now_s - since_s)
         self._answered[peer] = (since_s, spent_bytes + size_bytes)
         return 0.0
-
-    def _is_past(self, peer: PeerId, now_s: float) -> bool:
-        """Return whether the oldest entry may go: it is older than the pause, or there are too many. Only the oldest is checked, so
-        many peers cost no more than few."""
-        return now_s - self._answered[peer][0] >= self._pause_s or len(self._answered) > MAX_ANSWERED
 
 
 class Prober:
@@ -109,7 +109,8 @@ class Prober:
         self._tasks = Tasks("bandwidth tests", on_crash=peer.link_config.supervisor.ends_peer)
 
     async def start(self, candidates: Callable[[], Iterable[PeerId]]) -> None:
-        """Answer tests, and test some of the `candidates` until enough is known."""
+        """Answer tests from now on, and test some of the `candidates` in the background until `close`: none while enough of
+        them are measured."""
         await self.serve()
         self._tasks.spawn(self._explore(candidates), "explore")
 
@@ -118,7 +119,7 @@ class Prober:
         await self._network.serve(PROBE_PROTOCOL, self._answer)
 
     async def close(self) -> None:
-        """Stop testing."""
+        """Stop testing. Tests of other peers are answered until the network closes."""
         await self._tasks.close()
 
     # -- asking
@@ -130,21 +131,18 @@ class Prober:
             if self._busy():
                 continue
             look_s = min(self._config.look_s, 2 * look_s)
-            for peer in self._unknown(set(candidates())):
+            # Test a peer of this home network and one elsewhere, while few of either kind were measured: one kind says nothing of
+            # the other.
+            statistics, known = self._link_config.link_statistics, set(candidates())
+            at_home = {peer for peer in known if statistics.at_home(peer)}
+            for some in (at_home, known - at_home):
+                rated = some & statistics.rated_peers()
+                if len(rated) >= self._config.enough_peers or (peer := self.choose(some - rated)) is None:
+                    continue
                 try:
                     await self.test(peer)
                 except (PeerError, NetworkDown) as error:
                     log.info("no bandwidth test with peer %s: %s", peer, error)
-
-    def _unknown(self, candidates: set[PeerId]) -> Iterator[PeerId]:
-        """Yield a peer of this home network and a peer elsewhere to test, while few of either kind were measured: one kind says
-        nothing of the other."""
-        statistics = self._link_config.link_statistics
-        at_home = {peer for peer in candidates if statistics.at_home(peer)}
-        for some in (at_home, candidates - at_home):
-            rated = some & statistics.rated_peers()
-            if len(rated) < self._config.enough_peers and (peer := self.choose(some - rated)) is not None:
-                yield peer
 
     def choose(self, candidates: Iterable[PeerId]) -> PeerId | None:
         """Return a random candidate that was not asked lately; None if there is none."""

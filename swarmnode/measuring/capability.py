@@ -255,18 +255,14 @@ def at_once(replicas: Iterable[Iterable[tuple[int, Speeds]]]) -> Speeds:
     return _by_field(together)
 
 
-def mean_speeds(several: Sequence[Speeds]) -> Speeds:
-    """Return the mean speeds of devices that do the same work."""
-    return _by_field(lambda field: fmean(getattr(speeds, field) for speeds in several))
-
-
 def serving_section(replicas: Sequence[Sequence[tuple[int, Speeds]]]) -> WorkSpeeds:
     """Return the section for the announcement of replicas, each of (units, speeds).
 
     It has the speed of one session alone, as the mean over the replicas, and the factor that several sessions gain together on
     different devices.
     """
-    alone, together = mean_speeds([in_sequence(replica) for replica in replicas]), at_once(replicas)
+    each, together = list(map(in_sequence, replicas)), at_once(replicas)
+    alone = _by_field(lambda field: fmean(getattr(speeds, field) for speeds in each))
     speedup = together.decode_units_per_s / alone.decode_units_per_s if alone.decode_units_per_s else 1.0
     section = speeds_section(alone)
     return msgspec.structs.replace(section, parallel_speedup=min(max(speedup, 1.0), MAX_PARALLEL_SPEEDUP))

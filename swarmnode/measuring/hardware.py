@@ -133,13 +133,16 @@ class Hardware:
         if is_graph and not trains and len(devices) > 1:
             raise UsageError(f"--device {config.device}: a module is served on one device of a node")
         set_threads(threads_each(config.device, config.threads, len(devices)))
-        fixed = trains or is_graph
-        dtype = (
-            torch.float32 if fixed else _common_dtype(devices, _own_dtype(devices, checkpoint, config), config.dtype)
-        )
+        dtype = torch.float32 if trains or is_graph else _common_dtype(devices, checkpoint, config)
         products = _products(config) if _stays_packed(devices, checkpoint, config, dtype) else PLAIN
         advice = packed_advice(devices, checkpoint, config, dtype)
-        sizes = _sizes(checkpoint, dtype, config, trains=trains, keeps_packed=products != PLAIN)
+        if trains:
+            sizes = training_sizes(checkpoint)
+        elif isinstance(checkpoint, GraphCheckpoint):
+            sizes = graph_sizes(checkpoint)
+        else:
+            packs = products != PLAIN
+            sizes = unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize, keeps_packed=packs, kv=config.kv)
         lent = _lend(devices, config, host or MemoryLedger(), clock)
         head = _head_part(checkpoint, draft, config, sizes, dtype)
         if head is not None:  # the last layer may come to lie on any device
@@ -156,7 +159,9 @@ class Hardware:
             trains,
             checkpoint.path,
             products=products,
-            width=_width(checkpoint),
+            width=usual_width(checkpoint.layout)
+            if isinstance(checkpoint, GraphCheckpoint)
+            else checkpoint.config.hidden_size,
             draft=part,
             head=head,
             advice=advice,
@@ -253,12 +258,18 @@ class Hardware:
     ) -> tuple[PipelineLayout, ...]:
         """Return the layout of a span on the devices, by their speeds if all were measured before. Raises LocalError if it does not
         fit."""
-        known = [
-            0.0 if speed_cache is None else self._known_speed(speed_cache, swarm_id, units.units, lent)
-            for lent in self.lent
-        ]
-        speeds = known if all(known) else [1.0] * len(known)
-        views = [DeviceView(partial(self._fitting, lent), speed) for lent, speed in zip(self.lent, speeds, strict=True)]
+        known: list[float] = []
+        for lent in self.lent if speed_cache is not None else ():
+            assert speed_cache is not None
+            conditions = self.training_conditions if self.trains else self.conditions
+            measured = speed_cache.nearest(conditions(swarm_id, units.units, lent))
+            known.append(measured.training_units_per_s if self.trains else measured.decode_units_per_s)
+        speeds = known if known and all(known) else [1.0] * len(self.lent)
+
+        def fitting(lent: LentDevice, start: int) -> int:
+            return units_that_fit(self.sizes, lent.memory_bytes, self.config.cache_tokens, start=start)
+
+        views = [DeviceView(partial(fitting, lent), speed) for lent, speed in zip(self.lent, speeds, strict=True)]
         layout = lay_out(units, views)
         if not layout:
             need_bytes = self.sizes.need_bytes(units.start, units.end, self.config.cache_tokens)
@@ -266,15 +277,6 @@ class Hardware:
                 f"{layers(*units)} need {need_bytes / 1e6:.0f} MB and some room; {self.memory_bytes / 1e6:.0f} MB are lent"
             )
         return layout
-
-    def _known_speed(self, speed_cache: SpeedCache, swarm_id: bytes, units: int, lent: LentDevice) -> float:
-        """Return the measured units per second for this node's kind of work; 0 if unmeasured."""
-        if self.trains:
-            return speed_cache.nearest(self.training_conditions(swarm_id, units, lent)).training_units_per_s
-        return speed_cache.nearest(self.conditions(swarm_id, units, lent)).decode_units_per_s
-
-    def _fitting(self, lent: LentDevice, start: int) -> int:
-        return units_that_fit(self.sizes, lent.memory_bytes, self.config.cache_tokens, start=start)
 
     def cache_tokens(self, units: Units, lent: LentDevice) -> int:
         """Return the number of positions that the cache beside these units may hold on a device."""
@@ -372,21 +374,10 @@ def threads_of_devices(config: StageConfig) -> list[int | None]:
     return [threads_each(config.device, config.threads, len(devices))] * len(devices)
 
 
-def _sizes(
-    checkpoint: Checkpoint, dtype: torch.dtype, config: StageConfig, *, trains: bool, keeps_packed: bool
-) -> UnitSizes:
-    """Return the sizes of the units, for serving or training."""
-    if trains:
-        return training_sizes(checkpoint)
-    if isinstance(checkpoint, GraphCheckpoint):
-        return graph_sizes(checkpoint)
-    return unit_sizes(checkpoint, dtype=dtype, quantize=config.quantize, keeps_packed=keeps_packed, kv=config.kv)
-
-
 def _draft_part(devices: Sequence[Device], draft: Checkpoint, config: StageConfig) -> DraftPart:
     """Return a draft model as it will be loaded on the one device in `devices`: its weights are not quantised again."""
     config = replace(config, quantize="none")
-    dtype = _common_dtype(devices, _own_dtype(devices, draft, config), config.dtype)
+    dtype = _common_dtype(devices, draft, config)
     products = _products(config) if _stays_packed(devices, draft, config, dtype) else PLAIN
     sizes = unit_sizes(draft, dtype=dtype, keeps_packed=products != PLAIN, kv=config.kv)
     weight_bytes = sizes.need_bytes(0, draft.units, 0)
@@ -400,21 +391,18 @@ def _head_part(
     """Return the layer that guesses beside the model's head: the model's own, or the EAGLE head `draft`. None if the owner asked
     for none. Raises UsageError if the model has none of its own."""
     if config.draft_model == OWN:
-        return HeadPart(None, _mtp_bytes(checkpoint, dtype) + CACHE_POSITIONS * max(sizes.cache_bytes_per_token))
+        # The bytes of the model's own prediction layer
+        size = 0 if isinstance(checkpoint, GraphCheckpoint) else mtp_bytes(checkpoint, dtype)
+        if not size:
+            raise UsageError(
+                "--draft-model own: this model has no prediction layer (MTP) that this version can use: "
+                "leave it out, or name a model"
+            )
+        return HeadPart(None, size + CACHE_POSITIONS * max(sizes.cache_bytes_per_token))
     if draft is None or not is_eagle(draft):
         return None
     position_bytes = draft.family.cache_bytes_per_token(1, dtype.itemsize, config.kv)
     return HeadPart(draft, eagle_bytes(draft, checkpoint, dtype) + CACHE_POSITIONS * position_bytes)
-
-
-def _mtp_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Return the bytes of the model's own prediction layer. Raises UsageError if it has none."""
-    size = 0 if isinstance(checkpoint, GraphCheckpoint) else mtp_bytes(checkpoint, dtype)
-    if not size:
-        raise UsageError(
-            "--draft-model own: this model has no prediction layer (MTP) that this version can use: leave it out, or name a model"
-        )
-    return size
 
 
 def _set_aside(lent: LentDevice, need_bytes: int) -> LentDevice:
@@ -426,22 +414,6 @@ def _set_aside(lent: LentDevice, need_bytes: int) -> LentDevice:
             f"--draft-model needs {need}, and {have} are lent: lend more with --memory, or choose a smaller model"
         )
     return replace(lent, memory_bytes=left_bytes)
-
-
-def _width(checkpoint: Checkpoint) -> int:
-    """Return the number of values that pass between two units."""
-    if isinstance(checkpoint, GraphCheckpoint):
-        return usual_width(checkpoint.layout)
-    width: int = checkpoint.config.hidden_size
-    return width
-
-
-def _own_dtype(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig) -> torch.dtype:
-    """Return the checkpoint's dtype; float32 for packed weights with exact products, and on CPUs, whose products take and return
-    float32."""
-    in_float32 = config.products == EXACT or all(device.kind == "cpu" for device in devices)
-    own: torch.dtype = torch.float32 if checkpoint.is_packed and in_float32 else checkpoint.dtype
-    return own
 
 
 def _products(config: StageConfig) -> str:
@@ -509,9 +481,12 @@ def missing_products(device: Device, memory_ratio: float | None = None, *, is_fa
     return f"This model would {gain}take {less} with {package}. Install: {install_command(package)}"
 
 
-def _common_dtype(devices: Sequence[Device], own: torch.dtype, wanted: str) -> torch.dtype:
-    """Return the dtype for all devices: their own if they agree, else float16."""
-    dtypes = {device.dtype_for(own, wanted) for device in devices}
+def _common_dtype(devices: Sequence[Device], checkpoint: Checkpoint, config: StageConfig) -> torch.dtype:
+    """Return the dtype for all devices: their own for this checkpoint if they agree, else float16."""
+    # Packed weights need float32 for exact products, and on CPUs, whose products take and return it.
+    in_float32 = config.products == EXACT or all(device.kind == "cpu" for device in devices)
+    own = torch.float32 if checkpoint.is_packed and in_float32 else checkpoint.dtype
+    dtypes = {device.dtype_for(own, config.dtype) for device in devices}
     return dtypes.pop() if len(dtypes) == 1 else torch.float16
 
 
@@ -521,7 +496,8 @@ def _lend(devices: Sequence[Device], config: StageConfig, host: MemoryLedger, cl
     for number, device in enumerate(devices):
         memory_bytes = _lent_bytes(device, config)
         name = "device" if len(devices) == 1 else f"device {number}"
-        ledger = _ledger_of(device, name, memory_bytes, host)
+        ledger = host if device.shared else MemoryLedger(memory_bytes, name=name)
+        host.limit_bytes = memory_bytes if device.shared else int(probe_device("cpu").free_bytes * MEMORY_SHARE)
         slowed = config.throttle_units_per_s or math.inf
         throttle = Throttle(slowed, config.share, clock=clock.compute, sleep=clock.hold_up)
         own_bytes = memory_bytes // len(devices) if device.shared else memory_bytes
@@ -536,12 +512,3 @@ def _lent_bytes(device: Device, config: StageConfig) -> int:
         wanted, free = format_bytes(memory_bytes), format_bytes(device.free_bytes)
         raise LocalError(f"--memory {wanted}: {device.name} has {free} free now; lend less, or end what uses it")
     return memory_bytes
-
-
-def _ledger_of(device: Device, name: str, memory_bytes: int, host: MemoryLedger) -> MemoryLedger:
-    """Return the device's ledger; sets the limits of the device and the host."""
-    if device.shared:
-        host.limit_bytes = memory_bytes
-        return host
-    host.limit_bytes = int(probe_device("cpu").free_bytes * MEMORY_SHARE)
-    return MemoryLedger(memory_bytes, name=name)

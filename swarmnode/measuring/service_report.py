@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from swarmnode.errors import LocalError
 from swarmnode.lending.cards import JOULES_PER_KWH, energy_used
 from swarmnode.measuring.meters import DECODE
 from swarmnode.metrics import table
-from swarmnode.metrics.metric import Histogram, Metric, Reading, Readings, Source
+from swarmnode.metrics.metric import Figures, Readings, Source
 from swarmnode.net.addressing.reachability import Reachability
 from swarmnode.net.identity import identities, verify
 from swarmnode.net.interfaces import PeerId
@@ -26,7 +26,6 @@ from swarmnode.swarm.records.receipt import LIFE_S, RECEIPTS, Receipt, counts, r
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 from swarmnode.swarm.storage.swarmfile import Swarm
 
-GIVEN = (table.POSITIONS_FOR_OTHERS, table.UNIT_TOKENS, table.TRAINING_STEP, table.TRAINING_LOSS)
 FAULTS = {
     "peer_lost": "the next machine was lost",
     "not_finite": "numbers became too large for this device",
@@ -80,86 +79,54 @@ class ServiceReporter:
         `peers` are the known peers; those without layers do not count. In the first call, those that started later than `since`
         (unix time) have joined.
         """
-        before, now = self._now, _Counts.of(self._readings())
-        self._now = now
-        speed = now.speed_since(before)
-        faults = Counter(now.faults) - Counter(before.faults)
+        before, figures = self._now, Figures(self._readings())
+        now = self._now = _Counts(
+            answers=int(figures.sum(table.ANSWERS)),
+            decoded=figures.sum(table.TOKENS, phase=DECODE),
+            decode_s=figures.sum(table.PASS_SECONDS, phase=DECODE),
+            faults=figures.by(table.FAULTS, "cause"),
+        )
+        # After a move a stage counts from 0. A speed of a few tokens says nothing.
+        begun = before if now.decoded >= before.decoded and now.decode_s >= before.decode_s else _Counts()
+        tokens, seconds = now.decoded - begun.decoded, now.decode_s - begun.decode_s
+        speed = tokens / seconds if tokens >= LEAST_TOKENS and seconds > 0 else 0.0
         named = {peer: one.name or peer[-8:] for peer, one in peers.items() if one.span[1] > one.span[0]}
         known = {peer for peer, one in peers.items() if one.started_at <= since} if self._peers is None else self._peers
         came = [f"{named[peer]} ({layers(*peers[peer].span)})" for peer in named if peer not in known]
         left = [name for peer, name in (self._peers or {}).items() if peer not in named]
         self._peers = named
-        news = (
-            *self._of_answers(before.answers, now.answers, speed),
-            *self._of_speed(speed),
-            *([f"joined: {_listed(came)}"] if came else []),
-            *([f"left: {_listed(left)}"] if left else []),
-            *self._of_reachability(reachability),
-            *(f"{counted(count, 'text')} broke off here: {_cause(cause)}" for cause, count in faults.items()),
-        )
-        return ServiceReport(news, now.answers, speed, now.sessions, reachability) if news else None
-
-    def _of_answers(self, before: int, now: int, speed: float) -> Iterator[str]:
-        """Yield the first answer, and then each tenfold number."""
-        if not before and now:
-            at, self._speed = (f", at {speed:,.1f} tokens/s" if speed else ""), speed
-            yield f"first answer served{at}"
-        elif now and len(str(now)) > len(str(before)):
-            yield f"{10 ** (len(str(now)) - 1):,} answers served so far"
-
-    def _of_speed(self, speed: float) -> Iterator[str]:
-        """Yield a speed that is new, or far from the one that the owner knows."""
-        known = self._speed
-        if not speed or (known and max(speed, known) <= SPEED_CHANGE * min(speed, known)):
-            return
-        if known:
-            yield f"now {speed:,.1f} tokens/s instead of {known:,.1f}"
-        self._speed = speed
-
-    def _of_reachability(self, reachability: Reachability) -> Iterator[str]:
+        news = []
+        # The first answer, and then each tenfold number
+        if not before.answers and now.answers:
+            self._speed = speed
+            news.append("first answer served" + (f", at {speed:,.1f} tokens/s" if speed else ""))
+        elif now.answers and len(str(now.answers)) > len(str(before.answers)):
+            news.append(f"{10 ** (len(str(now.answers)) - 1):,} answers served so far")
+        # A speed that is new, or far from the one that the owner knows
+        told = self._speed
+        if speed and not (told and max(speed, told) <= SPEED_CHANGE * min(speed, told)):
+            news += [f"now {speed:,.1f} tokens/s instead of {told:,.1f}"] if told else []
+            self._speed = speed
+        news += [f"joined: {_listed(came)}"] if came else []
+        news += [f"left: {_listed(left)}"] if left else []
         if reachability is not self._reachability:
             self._reachability = reachability
-            yield reachability.in_words
+            news.append(reachability.in_words)
+        for cause, count in (now.faults - before.faults).items():
+            why = FAULTS.get(cause, "another machine could not go on")
+            news.append(f"{counted(count, 'text')} broke off here: {why}")
+        sessions = int(figures.sum(table.SESSIONS))
+        return ServiceReport(tuple(news), now.answers, speed, sessions, reachability) if news else None
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """Sums of a node's readings. `decoded` and `decode_s` are of single tokens: their number and their seconds."""
+    """Counts of a node so far. `decoded` and `decode_s` are of single tokens: their number and their seconds."""
 
     answers: int = 0
-    sessions: int = 0
     decoded: float = 0.0
     decode_s: float = 0.0
-    lent_s: float = 0.0
-    faults: Mapping[str, int] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, readings: Readings) -> _Counts:
-        sums: Counter[Metric] = Counter()
-        faults: Counter[str] = Counter()
-        decoded = decode_s = 0.0
-        for reading in readings:
-            if reading.metric is table.PASS_SECONDS and reading.labels[1] == DECODE:
-                assert isinstance(reading.value, Histogram)
-                decode_s += reading.value.sum
-            elif reading.metric is table.TOKENS and reading.labels[1] == DECODE:
-                decoded += _value(reading)
-            elif reading.metric is table.FAULTS:
-                faults[reading.labels[2]] += int(_value(reading))
-            elif reading.metric in (table.ANSWERS, table.SESSIONS, table.LENT_SECONDS):
-                sums[reading.metric] += _value(reading)  # type: ignore[assignment]
-        answers, sessions = int(sums[table.ANSWERS]), int(sums[table.SESSIONS])
-        return cls(answers, sessions, decoded, decode_s, float(sums[table.LENT_SECONDS]), faults)
-
-    def speed_since(self, before: _Counts) -> float:
-        """Return the tokens/s since `before`; 0 if they are too few. After a move a stage counts from 0."""
-        begun = before if self.decoded >= before.decoded and self.decode_s >= before.decode_s else _Counts()
-        tokens, seconds = self.decoded - begun.decoded, self.decode_s - begun.decode_s
-        return tokens / seconds if tokens >= LEAST_TOKENS and seconds > 0 else 0.0
-
-
-def _cause(cause: str) -> str:
-    return FAULTS.get(cause, "another machine could not go on")
+    faults: Counter[str] = field(default_factory=Counter)
 
 
 def _listed(names: Collection[str]) -> str:
@@ -232,8 +199,8 @@ class WorkRecord:
 
     def given(self) -> _Given:
         """Return the answers and the lent seconds of this run."""
-        now = _Counts.of(self._readings())
-        return _Given(now.answers, now.lent_s)
+        figures = Figures(self._readings())
+        return _Given(int(figures.sum(table.ANSWERS)), float(figures.sum(table.LENT_SECONDS)))
 
     def keep(self, given: _Given) -> Donation:
         """Write the sums of this run, `given`, and all earlier ones. Returns the home's donation. Blocks for some milliseconds."""
@@ -283,22 +250,11 @@ class _Receipts:
 def given(readings: Readings) -> dict[str, Any]:
     """Return the sums of a node's work for its owner's page: positions computed for others, positions times units, bytes on links;
     and step and loss if it trains."""
-    sums: Counter[Metric] = Counter()
-    directions: Counter[str] = Counter()
-    for reading in readings:
-        if reading.metric in GIVEN:
-            sums[reading.metric] += _value(reading)  # type: ignore[assignment]
-        elif reading.metric is table.LINK_BYTES:
-            directions[reading.labels[1]] += int(_value(reading))
-    trains = table.TRAINING_LOSS in sums
+    figures = Figures(readings)
+    step, loss = int(figures.sum(table.TRAINING_STEP)), float(figures.sum(table.TRAINING_LOSS))
     return {
-        "tokens": int(sums[table.POSITIONS_FOR_OTHERS]),
-        "unit_tokens": int(sums[table.UNIT_TOKENS]),
-        "link_bytes": {direction: directions[direction] for direction in ("sent", "received")},
-        "training": {"step": int(sums[table.TRAINING_STEP]), "loss": sums[table.TRAINING_LOSS]} if trains else None,
+        "tokens": int(figures.sum(table.POSITIONS_FOR_OTHERS)),
+        "unit_tokens": int(figures.sum(table.UNIT_TOKENS)),
+        "link_bytes": {way: int(figures.sum(table.LINK_BYTES, direction=way)) for way in ("sent", "received")},
+        "training": {"step": step, "loss": loss} if figures.values(table.TRAINING_LOSS) else None,
     }
-
-
-def _value(reading: Reading) -> float:
-    assert not isinstance(reading.value, Histogram)
-    return float(reading.value)

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.codec.measuring_messages import (
@@ -34,7 +35,6 @@ from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
 from swarmnode.net.addressing.addresses import Claimant
-from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer, ask_one
 
@@ -102,21 +102,6 @@ def _us(seconds: float) -> int:
     return max(0, min(round(seconds * 1e6), MAX_TRACE_US))
 
 
-class TraceLog:
-    """Traces of the sessions that ended last at this hop, by their trace ids."""
-
-    def __init__(self, *, max_sessions: int = SESSIONS) -> None:
-        self._traces: Recent[bytes, SessionTrace] = Recent(max_sessions)
-
-    def keep(self, trace_id: bytes, trace: SessionTrace) -> None:
-        """Keep the trace of an ended session; the one kept longest ago gives way."""
-        self._traces[trace_id] = trace
-
-    def get(self, trace_id: bytes) -> SessionTrace | None:
-        """Return the trace of a session; None if it is unknown or forgotten."""
-        return self._traces.get(trace_id)
-
-
 def trace_server(peer: LocalPeer, find: Callable[[bytes], SessionTrace | None]) -> QuestionServer:
     """Return a server that answers with the trace that `find` returns for a trace id, or with ERROR NO_SESSION if that is None."""
 
@@ -151,18 +136,11 @@ async def _fetch(board: Switchboard, peer: PeerId, trace: bytes) -> Trace | None
 ROUNDING_US = 3  # rounding error of a sum of three times
 
 
-@dataclass(frozen=True)
-class Typical:
+class Typical(NamedTuple):
     """Median and largest of some durations or sizes."""
 
     median: float
     worst: int
-
-    @classmethod
-    def of(cls, values: Iterable[int]) -> Typical:
-        """Return median and largest of the values; zeros if there are none."""
-        found = list(values)
-        return cls(median(found), max(found)) if found else cls(0, 0)
 
 
 @dataclass(frozen=True)
@@ -208,6 +186,7 @@ class Stop:
     """Hop of the timeline: a peer, its units, and its decode steps.
 
     `decoded` has the last step by each position after one that was decoded: steps of one position, and steps with guesses.
+    `wait_us`, `compute_us` and `batch` are the typical figures of those steps, zeros if there are none.
     """
 
     def __init__(self, peer: PeerId, trace: Trace) -> None:
@@ -219,6 +198,7 @@ class Stop:
         self._by_end = {**{step.end: step for step in trace.steps}, **self.decoded}
         self.guessed = sum(step.guessed for step in steps)  # positions
         self.wasted = sum(step.count for step in steps) - len(self.decoded)  # positions that were computed again
+        self.wait_us, self.compute_us, self.batch = map(self._typical, ("wait_us", "compute_us", "batch"))
         self.drafts = Counter(
             {
                 (ProposerKind.numbered(one.proposer).label, result): count
@@ -227,9 +207,9 @@ class Stop:
             }
         )
 
-    def typical(self, figure: Callable[[TraceStep], int]) -> Typical:
-        """Return median and largest of `figure` over the steps of one token."""
-        return Typical.of(map(figure, self.decoded.values()))
+    def _typical(self, field: str) -> Typical:
+        figures = [getattr(step, field) for step in self.decoded.values()] or [0]
+        return Typical(median(figures), max(figures))
 
     def since_last(self, position: int) -> int | None:
         """Return the microseconds between the sending of the position before and of this one.
@@ -239,7 +219,10 @@ class Stop:
         before, now = self._by_end.get(position - 1), self.decoded.get(position)
         if before is None or now is None:
             return None
-        if not (before.guessed or now.guessed) and now.came_us + ROUNDING_US < done_us(before):
+        if (
+            not (before.guessed or now.guessed)
+            and now.came_us + ROUNDING_US < before.came_us + before.wait_us + before.compute_us
+        ):
             return None
         return max(0, sent_us(now) - sent_us(before))
 
@@ -249,18 +232,13 @@ class Stop:
         return None if now is None or after is None else max(0, after.came_us - now.came_us)
 
 
-def done_us(step: TraceStep) -> int:
-    """Return when a step's pass ended, on its hop's clock."""
-    return step.came_us + step.wait_us + step.compute_us
-
-
 def sent_us(step: TraceStep) -> int:
     """Return when a step left, on its hop's clock."""
     return step.came_us + step.stay_us
 
 
 class Timeline:
-    """Timeline of one session over the peers that remember it."""
+    """Tokens of one session with the parts of their time, from the traces of the peers that remember it; none without traces."""
 
     def __init__(self, traces: Mapping[PeerId, Trace]) -> None:
         self.stops = sorted((Stop(peer, trace) for peer, trace in traces.items()), key=lambda stop: stop.span)
@@ -278,38 +256,29 @@ class Timeline:
 
     def tokens(self) -> list[Token]:
         """Return all tokens whose steps are remembered, in order. The prompt, whose steps have many positions, is left out."""
-        positions = sorted({position for stop in self.stops for position in stop.decoded})
-        late = self._late()
-        return [self._token(position, late.get(position)) for position in positions]
-
-    def _token(self, position: int, late: Late | None) -> Token:
-        parts = [
-            part for stop in self._stops_at(position) for part in timeline_parts(stop.peer, stop.decoded[position])
-        ]
-        total_us = self._total_us(position)
-        if total_us is not None:
-            parts.append(TimelinePart("way", "", max(0, total_us - sum(part.us for part in parts))))
-        return Token(position, total_us, tuple(parts), late)
-
-    def _stops_at(self, position: int) -> list[Stop]:
-        """Return the hops that computed a position, in the order of their units; of two with the same units, one."""
-        found: dict[tuple[int, int], Stop] = {}
-        for stop in self.stops:
-            if position in stop.decoded:
-                found[stop.span] = stop
-        return list(found.values())
-
-    def _total_us(self, position: int) -> int | None:
-        """Return the token's time by the last hop, else by the first (if the last has changed and had to catch up); None if neither
-        knows it."""
-        at_last = (stop.since_last(position) for stop in self.stops if stop.span[1] == self._last)
-        at_first = (stop.until_next(position) for stop in self.stops if stop.span[0] == self._first)
-        return next((us for us in (*at_last, *at_first) if us is not None), None)
+        late, tokens = self._late(), []
+        for position in sorted({position for stop in self.stops for position in stop.decoded}):
+            # Of two hops with the same units, one counts.
+            hops = {stop.span: stop for stop in self.stops if position in stop.decoded}
+            parts = [part for stop in hops.values() for part in timeline_parts(stop.peer, stop.decoded[position])]
+            # The last hop knows the token's time, else the first, if the last has changed and had to catch up.
+            at_last = (stop.since_last(position) for stop in self.stops if stop.span[1] == self._last)
+            at_first = (stop.until_next(position) for stop in self.stops if stop.span[0] == self._first)
+            total_us = next((us for us in (*at_last, *at_first) if us is not None), None)
+            if total_us is not None:
+                parts.append(TimelinePart("way", "", max(0, total_us - sum(part.us for part in parts))))
+            tokens.append(Token(position, total_us, tuple(parts), late.get(position)))
+        return tokens
 
     def _late(self) -> dict[int, Late]:
         """Return for each position the link that delayed it most beyond the link's median."""
         latest: dict[int, Late] = {}
-        for source, target, lag in self._links():
+        # Links (from, to, lag in positions): from each hop to the next, and in a ring from the last to the first with lag 1
+        pairs = [(source, target) for source in self.stops for target in self.stops if source is not target]
+        links = [(source, target, 0) for source, target in pairs if source.span[1] == target.span[0]]
+        around = (self._last, self._first)
+        links += [(source, target, 1) for source, target in pairs if (source.span[1], target.span[0]) == around]
+        for source, target, lag in links:
             delays = {
                 position: target.decoded[position].came_us - sent_us(source.decoded[position - lag])
                 for position, step in target.decoded.items()
@@ -321,14 +290,6 @@ class Timeline:
                 if late_us > 0 and (position not in latest or late_us > latest[position].us):
                     latest[position] = Late(source.peer, target.peer, late_us)
         return latest
-
-    def _links(self) -> list[tuple[Stop, Stop, int]]:
-        """Return the links (from, to, lag in positions): from each hop to the next, and in a ring from the last to the first with
-        lag 1."""
-        pairs = [(source, target) for source in self.stops for target in self.stops if source is not target]
-        onward = [(source, target, 0) for source, target in pairs if source.span[1] == target.span[0]]
-        around = (self._last, self._first)
-        return onward + [(source, target, 1) for source, target in pairs if (source.span[1], target.span[0]) == around]
 
 
 def timeline_parts(peer: PeerId, step: TraceStep) -> tuple[TimelinePart, ...]:

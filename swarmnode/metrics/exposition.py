@@ -152,17 +152,14 @@ class MetricsApp:
             pages: Iterable[bytes] = self._metrics(environ, start_response)
             return pages
         if path == "/healthz":
-            turns = self._turns()
+            turned = threading.Event()
+            self._loop.call_soon_threadsafe(turned.set)
+            turns = turned.wait(SCRAPE_TIMEOUT_S)
             status, text = ("200 OK", "ok\n") if turns else ("503 Service Unavailable", "the event loop is stuck\n")
         else:
             status, text = "404 Not Found", "the paths are /metrics and /healthz\n"
         start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
         return [text.encode()]
-
-    def _turns(self) -> bool:
-        turned = threading.Event()
-        self._loop.call_soon_threadsafe(turned.set)
-        return turned.wait(SCRAPE_TIMEOUT_S)
 
 
 class _Server(ThreadingMixIn, WSGIServer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,3 +86,26 @@ class Reading(NamedTuple):
 Readings = Iterable[Reading]
 Source = Callable[[], Readings]
 """Function that reads the current figures of one part of the process."""
+
+
+class Figures:
+    """All readings of one moment, for a view that shows some of them."""
+
+    def __init__(self, readings: Readings) -> None:
+        self._readings: defaultdict[Metric, list[Reading]] = defaultdict(list)
+        for reading in readings:
+            self._readings[reading.metric].append(reading)
+
+    def values(self, metric: Metric, **labels: str) -> list[Union[float, Histogram]]:
+        """Return the metric's values with these values of its labels, one for each reading."""
+        wanted = {(metric.labels.index(name), value) for name, value in labels.items()}
+        return [each.value for each in self._readings.get(metric, ()) if wanted <= {*enumerate(each.labels)}]
+
+    def sum(self, metric: Metric, **labels: str) -> float:
+        """Return the sum of `values`; of a histogram counts the sum of all that it observed. 0 without a reading."""
+        return sum(each.sum if isinstance(each, Histogram) else each for each in self.values(metric, **labels))
+
+    def by(self, metric: Metric, label: str) -> Counter[str]:
+        """Return the sums of a counter, rounded down, by the values of `label`."""
+        seen = (each.labels[metric.labels.index(label)] for each in self._readings.get(metric, ()))
+        return Counter({value: int(self.sum(metric, **{label: value})) for value in seen})

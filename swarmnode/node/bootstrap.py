@@ -70,7 +70,11 @@ class Bootstrap:
                 Place(state=State.READY, seeds=seeder.units), Machine(device="none"), await host.introduction()
             )
             seeder.on_withdraw = lambda: host.directory.announce(Place(seeds=seeder.units))
-            states = await _shared_states(host)
+            states = None
+            if host.swarm.manifest is not None and host.swarm.manifest.mode == TRAIN:
+                from swarmnode.checkpoints.checkpoint_manager import SharedStates
+
+                states = await SharedStates.start(host, share=1.0)  # a bootstrap peer needs no disk for weights
         except BaseException:
             await host.close()
             raise
@@ -95,24 +99,14 @@ class Bootstrap:
         await self.host.close()
 
 
-async def _shared_states(host: Host) -> SharedStates | None:
-    """Start serving training states; None if the swarm does not train."""
-    if host.swarm.manifest is None or host.swarm.manifest.mode != TRAIN:
-        return None
-    from swarmnode.checkpoints.checkpoint_manager import SharedStates
-
-    return await SharedStates.start(host, share=1.0)  # a bootstrap peer needs no disk for weights
-
-
 async def _mapped(host: Host) -> list[str]:
     """Return the peer's addresses, after up to `NAT_S` seconds for the router to map a port if it was asked to."""
     addresses = await host.network.addresses()
-    if not host.config.nat_port_map:
-        return addresses
-    give_up_s = host.clock.monotonic() + NAT_S
-    while not any(map(is_public, addresses)) and host.clock.monotonic() < give_up_s:
-        await asyncio.sleep(NAT_LOOK_S)
-        addresses = await host.network.addresses()
+    if host.config.nat_port_map:
+        give_up_s = host.clock.monotonic() + NAT_S
+        while not any(map(is_public, addresses)) and host.clock.monotonic() < give_up_s:
+            await asyncio.sleep(NAT_LOOK_S)
+            addresses = await host.network.addresses()
     return addresses
 
 
@@ -120,12 +114,16 @@ def _take_in(host: Host, file: Path | None, addresses: list[str]) -> None:
     """Put `addresses` into the swarm's invites, public ones first, in place of those that are gone, and write them to `file` if
     anything is new."""
     swarm = host.swarm
-    own = sorted(_bootstraps(addresses), key=is_public, reverse=True)
+    others = [address for address in addresses if not is_loopback(address)]
+    own = sorted(others or addresses, key=is_public, reverse=True)
     kept = [each for each in swarm.bootstraps if not _is_gone(each, addresses)]
     bootstraps = tuple(dict.fromkeys([*filter(is_public, own), *kept, *own]))
     host.swarm = replace(swarm, bootstraps=bootstraps)
     if file is not None and bootstraps != swarm.bootstraps:
-        _keep(host.swarm, file)
+        try:
+            save_swarm(host.swarm, file)
+        except LocalError as error:
+            log.warning("%s; invites made later will not name this bootstrap peer", error)
 
 
 def _is_gone(address: str, now: list[str]) -> bool:
@@ -136,19 +134,6 @@ def _is_gone(address: str, now: list[str]) -> bool:
     if address in now or is_public(address):
         return False
     return any((peer_of(address), host_of(address)) == (peer_of(each), host_of(each)) for each in now)
-
-
-def _bootstraps(addresses: list[str]) -> list[str]:
-    """Return the addresses for an invite: those that are not loopback, or all if there are only loopback ones."""
-    return [address for address in addresses if not is_loopback(address)] or addresses
-
-
-def _keep(swarm: Swarm, file: Path) -> None:
-    """Write the swarm's bootstrap peers into its file. If that fails, log that only this run's invites will name them."""
-    try:
-        save_swarm(swarm, file)
-    except LocalError as error:
-        log.warning("%s; invites made later will not name this bootstrap peer", error)
 
 
 def _promised(swarm: Swarm) -> Identity | None:

@@ -5,86 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.codec.body import VERSION
-from swarmnode.counting import counted, format_bytes, layers
 from swarmnode.lending.cards import energy_used
-from swarmnode.lending.lending import DAYS, LendingState
+from swarmnode.lending.lending import DAYS
 from swarmnode.measuring.service_report import Donation, given
 from swarmnode.metrics.metric import Readings
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host import Host
-from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.manifest import CAUSAL_LM, TRAIN, Manifest
-from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
     from swarmnode.measuring.hardware import Hardware
 
-PROGRESS_S = 15.0
-STANDS_BY = "Standing by: training is faster without this node at the moment. It takes layers as soon as some need it."
-LENDING = {
-    LendingState.DRAINING: "Pausing ({reason}): running work moves to other machines.",
-    LendingState.FINISHING: "Finishing ({reason}): this machine accepts no new work.",
-    LendingState.PAUSED: "Paused ({reason}).",
-}
-
 Tell = Callable[..., None]
 """Callback for news of a node's life: `(event, text for people, **details for scripts)`"""
-
-
-def introduce(manifest: Manifest) -> str:
-    """Return a line on the swarm's model and its size, and whether it is trained."""
-    model = manifest.model
-    ends = " with embedding and head" if manifest.kind == CAUSAL_LM else ""
-    trained = ", to be trained" if manifest.mode == TRAIN else ""
-    return f"Model: {model.label}, {counted(model.units, 'layer')}{ends}, {format_bytes(manifest.total_bytes)}{trained}"
-
-
-def presented(host: Host) -> str:
-    """Return a sentence on the name under which others see the node, and the end of its id."""
-    known_as = f"{host.name} ({host.peer_id[-8:]})" if host.name else host.peer_id[-8:]
-    return f"This machine is {known_as} in {host.swarm.name}."
-
-
-def farewell(donation: Donation) -> str:
-    """Return the last sentence of a node, with all that the nodes of this home have given."""
-    gave = f"So far this machine gave {donation}. " if donation.any else ""
-    return f"Left the swarm. {gave}Thank you."
-
-
-def outdated(newer: int) -> str:
-    """Return the advice to upgrade, for when most peers speak version `newer` of the protocol."""
-    return (
-        f"Most machines of this swarm have a newer swarmnode (protocol version {newer}, here {VERSION}). "
-        "`swarmnode doctor --update` shows how to upgrade."
-    )
-
-
-def reason_of(move: Move) -> str:
-    """Return the reason for `move`, as a text for the owner."""
-    if not move.span.units:
-        return "Training is faster without this node at the moment: it gives up its layers and stands by"
-    if move.fills:
-        return f"No machine has {layers(*move.span)}: moving there"
-    return f"With this node at {layers(*move.span)} the swarm is {move.gain:.0%} faster: moving there"
-
-
-def progress_of(tell: Tell, clock: Callable[[], float]) -> Progress:
-    """Return a callback that reports each tenth of a download through `tell`, and a slow download every `PROGRESS_S` seconds."""
-    told, told_at = -1, clock()
-
-    def progress(done_bytes: int, total_bytes: int) -> None:
-        nonlocal told, told_at
-        tenth = 10 * done_bytes // max(1, total_bytes)
-        if tenth > told or clock() - told_at >= PROGRESS_S:
-            told, told_at = tenth, clock()
-            text = f"Fetching weights: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB"
-            tell("fetching", text, done_bytes=done_bytes, total_bytes=total_bytes)
-
-    return progress
 
 
 def described(

@@ -24,7 +24,7 @@ import msgspec
 from swarmnode.codec.body import VERSION
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.config import OWN
-from swarmnode.counting import layers
+from swarmnode.counting import counted, format_bytes, layers
 from swarmnode.credit.receipts import ReceiptKeeper
 from swarmnode.errors import LocalError, SwarmnodeError, UsageError
 from swarmnode.lending.cards import CardGuard, Cards, EnergyMeter
@@ -33,31 +33,19 @@ from swarmnode.lending.rule_watch import follow_rules
 from swarmnode.measuring.bandwidth import Prober
 from swarmnode.measuring.service_report import Donation, ServiceReporter, WorkRecord
 from swarmnode.metrics import table
-from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.metrics.metric import Figures, Reading, Readings
 from swarmnode.net.tasks import cancel_and_wait, until_first
-from swarmnode.node.description import (
-    LENDING,
-    STANDS_BY,
-    Tell,
-    described,
-    farewell,
-    introduce,
-    measured,
-    outdated,
-    presented,
-    reason_of,
-)
+from swarmnode.node.description import Tell, described, measured
 from swarmnode.node.node_config import RATES, NodeConfig
 from swarmnode.node.stage_loader import CrashLog, StageLoader
-from swarmnode.peer.explanation import explain
 from swarmnode.peer.host import Host
+from swarmnode.peer.picture import explain
 from swarmnode.peer.placement import Placement, PlannedPlace
-from swarmnode.plan.spans.placement import Move
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.stage import Stage
 from swarmnode.swarm.records.announcement import Place, State
-from swarmnode.swarm.records.manifest import GENERATE, TRAIN
+from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, TRAIN, Manifest
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from swarmnode.version import __version__
 from swarmnode.weights.chunk_server import Seeder
@@ -77,15 +65,16 @@ DRAFT_FOLDER = "draft-model"  # in the node's home: the index of a GGUF file
 
 COMPUTED = (table.UNIT_TOKENS, table.ANSWERS)  # not zero after a completed pass
 NO_LONGER_FINISHING = (LendingState.RUNNING, LendingState.DRAINING)
+STANDS_BY = "Standing by: training is faster without this node at the moment. It takes layers as soon as some need it."
+LENDING = {
+    LendingState.DRAINING: "Pausing ({reason}): running work moves to other machines.",
+    LendingState.FINISHING: "Finishing ({reason}): this machine accepts no new work.",
+    LendingState.PAUSED: "Paused ({reason}).",
+}
 
 
 def _ignore(_event: str, _text: str, **_details: object) -> None:
     """Discard an event."""
-
-
-async def _ended(life: asyncio.Task[None]) -> None:
-    """Wait for the end of a task, without its result."""
-    await asyncio.wait([life])
 
 
 class Node:
@@ -163,7 +152,7 @@ class Node:
         """Wait until the node serves or trains, or stands by. Raises the error that ended it, and LocalError if it was stopped."""
         self.start()
         assert self._life is not None
-        await until_first(self.lending.until(LendingState.RUNNING), _ended(self._life))
+        await until_first(self.lending.until(LendingState.RUNNING), asyncio.wait([self._life]))
         if self._life.done():
             self._life.result()
             raise LocalError("the node was stopped before it served; start it again")
@@ -194,7 +183,10 @@ class Node:
     def describe(self) -> dict[str, Any]:
         """Return a short description for the owner: swarm, peer, span, sessions, device, limits and work done."""
         own = None if self._host is None else self._host.directory.own
-        facts = described(self.swarm, self._in_force, self._host, self._span, self._donation, self.readings())
+        # Settings as they are now, after the changes that a running node can make
+        host = replace(self.config.host, **self._rates)  # type: ignore[arg-type]  # all rates are numbers
+        in_force = replace(self.config, host=host, rules=self.lending.rules, card=self._card_limits)
+        facts = described(self.swarm, in_force, self._host, self._span, self._donation, self.readings())
         return {**facts, **measured(self._hardware, own)}
 
     def why(self, about: str = "") -> dict[str, Any]:
@@ -206,12 +198,6 @@ class Node:
         if self._host is None:
             return {"facts": [], "decisions": [decision.to_json() for decision in decisions]}
         return explain(self._host, about, decisions)
-
-    @property
-    def _in_force(self) -> NodeConfig:
-        """Settings as they are now, after the changes that a running node can make."""
-        host = replace(self.config.host, **self._rates)  # type: ignore[arg-type]  # all rates are numbers
-        return replace(self.config, host=host, rules=self.lending.rules, card=self._card_limits)
 
     def follow(self, config: NodeConfig) -> list[str]:
         """Apply the rules, rate limits and ceilings of cards in `config`. Returns the names of other settings that differ and need
@@ -256,12 +242,28 @@ class Node:
             closing.push_async_callback(cancel_and_wait, living)
             await self._until(stop, living, host, record)
             await cancel_and_wait(living)  # else it would look for another span during the leaving
-            await self._leave(host, record)
+            if self._stage is not None:
+                self._tell(
+                    "draining", "Leaving: running work moves to other machines. Press Ctrl-C again to leave now."
+                )
+                await self._leave_stage(host)
+            if self._crashes is not None:
+                self._crashes.forget()
+            donation = await asyncio.to_thread(record.keep, record.given())
+            gave = f"So far this machine gave {donation}. " if donation.any else ""
+            self._tell("left", f"Left the swarm. {gave}Thank you.", given=donation.to_json())
 
     async def _until(self, stop: asyncio.Event, living: asyncio.Task[None], host: Host, record: WorkRecord) -> None:
         """Wait until the node is to leave. Raises the error of anything that ends earlier."""
         stopped = asyncio.ensure_future(until_first(stop.wait(), self.lending.finished()))
-        watched = host.wait_turned_away(), self._report(host, record), self._follow_rules(host)
+        rules = follow_rules(
+            self.lending,
+            host.config.home,
+            lambda: host.link_config.traffic.total_bytes,
+            notify=self.config.notify,
+            clock=self.platform.clock.monotonic,
+        )
+        watched = host.wait_turned_away(), self._report(host, record), rules
         watching = [asyncio.ensure_future(one) for one in watched]
         broken = asyncio.ensure_future(host.supervisor.broken())
         deaths: list[asyncio.Future[Any]] = [*(executor.died for executor in self._executors), broken]
@@ -273,16 +275,14 @@ class Node:
                     raise death.result()
             for ended in (living, *watching):
                 if ended.done():
-                    await self._look_at_devices(ended.exception())
+                    # An unexpected error may come from a lost device: then ExecutorDied says so.
+                    error = ended.exception()
+                    if isinstance(error, Exception) and not isinstance(error, SwarmnodeError):
+                        for executor in self._executors:
+                            await executor.look(error)
                     ended.result()
         finally:
             await cancel_and_wait(stopped, *watching, broken)
-
-    async def _look_at_devices(self, error: BaseException | None) -> None:
-        """Raise ExecutorDied if an unexpected `error` comes from a lost device."""
-        if isinstance(error, Exception) and not isinstance(error, SwarmnodeError):
-            for executor in self._executors:
-                await executor.check_device(error)
 
     async def _live(self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack) -> None:
         """Join the swarm, load layers, and serve or train, with moves and pauses, until cancelled."""
@@ -291,10 +291,51 @@ class Node:
             loader, place = await self._prepare(host, heavy, services)
         finally:
             await cancel_and_wait(yielding)
+        from swarmnode.compute.device import free_memory
+
         while True:
             if self.lending.state is not LendingState.PAUSED:
                 await until_first(self._work(host, loader, place), self._held(host))
-            await self._pause(host)
+            # Give back all that the node holds, and wait until it may lend again.
+            stage, keep_span = self._stage, self.lending.keep is Keep.MEMORY
+            await self._leave_stage(host, keep_span=keep_span)
+            if stage is not None and keep_span:
+                self._kept = await asyncio.to_thread(stage.keep, host.link_config.ledger)
+            del stage
+            host.directory.announce(Place(state=State.PAUSED, seeds=(0, 0)), await host.introduction())
+            await asyncio.to_thread(free_memory)
+            self.lending.happened(LendingEvent.DRAINED)
+            await self.lending.until(LendingState.WAITING)
+
+    async def _read_model(self, host: Host, services: AsyncExitStack) -> Manifest:
+        """Wait for the swarm's first answer and return its manifest. From now on a crash counts against the model.
+
+        Raises UsageError if the model has crashed too often, NetworkDown and ProtocolError as `Host.manifest`.
+        """
+        addresses = await host.network.addresses()
+        known_as = f"{host.name} ({host.peer_id[-8:]})" if host.name else host.peer_id[-8:]
+        text = f"This machine is {known_as} in {host.swarm.name}."
+        self._tell("joined", text, peer=host.peer_id, addresses=addresses)
+        if not host.joined.is_set():
+            self._tell("waiting", f"Waiting for {host.swarm.name}: the host does not answer yet.")
+            await host.joined.wait()
+        await host.manifest(patience_s=MANIFEST_PATIENCE_S)
+        manifest, stage = host.swarm.manifest, self.config.stage
+        assert manifest is not None
+        model, trains = manifest.model, manifest.mode == TRAIN
+        ends = " with embedding and head" if manifest.kind == CAUSAL_LM else ""
+        size = (
+            f"{counted(model.units, 'layer')}{ends}, {format_bytes(manifest.total_bytes)}{', to be trained' * trains}"
+        )
+        self._tell("model", f"Model: {model.label}, {size}", **msgspec.to_builtins(model))
+        # A crash counts for the same model, version and options that decide which code computes.
+        options = stage.device, stage.dtype, stage.quantize, stage.products, stage.kv, stage.capture, stage.draft_model
+        computed = f"{host.swarm.id.hex()} {__version__} {options!r}"
+        path = self.config.host.home / CRASHES / f"{host.peer_id}-{host.swarm.id.hex()[:16]}.txt"
+        self._crashes = await asyncio.to_thread(CrashLog.start, path, computed)
+        if self._crashes is not None:
+            services.callback(self._crashes.close)
+        return manifest
 
     async def _prepare(
         self, host: Host, heavy: asyncio.Future[ModuleType], services: AsyncExitStack
@@ -303,31 +344,24 @@ class Node:
 
         `services` close after the sessions have moved away.
         """
-        addresses = await host.network.addresses()
-        self._tell("joined", presented(host), peer=host.peer_id, addresses=addresses)
-        if not host.joined.is_set():
-            self._tell("waiting", f"Waiting for {host.swarm.name}: the host does not answer yet.")
-            await host.joined.wait()
-        await host.manifest(patience_s=MANIFEST_PATIENCE_S)
-        assert host.swarm.manifest is not None
-        self._tell("model", introduce(host.swarm.manifest), **msgspec.to_builtins(host.swarm.manifest.model))
-        path, model = (
-            self.config.host.home / CRASHES / f"{host.peer_id}-{host.swarm.id.hex()[:16]}.txt",
-            self._model(host),
-        )
-        self._crashes = await asyncio.to_thread(CrashLog.start, path, model)
-        if self._crashes is not None:
-            services.callback(self._crashes.close)
+        manifest = await self._read_model(host, services)
+        trains = manifest.mode == TRAIN
         seeder = await Seeder.start(host, host.swarm)
-        prober = Prober(host, busy=lambda: self._busy(host))
+
+        def needs_links() -> bool:
+            """Return whether sessions or downloads need the links more than a bandwidth test does."""
+            own = host.directory.own
+            return own is not None and (own.sessions > 0 or own.life not in (State.READY, State.JOINING))
+
+        prober = Prober(host, busy=needs_links)
         await heavy
-        from swarmnode.measuring.hardware import Hardware, Workplace
+        from swarmnode.measuring.hardware import Workplace
         from swarmnode.weights.adapter_files import AdapterFiles, BroughtAdapters
         from swarmnode.weights.weights import Weights
 
         weights = Weights(host)
         adapters = None
-        if host.swarm.manifest.task == GENERATE and host.swarm.manifest.mode != TRAIN:
+        if manifest.task == GENERATE and not trains:
             brought = BroughtAdapters(host, weights, seeder, self.config.stage.server)
             services.push_async_callback(brought.close)
             adapters = AdapterFiles(host.swarm, weights, seeder, brought)
@@ -339,63 +373,63 @@ class Node:
         if adapters is not None:
             await adapters.brought.start()
         await prober.start(host.directory.peers)
-        trains = host.swarm.manifest.mode == TRAIN
         if trains:
             from swarmnode.checkpoints.checkpoint_manager import SharedStates
 
             self._states = await SharedStates.start(host)
             services.push_async_callback(self._states.close)
+        hardware = await self._probe(host, await weights.outline(), manifest, services)
+        if trains:
+            from swarmnode.training.organisation import training_placement
+
+            place = training_placement(host, hardware, self.config.place)
+        else:
+            place = Placement(host, hardware.capacity_units, self.config.place)
+        workplace = Workplace(host, hardware, self._executors, adapters)
+        loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
+        return loader, place
+
+    async def _probe(self, host: Host, outline: Checkpoint, manifest: Manifest, services: AsyncExitStack) -> Hardware:
+        """Find what the devices can do for the model with this `outline`, guard the cards, and tell the owner.
+
+        Raises UsageError if a draft model does not go with the swarm's model, CheckpointError if it cannot be read, ExecutorDied.
+        """
+        from swarmnode.measuring.hardware import Hardware
+
+        trains = manifest.mode == TRAIN
         probe = partial(Hardware.probe, trains=trains, host=host.link_config.ledger, clock=host.clock)
-        stage = self.config.stage.meeting(host.swarm.manifest.products or "")
-        outline = await weights.outline()
-        draft = await asyncio.to_thread(self._open_draft, outline, trains) if stage.draft_model else None
+        stage, draft = self.config.stage.meeting(manifest.products or ""), None
+        if stage.draft_model and trains:
+            raise UsageError("--draft-model: a swarm that trains writes no texts: leave the option out")
+        if stage.draft_model not in ("", OWN):
+            from swarmnode.measuring.draft_part import open_draft
+
+            index = self.config.host.home / DRAFT_FOLDER
+            draft = await asyncio.to_thread(open_draft, stage.draft_model, index, outline)
         hardware = self._hardware = await asyncio.to_thread(probe, outline, stage, draft=draft)
         paced = [lent.throttle for lent in hardware.lent]
         self._guard = CardGuard.start(self._card_limits, paced, Cards, on_crash=host.supervisor.ends_peer)
         services.push_async_callback(self._guard.close)
         for executor, lent in zip(self._executors, hardware.lent, strict=True):
             await executor.call(Urgency.CONTROL, lent.device.use, kind="use the device")
-        machine, place = hardware.machine(self.config.host.home), self._place(host, hardware)
-        self._tell(
-            "machine", f"This machine: {hardware.found}, {machine['cpu_cores']} cores; {hardware.holds}", **machine
-        )
+        machine = hardware.machine(self.config.host.home)
+        found = f"This machine: {hardware.found}, {machine['cpu_cores']} cores; {hardware.holds}"
+        self._tell("machine", found, **machine)
         if hardware.advice:
             self._tell("advice", hardware.advice, advice=hardware.advice)
-        workplace = Workplace(host, hardware, self._executors, adapters)
-        loader = StageLoader(workplace, seeder, weights, self._states, self._tell, place.awaits_others)
-        return loader, place
-
-    def _model(self, host: Host) -> str:
-        """Return one line that differs if the model, a version or an option differs that decides which code computes."""
-        stage = self.config.stage
-        options = (
-            stage.device,
-            stage.dtype,
-            stage.quantize,
-            stage.products,
-            stage.kv,
-            stage.capture,
-            stage.draft_model,
-        )
-        return f"{host.swarm.id.hex()} {__version__} {options!r}"
-
-    def _open_draft(self, served: Checkpoint, trains: bool) -> Checkpoint | None:
-        """Open the draft model; None if that is a layer of the `served` model.
-
-        Raises UsageError if it does not go with the `served` one, CheckpointError.
-        """
-        from swarmnode.measuring.draft_part import open_draft
-
-        if trains:
-            raise UsageError("--draft-model: a swarm that trains writes no texts: leave the option out")
-        if self.config.stage.draft_model == OWN:
-            return None
-        return open_draft(self.config.stage.draft_model, self.config.host.home / DRAFT_FOLDER, served)
+        return hardware
 
     async def _work(self, host: Host, loader: StageLoader, place: Placement) -> None:
         """Hold the span that the swarm needs most, and move when another needs it more. Never returns; ends only by an error."""
         if self._span is None:
-            self._span = await self._first_span(place, host, loader.place.hardware)
+            hardware, fixed = loader.place.hardware, self.config.span
+            if fixed is None and self.config.plan is not None:
+                self._planned = PlannedPlace(self.config.plan, host)
+                fixed = self._planned.span
+            if fixed and fixed.units:
+                self._span = hardware.check(fixed)
+            else:
+                self._span = await place.claim(*hardware.sections(host), await host.introduction())
         while True:
             if self._span.units:
                 await self._serve(host, loader, self._span)
@@ -404,19 +438,22 @@ class Node:
                 self._tell("spare", STANDS_BY)
             self.lending.happened(LendingEvent.LOADED)
             place.arrived()
-            move = await self._reason_to_move(place)
-            self._tell("moving", reason_of(move), span=list(move.span), gain=None if move.fills else move.gain)
+            stage = self._stage
+            if stage is None:
+                move = await place.reason_to_move(bound=self._bound, news=tuple)
+            else:
+                work = stage.sections, stage.rest_s, stage.settled
+                move = await place.reason_to_move(self._bound, *work)
+            reason = f"With this node at {layers(*move.span)} the swarm is {move.gain:.0%} faster: moving there"
+            if not move.span.units:
+                reason = "Training is faster without this node at the moment: it gives up its layers and stands by"
+            elif move.fills:
+                reason = f"No machine has {layers(*move.span)}: moving there"
+            self._tell("moving", reason, span=list(move.span), gain=None if move.fills else move.gain)
             self._moves += 1
             self.lending.happened(LendingEvent.MOVED)
             await self._leave_stage(host)
             self._span = move.span
-
-    async def _reason_to_move(self, place: Placement) -> Move:
-        stage = self._stage
-        if stage is None:
-            return await place.reason_to_move(bound=self._bound, news=tuple)
-        news, rest_s, settled = stage.sections, stage.rest_s, stage.settled
-        return await place.reason_to_move(bound=self._bound, news=news, rest_s=rest_s, settled=settled)
 
     async def _report(self, host: Host, record: WorkRecord) -> None:
         """Tell the owner the node's news every `REPORT_S` seconds, and once each newer protocol version that peers speak; write
@@ -426,45 +463,21 @@ class Node:
             await asyncio.sleep(REPORT_S)
             newer = host.link_config.peer_versions.newer
             if newer is not None and newer != told:
-                self._tell("outdated", outdated(newer), version=VERSION, newer=newer)
+                advice = (
+                    f"Most machines of this swarm have a newer swarmnode (protocol version {newer}, here {VERSION}). "
+                    "`swarmnode doctor --update` shows how to upgrade."
+                )
+                self._tell("outdated", advice, version=VERSION, newer=newer)
                 told = newer
             peers = {peer: one for peer, one in host.directory.peers().items() if peer != host.peer_id}
             report = reporter.report(host.paths.reachability, peers, since)
-            if self._crashes is not None and any(one.value for one in self.readings() if one.metric in COMPUTED):
+            if self._crashes is not None and any(map(Figures(self.readings()).sum, COMPUTED)):
                 self._crashes.forget()
             if report is not None:
                 self._tell("report", str(report), **asdict(report))
             self._donation = await asyncio.to_thread(record.keep, record.given())
 
-    async def _follow_rules(self, host: Host) -> None:
-        """Let the rules pause and resume the node. Never ends."""
-        traffic, clock = host.link_config.traffic, self.platform.clock.monotonic
-        notify = self.config.notify
-        await follow_rules(self.lending, host.config.home, lambda: traffic.total_bytes, notify=notify, clock=clock)
-
-    def _busy(self, host: Host) -> bool:
-        """Return whether sessions or downloads need the links more than a bandwidth test does."""
-        own = host.directory.own
-        return own is not None and (own.sessions > 0 or own.life not in (State.READY, State.JOINING))
-
     # -- placement
-
-    def _place(self, host: Host, hardware: Hardware) -> Placement:
-        """Return the placement that fits the swarm's mode: training or serving."""
-        if not hardware.trains:
-            return Placement(host, hardware.capacity_units, self.config.place)
-        from swarmnode.training.organisation import training_placement
-
-        return training_placement(host, hardware, self.config.place)
-
-    async def _first_span(self, place: Placement, host: Host, hardware: Hardware) -> Span:
-        told = self.config.span
-        if told is None and self.config.plan is not None:
-            self._planned = PlannedPlace(self.config.plan, host)
-            told = self._planned.span
-        if told and told.units:
-            return hardware.check(told)
-        return await place.claim(*hardware.sections(host), await host.introduction())
 
     def _bound(self) -> bool:
         """Return whether the node must stay: it finishes, its span is fixed or planned, or its stage is bound."""
@@ -521,34 +534,11 @@ class Node:
         host.directory.announce(Place(state=State.READY))
         return False
 
-    async def _pause(self, host: Host) -> None:
-        """Give back all that the node holds, and wait until it may lend again."""
-        from swarmnode.compute.device import free_memory
-
-        stage, keep_span = self._stage, self.lending.keep is Keep.MEMORY
-        await self._leave_stage(host, keep_span=keep_span)
-        if stage is not None and keep_span:
-            self._kept = await asyncio.to_thread(stage.keep, host.link_config.ledger)
-        del stage
-        host.directory.announce(Place(state=State.PAUSED, seeds=(0, 0)), await host.introduction())
-        await asyncio.to_thread(free_memory)
-        self.lending.happened(LendingEvent.DRAINED)
-        await self.lending.until(LendingState.WAITING)
-
     def _tell_lending(self, state: LendingState, reason: str) -> None:
         if state in LENDING:
             self._tell(state.value, LENDING[state].format(reason=reason), reason=reason)
 
     # -- leaving
-
-    async def _leave(self, host: Host, record: WorkRecord) -> None:
-        if self._stage is not None:
-            self._tell("draining", "Leaving: running work moves to other machines. Press Ctrl-C again to leave now.")
-            await self._leave_stage(host)
-        if self._crashes is not None:
-            self._crashes.forget()
-        donation = await asyncio.to_thread(record.keep, record.given())
-        self._tell("left", farewell(donation), given=donation.to_json())
 
     async def _leave_stage(self, host: Host, *, keep_span: bool = False) -> None:
         if self._stage is not None:

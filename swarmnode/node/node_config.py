@@ -35,10 +35,10 @@ class NodeConfig:
     def fixed(self, other: NodeConfig) -> list[str]:
         """Return the names of the settings that differ in `other` and cannot change in a running node; empty if there are none."""
         parts = ((self.host, other.host), (self.stage, other.stage))
-        names = [name.name for old, new in parts for name in fields(old) if _differs(old, new, name.name)]
+        names = []
+        for old, new in parts:
+            for name in (each.name for each in fields(old)):
+                before, after = getattr(old, name), getattr(new, name)
+                if before != after and not (name in RATES and before and after):
+                    names.append(name)
         return names + [name for name in ("span", "notify") if getattr(self, name) != getattr(other, name)]
-
-
-def _differs(old: object, new: object, name: str) -> bool:
-    before, after = getattr(old, name), getattr(new, name)
-    return before != after and not (name in RATES and before and after)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.files import read_bounded, write_private
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.node.description import Tell, progress_of
+from swarmnode.node.description import Tell
 from swarmnode.plan.view import Span
 from swarmnode.serving.stage import Stage
 from swarmnode.weights.chunk_server import Seeder
@@ -24,13 +24,13 @@ from swarmnode.weights.chunk_server import Seeder
 if TYPE_CHECKING:
     from swarmnode.checkpoints.checkpoint_manager import SharedStates
     from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.measuring.draft_part import HeadPart
     from swarmnode.measuring.hardware import Workplace
     from swarmnode.serving.serving_stage import ServingStage
     from swarmnode.serving.span_part import KeptSpan
     from swarmnode.weights.weights import Weights
 
 
+PROGRESS_S = 15.0
 HEAD_PATIENCE_S = 60.0  # for a peer that has the tensors of the layer that guesses beside the head
 MOST_CRASHES = 2  # of one model, without a completed pass between them
 MAX_LOG_BYTES = 1 << 20
@@ -79,7 +79,18 @@ class StageLoader:
     async def _fetch(self, span: Span) -> Checkpoint:
         """Fetch the weights of `span`. Meanwhile prepare the hardware for serving."""
         outline = await self.weights.outline()
-        progress = progress_of(self.tell, self.place.host.clock.monotonic)
+        clock = self.place.host.clock.monotonic
+        told, told_s = -1, clock()
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            """Report each tenth of the download, and a slow download every `PROGRESS_S` seconds."""
+            nonlocal told, told_s
+            tenth = 10 * done_bytes // max(1, total_bytes)
+            if tenth > told or clock() - told_s >= PROGRESS_S:
+                told, told_s = tenth, clock()
+                text = f"Fetching weights: {done_bytes / 1e6:.0f} of {total_bytes / 1e6:.0f} MB"
+                self.tell("fetching", text, done_bytes=done_bytes, total_bytes=total_bytes)
+
         fetching = asyncio.ensure_future(self.weights.span(span, progress))
         try:
             if not self.place.hardware.trains:
@@ -101,16 +112,15 @@ class StageLoader:
             return await InferenceStage.load(self.place, checkpoint, span)
         place = self.place
         head = place.hardware.head
-        if head is not None and span.end == checkpoint.units and not await self._fetch_head(head, checkpoint, span):
+        # The layer that guesses beside the head may need tensors of the model that this span has not.
+        if (
+            head is not None
+            and span.end == checkpoint.units
+            and not await self.weights.tensors(head.tensors(checkpoint), span, HEAD_PATIENCE_S)
+        ):
+            log.warning("no peer has the model's tensors that --draft-model needs: this node guesses nothing with it")
             place = replace(place, hardware=replace(place.hardware, head=None))
         return await self._with_tuning(await ServingStage.load(place, checkpoint, span))
-
-    async def _fetch_head(self, head: HeadPart, checkpoint: Checkpoint, span: Span) -> bool:
-        """Fetch the model's tensors that guesses beside its head need. Returns False, after a warning, if no peer has them."""
-        found = await self.weights.tensors(head.tensors(checkpoint), span, HEAD_PATIENCE_S)
-        if not found:
-            log.warning("no peer has the model's tensors that --draft-model needs: this node guesses nothing with it")
-        return found
 
     async def _with_tuning(self, serving: ServingStage) -> Stage:
         """Return the stage with a tuning server beside it, if the owner of this node lends a share for tuning."""
@@ -154,8 +164,13 @@ class CrashLog:
             runs = []
         crashed = [run for run in runs if run.startswith(f"{model}\n") and CRASH.search(run)]
         if len(crashed) >= MOST_CRASHES:
+            # The signal, the last thing that the process did before, and the Python function if one is known
+            (before, signal, after), frame = CRASH.split(crashed[-1], maxsplit=1), FRAME.search(crashed[-1])
+            doing = before.splitlines()[1:] or ["it measured this machine"]
+            where = f" in {frame[3]} ({frame[1]}, line {frame[2]})" if frame and after else ""
             raise UsageError(
-                f"this model has ended the process {len(crashed)} times before a pass was done: {_crash(crashed[-1])}. "
+                f"this model has ended the process {len(crashed)} times before a pass was done: "
+                f"{signal}{where}, while {doing[-1]}. "
                 "It is not loaded again. Update swarmnode, choose another --device (`run` also takes --products and --dtype), or "
                 f"remove {path} to try again, as after an update of the library"
             )
@@ -184,11 +199,3 @@ class CrashLog:
         if not self._crashed:
             with contextlib.suppress(OSError):
                 self._path.unlink()
-
-
-def _crash(run: str) -> str:
-    """Return the signal that ended a logged `run`, the last thing it did before, and the Python function if one is known."""
-    (before, signal, after), frame = CRASH.split(run, maxsplit=1), FRAME.search(run)
-    doing = before.splitlines()[1:]
-    where = f" in {frame[3]} ({frame[1]}, line {frame[2]})" if frame and after else ""
-    return f"{signal}{where}, while {doing[-1] if doing else 'it measured this machine'}"

@@ -3,17 +3,15 @@ for others than the owner."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
 from swarmnode.errors import LocalError
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import PeerId
 
-Value = TypeVar("Value")
 MAX_IDS = 8192  # sessions and leases remembered; the oldest are dropped, and their unsigned work earns no credit
 
 
@@ -28,9 +26,9 @@ class CompletedWork:
         self.positions = 0
         self.own_positions = 0
         self._is_own = is_own
-        self._unconfirmed: OrderedDict[bytes, int] = OrderedDict()
-        self._positions: OrderedDict[bytes, int] = OrderedDict()  # of works that may still turn out to be the owner's
-        self._own: OrderedDict[bytes, None] = OrderedDict()  # works of the owner
+        self._unconfirmed: Recent[bytes, int] = Recent(MAX_IDS)
+        self._positions: Recent[bytes, int] = Recent(MAX_IDS)  # of works that may still turn out to be the owner's
+        self._own: Recent[bytes, None] = Recent(MAX_IDS)  # works of the owner
 
     @property
     def positions_for_others(self) -> int:
@@ -54,8 +52,8 @@ class CompletedWork:
         if work in self._own:
             self.own_positions += positions
         else:
-            _put(self._positions, work, self._positions.get(work, 0) + positions)
-        _put(self._unconfirmed, work, self._unconfirmed.get(work, 0) + unit_tokens)
+            self._positions[work] = self._positions.get(work, 0) + positions
+        self._unconfirmed[work] = self._unconfirmed.get(work, 0) + unit_tokens
 
     def unconfirmed(self, works: Collection[bytes]) -> int:
         """Return the work done under the ids `works` that no receipt covers yet."""
@@ -73,14 +71,8 @@ class CompletedWork:
             self._positions.pop(work, None)
 
     def _own_it(self, work: bytes) -> None:
-        _put(self._own, work, None)
+        self._own[work] = None
         self.own_positions += self._positions.pop(work, 0)
-
-
-def _put(kept: OrderedDict[bytes, Value], work: bytes, value: Value) -> None:
-    kept[work] = value
-    if len(kept) > MAX_IDS:
-        kept.popitem(last=False)
 
 
 class HomePeers:
@@ -91,16 +83,10 @@ class HomePeers:
         self._known: dict[tuple[Path, int], PeerId] = {}
 
     def __contains__(self, peer: object) -> bool:
-        files = []
+        known = {}
         for path in self._home.glob("*.key"):
-            with suppress(OSError):  # removed meanwhile
-                files.append((path, path.stat().st_mtime_ns))
-        self._known = {file: self._known.get(file) or _peer_of(file[0]) for file in files}
-        return bool(peer) and peer in self._known.values()
-
-
-def _peer_of(path: Path) -> PeerId:
-    """Return the id of the peer with the key in `path`; empty if that is no key, or is gone."""
-    with suppress(OSError, LocalError):
-        return Identity.from_bytes(path.read_bytes()).peer_id
-    return ""
+            with suppress(OSError, LocalError):  # the file is gone, or no key
+                file = path, path.stat().st_mtime_ns
+                known[file] = self._known.get(file) or Identity.from_bytes(path.read_bytes()).peer_id
+        self._known = known
+        return peer in self._known.values()

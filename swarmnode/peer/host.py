@@ -190,21 +190,20 @@ class Host:
         self.observed_latency = ObservedLatency(clock=self.clock.monotonic)
         self.completed = CompletedWork(HomePeers(self.config.home).__contains__)
         self.weight_of: Callable[[PeerId], float] = lambda _client: 1.0  # a client's share of this node's device
-        limiters = [
-            RateLimiter(rate_bps, clock=self.clock.monotonic) if rate_bps else None
-            for rate_bps in (self.config.max_upload_bps, self.config.max_download_bps)
-        ]
+        rates_bps = self.config.max_upload_bps, self.config.max_download_bps
+        upload, download = (RateLimiter(bps, clock=self.clock.monotonic) if bps else None for bps in rates_bps)
         self.link_config = LinkConfig(
             addresses_of=lambda peer: self.directory.addresses_of(peer),
-            rate_limiter=limiters[0],
-            download_limiter=limiters[1],
+            rate_limiter=upload,
+            download_limiter=download,
             link_statistics=self.paths.link_statistics,
             gate=self.access_control or OPEN_GATE,
             supervisor=self.supervisor,
             clock=self.clock.stopwatch,
         )
-        self._known = KnownPeers(self.config.home / "peers" / f"{self.swarm.id.hex()[:16]}.json")
-        self.standing = Standing(self.config.home / "standing" / f"{self.swarm.id.hex()[:16]}.json", self.clock.unix)
+        kept = f"{self.swarm.id.hex()[:16]}.json"
+        self._known = KnownPeers(self.config.home / "peers" / kept)
+        self.standing = Standing(self.config.home / "standing" / kept, self.clock.unix)
         self.directory = Directory(
             self.network,
             self.swarm.id,
@@ -288,13 +287,14 @@ class Host:
             from swarmnode.net.addressing.lan import LanDiscovery
 
             self._lan = await LanDiscovery.start(self.swarm.id, self.peer_id, await self.network.addresses())
-        if await self._try_to_join():
+        if (bootstraps := self._bootstraps()) and await self._call(bootstraps):
             self.joined.set()
         await self.directory.start()
         self._tasks.spawn(self._keep_joined(), "keep joined")
         self._tasks.spawn(self._watch_clock(time), "watch the clock")
         if not self.config.looks_on:
-            self._tasks.spawn(self._dial_bootstraps(), "dial bootstraps")
+            calls = dial_bootstraps(self._named_bootstraps(), self._connected, self._call, lambda: self.directory.crowd)
+            self._tasks.spawn(calls, "dial bootstraps")
         self._tasks.spawn(self._tell_paths(), "tell paths")
         if self.swarm.file is not None and self.access_control is not None:
             self._tasks.spawn(self._keep_book(self.swarm.file, self.access_control), "keep the owner's book")
@@ -334,13 +334,6 @@ class Host:
     def _of_others(self, addresses: Sequence[str]) -> list[str]:
         return [address for address in dict.fromkeys(addresses) if not address.endswith(f"/p2p/{self.peer_id}")]
 
-    async def _try_to_join(self) -> bool:
-        bootstraps = self._bootstraps()
-        return bool(bootstraps) and await self._call(bootstraps)
-
-    async def _dial_bootstraps(self) -> None:
-        await dial_bootstraps(self._named_bootstraps(), self._connected, self._call, lambda: self.directory.crowd)
-
     async def _connected(self) -> set[PeerId]:
         with contextlib.suppress(NetworkDown):  # p2pd is being started again
             return await self.network.connected()
@@ -357,12 +350,17 @@ class Host:
         told = False
         while True:
             alone = not self.joined.is_set() or not self._others()
-            if alone and self._bootstraps():
-                if await self._try_to_join():
+            if alone and (bootstraps := self._bootstraps()):
+                if await self._call(bootstraps):
                     self.joined.set()
                     await self.directory.refresh()
                     told = False
-                elif not told and not self._has_own_message():
+                elif not (
+                    told
+                    or self._is_turned_away()  # the user is told so
+                    or not self.joined.is_set()  # the node or command says that it waits for the first answer
+                    or any(peer_of(each) in _of_this_process for each in self.swarm.bootstraps)  # alone is normal
+                ):
                     log.warning("waiting for %s: no machine of it answers at the moment", self.swarm.name)
                     told = True
             await asyncio.sleep(self.config.rejoin_s)
@@ -391,15 +389,6 @@ class Host:
             if time.jumped_s and abs(ahead_s - time.jumped_s) < abs(ahead_s):
                 time.follow()
                 log.warning("this node follows the machine's clock now; if the clock is wrong, set it (NTP)")
-
-    def _has_own_message(self) -> bool:
-        """Return whether the user learns otherwise why this peer is alone: the swarm refuses it, or its node or command says that
-        it waits for the first answer; or whether the invite names a peer of this process, and being alone is normal."""
-        return (
-            self._is_turned_away()
-            or not self.joined.is_set()
-            or any(peer_of(each) in _of_this_process for each in self.swarm.bootstraps)
-        )
 
     async def _tell_paths(self) -> None:
         """Announce the measured paths and the addresses of this peer at intervals."""
@@ -514,12 +503,11 @@ class Host:
     def _fault_of(self, announcement: Announcement) -> ProtocolError | None:
         """Return the error of a node that holds layers and computes less precisely than the manifest asks; None without one."""
         manifest = self.swarm.manifest
-        if manifest is None or not any(announcement.span):
-            return None
-        try:
-            check_products(manifest.products or "", announcement.number_format)
-        except ProtocolError as error:
-            return error
+        if manifest is not None and any(announcement.span):
+            try:
+                check_products(manifest.products or "", announcement.number_format)
+            except ProtocolError as error:
+                return error
         return None
 
     def bootstraps(self) -> list[PeerId]:

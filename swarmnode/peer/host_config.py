@@ -59,7 +59,8 @@ def network_config(
     membership = None if access_control is None else access_control.membership
     return NetworkConfig(
         identity_path=identity,
-        host_maddrs=config.host_maddrs or (default_listen_address(swarm),),
+        # Without others to reach, the peer listens at loopback only.
+        host_maddrs=config.host_maddrs or (EVERYWHERE_ANY_PORT if swarm.reaches_others else LOOPBACK_ANY_PORT,),
         announce_maddrs=config.announce_maddrs,
         relays=relays_of(swarm, config.peers) if needs is Role.VOLUNTEER else (),
         public=needs is Role.BOOTSTRAP,
@@ -86,8 +87,3 @@ def relays_of(swarm: Swarm, peers: Sequence[str]) -> tuple[str, ...]:
     for bootstrap in sorted(bootstraps, key=is_public, reverse=True):
         best.setdefault(peer_of(bootstrap), bootstrap)
     return tuple(best.values())
-
-
-def default_listen_address(swarm: Swarm) -> str:
-    """Return loopback if the swarm can only be reached on this machine, else all interfaces."""
-    return EVERYWHERE_ANY_PORT if swarm.reaches_others else LOOPBACK_ANY_PORT

@@ -1,21 +1,39 @@
-"""A picture of a swarm for people and scripts: its peers and their spans."""
+"""A picture of a swarm for people and scripts: its peers and their spans.
+
+Explanations for `swarmnode why`: current facts about a peer, a unit or a session, and the decisions that concern it.
+
+The sentences are for volunteers: they speak of layers, machines, texts and tokens/s.
+
+A live swarm as a network for planning and simulation: its machines and links as announced, with gaps filled in and marked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from itertools import permutations
 from typing import Any
 
+import numpy as np
+
 from swarmnode.codec.tensors import Codec
+from swarmnode.counting import counted, layers
+from swarmnode.decisions import Decision, names_unit
+from swarmnode.errors import ERROR_TEXT, ErrorCode, LocalError
 from swarmnode.net.addressing.addresses import host_of, is_relayed
 from swarmnode.net.interfaces import PeerId
-from swarmnode.peer.host import state_name
+from swarmnode.peer.host import Host, state_name
+from swarmnode.plan.offline.planner_files import MAX_DEVICES
+from swarmnode.plan.routes.delays import bandwidths, one_way_delays
+from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.spans.placement import gaps
-from swarmnode.plan.view import view_of
+from swarmnode.plan.view import Span, view_of
 from swarmnode.swarm.peers.shards import PEERS_PER_SHARD
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
-from swarmnode.swarm.records.manifest import TRAIN, Manifest
+from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 CODEC_NAMES = {int(codec): codec.name.lower() for codec in Codec}
@@ -33,7 +51,19 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
     ready = [peer for peer in view_of(units, peers.values()).peers if peer.state is State.READY]
     missing = gaps(units, ready)
     digests = {peer_digest(peer): peer for peer in peers}
-    machines = machines_of(peers)
+    # None of a swarm that trains, or of a model that is on the hub. Without peers they may be unknown yet, and the peers of a
+    # large swarm are a sample: then none, too.
+    ungiven: list[int] = []
+    if swarm.manifest.mode != TRAIN and swarm.manifest.model.hub_id is None and 0 < len(peers) < PEERS_PER_SHARD:
+        given = {unit for peer in peers.values() if peer.life is not State.OFFLINE for unit in range(*peer.seeds)}
+        ungiven = [unit for unit in range(units) if unit not in given]
+    # For each peer the first peer, by id, on the same machine: with the same addresses, ports aside. A peer that others reach
+    # over relays only has a machine of its own.
+    first: dict[frozenset[str], PeerId] = {}
+    machines = {}
+    for name in sorted(peers):
+        hosts = _hosts(peers[name].addresses)
+        machines[name] = first.setdefault(hosts, name) if hosts else name
     shunned, doubted = standing.shunned, standing.doubted
     return {
         "swarm": swarm.id.hex(),
@@ -46,11 +76,32 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
         "weights_bytes": swarm.manifest.total_bytes,
         "covered": not missing,
         "missing": missing,
-        "ungiven": _ungiven(swarm.manifest, peers.values()),
+        "ungiven": ungiven,
         "training_step": max((peer.training_step for peer in peers.values()), default=0),
         "peers": [
             {
-                **_portrait(peer, digests),
+                "peer": peer.peer,
+                "name": peer.name,
+                "span": list(peer.span),
+                "state": state_name(peer.life),
+                "device": peer.device,
+                "number_format": peer.number_format,
+                "memory_bytes": peer.memory_bytes,
+                "since": peer.started_at,
+                "sessions": peer.sessions,
+                "cache_tokens_free": peer.cache_tokens_free,
+                "draft_model": peer.draft_model,
+                "decode_units_per_s": peer.decode_units_per_s,
+                "training_units_per_s": peer.training_units_per_s,
+                "training_step": peer.training_step,
+                "up_bps": peer.up_bps,
+                "down_bps": peer.down_bps,
+                "reached": peer.reach.name.lower(),
+                "sends": {
+                    digests[digest]: CODEC_NAMES.get(codec, str(codec))
+                    for digest, codec in peer.sends.items()
+                    if digest in digests
+                },
                 "machine": machines[peer.peer],
                 "standing": SHUNNED if peer.peer in shunned else DOUBTED if peer.peer in doubted else GOOD,
                 "trust": standing.trust(peer.peer),
@@ -63,59 +114,194 @@ def picture_of(swarm: Swarm, peers: Mapping[PeerId, Announcement], standing: Sta
     }
 
 
-def _ungiven(manifest: Manifest, peers: Collection[Announcement]) -> list[int]:
-    """Return the layers whose weights no peer gives; none of a swarm that trains, or of a model that is on the hub.
-
-    Without peers they may be unknown yet, and those of a large swarm are a sample: then it returns none, too.
-    """
-    is_known = 0 < len(peers) < PEERS_PER_SHARD
-    if manifest.mode == TRAIN or manifest.model.hub_id is not None or not is_known:
-        return []
-    given = {unit for peer in peers if peer.life is not State.OFFLINE for unit in range(*peer.seeds)}
-    return [unit for unit in range(manifest.model.units) if unit not in given]
-
-
-def machines_of(peers: Mapping[PeerId, Announcement]) -> dict[PeerId, PeerId]:
-    """Return for each peer the first peer, by id, on the same machine. Peers are on one machine if they have the same addresses,
-    ports aside; a peer that others reach over relays only has a machine of its own."""
-    first: dict[frozenset[str], PeerId] = {}
-    found = {}
-    for peer in sorted(peers):
-        hosts = _hosts(peers[peer].addresses)
-        found[peer] = first.setdefault(hosts, peer) if hosts else peer
-    return found
-
-
 @lru_cache(maxsize=4096)
 def _hosts(addresses: tuple[str, ...]) -> frozenset[str]:
     return frozenset(host for each in addresses if not is_relayed(each) and (host := host_of(each)) is not None)
 
 
-def _portrait(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, Any]:
+MOST = 24  # decisions in one explanation
+LEAST_TRUST = 0.005  # that is shown as a figure
+DOES = {
+    State.JOINING: "is about to take",
+    State.LOADING: "loads",
+    State.READY: "has",
+    State.DRAINING: "takes nothing new, and finishes its texts with",
+    State.OFFLINE: "has left, and had",
+    State.PAUSED: "is paused, and had",
+}
+
+
+def explain(host: Host, about: str = "", decisions: Iterable[Decision] = ()) -> dict[str, Any]:
+    """Return the facts and the latest decisions that concern `about`, as a dict with "facts" and "decisions" (latest first).
+
+    `about` is the name of a peer, its id or the end of it, the number of a unit, or the beginning of a session's trace id; empty
+    for this peer. `decisions` are further ones of this peer. Facts are given for peers and units only.
+    """
+    peer = _peer(host, about)
+    found = {decision for name in {about, peer or about} for decision in host.decisions.about(name)}
+    found |= set(decisions) if peer == host.peer_id else set()
+    latest = sorted(found, key=lambda decision: -decision.at)[:MOST]
+    return {"facts": list(_facts(host, about, peer)), "decisions": [decision.to_json() for decision in latest]}
+
+
+def _peer(host: Host, about: str) -> PeerId | None:
+    """Return the peer that `about` names; None if it names none, or if it is empty and this peer announces nothing."""
+    if names_unit(about) or (not about and host.directory.own is None):  # a client announces nothing
+        return None
+    if not about:
+        return host.peer_id
+    known = {**host.directory.suspects(), **host.directory.peers()}
+    named = (peer for peer, announced in known.items() if peer.endswith(about) or announced.name == about)
+    return host.peer_id if host.peer_id.endswith(about) else next(named, None)
+
+
+def _facts(host: Host, about: str, peer: PeerId | None) -> Iterator[str]:
+    if names_unit(about):
+        unit = int(about)
+        holders = [announced for announced in host.directory.peers().values() if announced.holds(unit)]
+        yield (
+            f"layer {unit} is on {counted(len(holders), 'machine')}, or will be soon"
+            if holders
+            else f"no machine has layer {unit}"
+        )
+        for holder in holders:
+            yield f"{holder.peer[-8:]} {holder.name}: {DOES[holder.life]} {layers(*holder.span)}, {_load(holder)}"
+    elif peer is not None:
+        yield from _of_peer(host, peer)
+
+
+def _of_peer(host: Host, peer: PeerId) -> Iterator[str]:
+    announced = host.directory.own if peer == host.peer_id else host.directory.peers().get(peer)
+    suspect = host.directory.suspects().get(peer)
+    if suspect is not None:
+        cause = host.directory.why_suspected(peer)
+        if cause in ErrorCode.__members__:  # some are named by their code
+            cause = ERROR_TEXT[ErrorCode[cause]]
+        yield f"it is left out after a failure, until it announces itself anew: {cause}"
+    if announced is None and suspect is None:
+        yield "nothing is known about it: it only uses the swarm, has left, or is new"
+        return
+    yield from _announced(announced or suspect)  # type: ignore[arg-type]  # one of the two is there
+    if peer == host.peer_id:
+        yield host.paths.reachability.in_words
+    else:
+        yield from _known(host, announced or suspect)  # type: ignore[arg-type]
+
+
+def _announced(peer: Announcement) -> Iterator[str]:
+    yield f"it {DOES[peer.life]} {layers(*peer.span)} on {peer.device or 'a device that it does not name'}"
+    if peer.life is State.PAUSED:
+        return
+    yield f"it has {_load(peer)}, and memory for {peer.cache_tokens_free:,} more tokens"
+    speeds = (
+        ("writes", peer.decode_units_per_s),
+        ("reads prompts at", peer.prefill_units_per_s),
+        ("trains on", peer.training_units_per_s),
+    )
+    units = Span(*peer.span).units
+    told = [f"{does} {speed / units:,.3g} tokens/s" for does, speed in speeds if speed and units]
+    if told:
+        yield f"through its layers it {', '.join(told)}, as it measured"
+    if peer.parallel_speedup > 1:
+        yield f"several texts together get {peer.parallel_speedup:.3g} times that, on different devices"
+
+
+def _known(host: Host, peer: Announcement) -> Iterator[str]:
+    """Yield this machine's own findings about `peer`, whatever that peer announces."""
+    unit_s, rtt_s = host.observed_latency.unit_s(peer.peer), host.paths.link_statistics.rtts_s().get(peer.peer)
+    units = Span(*peer.span).units
+    yield (
+        "this machine has not used it lately"
+        if unit_s is None or not units
+        else f"it wrote {1 / (unit_s * units):,.3g} tokens/s when this machine used it"
+    )
+    yield "the distance to it is not measured" if rtt_s is None else f"it is {rtt_s * 1e3:.1f} ms away"
+    if peer.peer in host.standing.shunned:
+        yield "checks found wrong results of it, so this machine does not use it for a week"
+    elif peer.peer in host.standing.doubted:
+        yield "its result contradicted another machine's, and one of the two is wrong"
+    trust = host.standing.trust(peer.peer)
+    yield (
+        f"this machine trusts it {trust:.0%}; results that are checked and right raise that"
+        if trust >= LEAST_TRUST
+        else "its results have hardly been checked from here yet"
+    )
+
+
+def _load(peer: Announcement) -> str:
+    return f"{counted(peer.sessions, 'text')} now" if peer.sessions else "no text now"
+
+
+ASSUMED_BPS = 1e8  # bandwidth of all links if none was measured
+AWAY = (State.OFFLINE, State.DRAINING)
+
+
+def link_matrix(host: Host, units: int, most: int) -> dict[str, Any]:
+    """Return the links between the first `most` peers with units, as matrices: rows send, columns receive.
+
+    `rtt_s` is in seconds; `measured` says whether the two peers measured it; `bandwidth_bps` is None if it is unknown.
+    """
+    paths, own = host.paths, host.directory.network.peer_id
+    rtts_s = paths.link_statistics.rtts_s()
+    view = view_of(units, host.directory.peers().values(), observer=own, rtt_s=rtts_s, coordinate=paths.coordinate)
+    holders = sorted((peer for peer in view.peers if peer.span.units), key=lambda peer: (peer.span, peer.peer))
+    peers = [peer.peer for peer in holders[:most]]
+    rtt_s = 2 * one_way_delays(view, peers)
+    np.fill_diagonal(rtt_s, 0.0)
+    rates_bps = bandwidths(view, peers).tolist()
     return {
-        "peer": peer.peer,
-        "name": peer.name,
-        "span": list(peer.span),
-        "state": state_name(peer.life),
-        "device": peer.device,
-        "number_format": peer.number_format,
-        "memory_bytes": peer.memory_bytes,
-        "since": peer.started_at,
-        "sessions": peer.sessions,
-        "cache_tokens_free": peer.cache_tokens_free,
-        "draft_model": peer.draft_model,
-        "decode_units_per_s": peer.decode_units_per_s,
-        "training_units_per_s": peer.training_units_per_s,
-        "training_step": peer.training_step,
-        "up_bps": peer.up_bps,
-        "down_bps": peer.down_bps,
-        "reached": peer.reach.name.lower(),
-        "sends": _sent_as(peer, digests),
+        "peers": peers,
+        "rtt_s": rtt_s.round(6).tolist(),
+        "measured": [[(a, b) in view.rtt_s or (b, a) in view.rtt_s for b in peers] for a in peers],
+        "bandwidth_bps": [[None if math.isinf(rate_bps) else rate_bps for rate_bps in row] for row in rates_bps],
     }
 
 
-def _sent_as(peer: Announcement, digests: Mapping[bytes, PeerId]) -> dict[str, str]:
-    """Return the name of the codec of a peer's tensors, by the receiving stage."""
-    return {
-        digests[digest]: CODEC_NAMES.get(codec, str(codec)) for digest, codec in peer.sends.items() if digest in digests
+def measured_network(swarm: Swarm, announced: Mapping[PeerId, Announcement]) -> dict[str, Any]:
+    """Return a scenario (`plan/offline/scenario.py`) of the peers that lend a machine, in the order of their ids.
+
+    `estimated` lists the pairs [from, to] whose delay follows from coordinates or is assumed, and those whose bandwidth was not
+    measured. Raises LocalError if no peer lends a machine.
+    """
+    assert swarm.manifest is not None
+    lenders = [one for _, one in sorted(announced.items()) if one.memory_bytes > 0 and one.life not in AWAY][
+        :MAX_DEVICES
+    ]
+    if not lenders:
+        raise LocalError(f"no peer lends a machine to {swarm.name} at the moment, so there is no network to write")
+    names, view = [one.peer for one in lenders], view_of(swarm.manifest.model.units, lenders)
+    bandwidth_NN = bandwidths(view, names)
+    known_bps = bandwidth_NN[np.isfinite(bandwidth_NN)].tolist()
+    filled_NN = np.where(np.isfinite(bandwidth_NN), bandwidth_NN, statistics.median(known_bps or [ASSUMED_BPS]))
+    pairs = list(permutations(range(len(lenders)), 2))
+    ids = {pair: (names[pair[0]], names[pair[1]]) for pair in pairs}
+    is_measured = {pair: ids[pair] in view.rtt_s or ids[pair][::-1] in view.rtt_s for pair in pairs}
+    has_rate = {
+        (one, other): ids[one, other] in view.path_bps
+        or (view.peers[one].up_bps > 0 and view.peers[other].down_bps > 0)
+        for one, other in pairs
     }
+    return {
+        "name": swarm.name,
+        "swarm": swarm.id.hex(),
+        "devices": len(lenders),
+        "peer": names,
+        "region": [one.name or None for one in lenders],
+        "gpu": [one.device or None for one in lenders],
+        "memory_gb": [one.memory_bytes / 1e9 for one in lenders],
+        "decode_units_per_s": [one.decode_units_per_s or None for one in lenders],
+        "training_units_per_s": [one.training_units_per_s or None for one in lenders],
+        "delay_ms": _rounded(1e3 * one_way_delays(view, names), 3),
+        "bandwidth_gbps": _rounded(filled_NN / 1e9, 6),
+        "estimated": {
+            "delay_ms": [pair for pair in pairs if not is_measured[pair]],
+            "bandwidth_gbps": [pair for pair in pairs if not has_rate[pair]],
+        },
+    }
+
+
+def _rounded(matrix_NN: Floats, digits: int) -> list[list[float]]:
+    """Return rows of rounded numbers: 0 on the diagonal, and elsewhere at least the smallest step."""
+    apart_NN = np.where(np.eye(len(matrix_NN), dtype=bool), 0.0, np.maximum(matrix_NN, 10.0**-digits))
+    rows: list[list[float]] = apart_NN.round(digits).tolist()
+    return rows

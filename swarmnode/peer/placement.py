@@ -146,7 +146,6 @@ class Placement:
 
     async def reason_to_move(
         self,
-        *,
         bound: Callable[[], bool],
         news: Callable[[], Iterable[Section]],
         rest_s: Callable[[], float] = endless,
@@ -169,8 +168,18 @@ class Placement:
             view, move = (self._view(), None) if fixed else await self._reconsider()
             if move is None:
                 self._wish = None
-                self._note_stay(view, fixed=fixed)
-            elif self._stands(move):
+                # Record the decision to keep the present layers, with its reason, for `swarmnode why`
+                own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
+                assert own is not None
+                reason = f"every layer is on a machine; it moves if one is not, or if the swarm gains {hysteresis:.0%}"
+                if not own.span[1]:
+                    reason = "every layer is on two machines, and a step would not be shorter with this node"
+                if fixed:
+                    reason = (
+                        "these layers are fixed with --span or --plan, no other machine trains them, or texts end first"
+                    )
+                self._note(view, f"keeps {layers(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
+            elif self._is_due(move):
                 if not move.fills:
                     await settled()
                     if bound():
@@ -182,17 +191,15 @@ class Placement:
                 return move
             else:
                 self._note(view, f"will move to {layers(*move.span)} when it is its turn", move.span, *_reasons(move))
-            await self._pause(revision)
-
-    async def _pause(self, revision: int) -> None:
-        """Wait for the next look: a moment while a wish waits for its turn, else until the directory differs from `revision`."""
-        await asyncio.sleep(self.config.look_s)
-        if self.awaits_others():
-            self._host.directory.hurry()
-        if self._wish is None:
-            with contextlib.suppress(asyncio.TimeoutError):
-                calm_s = self.config.calm_look_s - self.config.look_s
-                await asyncio.wait_for(self._host.directory.changed(revision), calm_s)
+            # Wait for the next look: a moment while a wish waits for its turn, else until the directory differs from
+            # `revision`
+            await asyncio.sleep(self.config.look_s)
+            if self.awaits_others():
+                self._host.directory.hurry()
+            if self._wish is None:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    calm_s = self.config.calm_look_s - self.config.look_s
+                    await asyncio.wait_for(self._host.directory.changed(revision), calm_s)
 
     async def _reconsider(self) -> tuple[View, Move | None]:
         """Return the view of the directory and the move that pays; None if none does.
@@ -220,7 +227,7 @@ class Placement:
         if self._leaving_s is not None:
             self._move_s, self._leaving_s = self._clock() - self._leaving_s, None
 
-    def _stands(self, move: Move) -> bool:
+    def _is_due(self, move: Move) -> bool:
         """Return whether the wish has stood long enough, and the last move that disturbed others is long enough ago."""
         if self._wish is not None and move.is_same_wish(self._wish.move):
             self._wish = replace(self._wish, move=move)
@@ -228,17 +235,6 @@ class Placement:
             self._wish = _Wish(move, self._clock())
         rests = move.disturbs and not move.fills and self._pauses.pause_s(self._host.peer_id) > 0
         return not rests and self._clock() - self._wish.since_s >= move.delay_s
-
-    def _note_stay(self, view: View, *, fixed: bool) -> None:
-        """Record the decision to keep the present layers, with its reason, for `swarmnode why`."""
-        own, hysteresis = self._host.directory.own, self._move_policy().hysteresis
-        assert own is not None
-        reason = f"every layer is on a machine; it moves if one is not, or if the swarm gains {hysteresis:.0%}"
-        if not own.span[1]:
-            reason = "every layer is on two machines, and a step would not be shorter with this node"
-        if fixed:
-            reason = "these layers are fixed with --span or --plan, no other machine trains them, or texts end first"
-        self._note(view, f"keeps {layers(*own.span)}" if own.span[1] else STANDS_BY, Span(*own.span), reason)
 
     def _note(self, view: View, what: str, span: Span, *reasons: str) -> None:
         facts = (*reasons, *grounds(view, self._joiner(), span))

@@ -20,9 +20,10 @@ from swarmnode.decisions import Topic
 from swarmnode.errors import Busy, ErrorCode, ProtocolError
 from swarmnode.links.switchboard import Channel
 from swarmnode.measuring.meters import RefusalMeter
-from swarmnode.measuring.trace import SessionTrace, TraceLog, trace_server
+from swarmnode.measuring.trace import SESSIONS, SessionTrace, trace_server
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.addressing.addresses import Claimant, owner_of
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
@@ -78,7 +79,7 @@ class StageServer:
         self.switchboard = board_of(
             self.peer, SESSION_PROTOCOL, accept=self._accept, on_peer_lost=self.peer.lost_neighbour
         )
-        self._traces = TraceLog()  # of ended sessions
+        self._traces: Recent[bytes, SessionTrace] = Recent(SESSIONS)  # of the sessions that ended last
         self._trace_server = trace_server(self.peer, self.trace)
 
     def __repr__(self) -> str:
@@ -160,7 +161,7 @@ class StageServer:
     def freed(self, session: bytes) -> None:
         """Drop a session whose memory is free; see `SessionHost.freed`."""
         gone = self._sessions.pop(session)
-        self._traces.keep(gone.trace_id, gone.trace)
+        self._traces[gone.trace_id] = gone.trace
         self._replicas.of(gone.key).forget(gone.key)
         self.adapters.leave(gone.key)
         if not self._sessions:

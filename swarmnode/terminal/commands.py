@@ -192,7 +192,18 @@ class LateCommands(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._built:
-            self._built[name] = self._build(name, self._places[name])
+            place = self._places[name]
+            if place.module:
+                function = getattr(
+                    importlib.import_module(f"{ROOM}.{place.module}"), place.function or name.split()[-1]
+                )
+                alone = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+                alone.command(name, **{"cls": CommandWithTopics, **place.settings})(function)
+                built: Any = typer.main.get_group(alone).commands[name]
+            else:
+                built = CommandPrefix(name, help=place.about, rich_markup_mode=None)
+            built.shown, built.topics, built.tree = place.shown.split(), self._topics, self
+            self._built[name] = built
         return self._built[name]
 
     def __contains__(self, name: object) -> bool:
@@ -203,17 +214,6 @@ class LateCommands(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._places)
-
-    def _build(self, name: str, place: CommandPlace) -> Any:
-        if place.module:
-            function = getattr(importlib.import_module(f"{ROOM}.{place.module}"), place.function or name.split()[-1])
-            alone = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
-            alone.command(name, **{"cls": CommandWithTopics, **place.settings})(function)
-            built: Any = typer.main.get_group(alone).commands[name]
-        else:
-            built = CommandPrefix(name, help=place.about, rich_markup_mode=None)
-        built.shown, built.topics, built.tree = place.shown.split(), self._topics, self
-        return built
 
 
 class CommandTree(TyperGroup):
@@ -261,11 +261,28 @@ class CommandTree(TyperGroup):
         program with advice and exit code 2."""
         name = self._found(args)
         rest = args[len(name.split()) :]
-        if name and (ctx.resilient_parsing or not self._is_misspelled(name, rest)):
-            return name, self.commands[name], rest
+        if name:
+            command = self.commands[name]
+            # The word behind a command may be meant for the second word of another one.
+            is_misspelled = bool(command.inner and rest) and not rest[0].startswith("-")
+            if is_misspelled and not isinstance(command, CommandPrefix):
+                takes_words = any(each.param_type_name == "argument" for each in command.params)
+                close = difflib.get_close_matches(f"{name} {rest[0]}", command.inner, cutoff=0.8)
+                is_misspelled = not takes_words and bool(close)
+            if ctx.resilient_parsing or not is_misspelled:
+                return name, command, rest
         if ctx.resilient_parsing:
             return None, None, args
-        return fail(self._advice(" ".join(args[: 2 if name else 1])), 2)
+        # A sentence about words that are no command, with the command that is probably meant
+        typed = " ".join(args[: 2 if name else 1])
+        other = {**self.table.renamed, **self.table.synonyms}
+        meant = {name.split()[-1]: name for name in self.commands} | {name: name for name in self.commands} | other
+        advice = {word: f"did you mean `swarmnode {name}`?" for word, name in meant.items()}
+        advice |= {word: told for words, told in self.table.advice.items() for word in words.split()}
+        near = difflib.get_close_matches(typed.lower(), advice, 1)
+        return fail(
+            f"there is no command {typed!r}; {advice[near[0]] if near else '`swarmnode help` lists the commands'}", 2
+        )
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the first words of all commands."""
@@ -312,22 +329,3 @@ class CommandTree(TyperGroup):
             if new := new or self.table.synonyms.get(old):
                 return [*new.split(), *args[count:]]
         return list(args)
-
-    def _is_misspelled(self, name: str, rest: Sequence[str]) -> bool:
-        """Return whether the word behind a command is meant for the second word of another one."""
-        command: Any = self.commands[name]
-        if not command.inner or not rest or rest[0].startswith("-"):
-            return False
-        if isinstance(command, CommandPrefix):
-            return True
-        takes_words = any(each.param_type_name == "argument" for each in command.params)
-        return not takes_words and bool(difflib.get_close_matches(f"{name} {rest[0]}", command.inner, cutoff=0.8))
-
-    def _advice(self, typed: str) -> str:
-        """Return a sentence about words that are no command, with the command that is probably meant."""
-        other = {**self.table.renamed, **self.table.synonyms}
-        meant = {name.split()[-1]: name for name in self.commands} | {name: name for name in self.commands} | other
-        advice = {word: f"did you mean `swarmnode {name}`?" for word, name in meant.items()}
-        advice |= {word: told for words, told in self.table.advice.items() for word in words.split()}
-        near = difflib.get_close_matches(typed.lower(), advice, 1)
-        return f"there is no command {typed!r}; {advice[near[0]] if near else '`swarmnode help` lists the commands'}"

@@ -1,6 +1,8 @@
 """Functions that all commands share: the event loop, Ctrl-C, logging, printing of results and errors.
 
 Standard input: a prompt from a pipe, or a line such as an invite, which then does not show in the list of processes.
+
+Process of a command: the garbage collector, paused during the start, and the restart of the command in its own process.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import gc
 import logging
 import os
 import re
@@ -25,7 +28,7 @@ from typing import IO, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
-from swarmnode.errors import ADVICE, SwarmnodeError, with_advice, with_remedy
+from swarmnode.errors import ADVICE, ExecutorDied, SwarmnodeError, with_advice, with_remedy
 from swarmnode.files import home_folder
 from swarmnode.net.tasks import cancel_the_rest, until_first
 from swarmnode.terminal.formatting import json_line, printable, wrapped
@@ -186,13 +189,13 @@ class Handler(logging.Handler):
 def fitted(text: str) -> str:
     """Return the text with lines as wide as the terminal, as `say` breaks them."""
     width = shutil.get_terminal_size().columns
-    return "\n".join(line if len(line) <= width else _broken(line) for line in text.split("\n"))
-
-
-def _broken(line: str) -> str:
-    indent = line[: len(line) - len(line.lstrip())]
-    whole = re.sub(r"`[^`]*`|\bswarmnode .*", lambda command: command[0].replace(" ", _FIGURE_SPACE), line.strip())
-    return wrapped(whole, indent, indent).replace(_FIGURE_SPACE, " ")
+    lines = text.split("\n")
+    for number, line in enumerate(lines):
+        if len(line) > width:
+            indent = line[: len(line) - len(line.lstrip())]
+            whole = re.sub(r"`[^`]*`|\bswarmnode .*", lambda words: words[0].replace(" ", _FIGURE_SPACE), line.strip())
+            lines[number] = wrapped(whole, indent, indent).replace(_FIGURE_SPACE, " ")
+    return "\n".join(lines)
 
 
 def fail(message: str, exit_code: int = 1) -> NoReturn:
@@ -229,16 +232,11 @@ def command(function: Callable[..., T]) -> Callable[..., T]:
             raise typer.Exit(0) from None
         except OSError as error:
             logger.debug("where this happened:", exc_info=True)
-            fail(_refused(error), 2 if error.errno == errno.ENAMETOOLONG else 1)
+            what = with_advice(error, "") if error.errno in ADVICE else error.strerror or str(error)
+            said = what if error.filename is None else f"{error.filename}: {what}"
+            fail(said, 2 if error.errno == errno.ENAMETOOLONG else 1)
 
     return wrapped
-
-
-def _refused(error: OSError) -> str:
-    """Return what the operating system refused, such as a full disk, a path that is too long, or another user's file, with advice
-    if there is any."""
-    what = with_advice(error, "") if error.errno in ADVICE else error.strerror or str(error)
-    return what if error.filename is None else f"{error.filename}: {what}"
 
 
 def print_json(value: Any) -> None:
@@ -296,7 +294,10 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[T]]) -> T:
             _asked_to_stop.set()
             if stop.is_set():
                 task.cancel()
-                _end_soon()
+                # Even if something hangs, the process ends after `LEAVE_NOW_S` seconds; the kernel ends our p2pd with it.
+                ending = threading.Timer(LEAVE_NOW_S, os._exit, (1,))
+                ending.daemon = True
+                ending.start()
             stop.set()
 
         def on_hangup() -> None:
@@ -354,13 +355,6 @@ def _to_nowhere(descriptors: Iterable[int]) -> None:
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor)
     os.close(nowhere)
-
-
-def _end_soon() -> None:
-    """End the process after `LEAVE_NOW_S` seconds, even if something hangs. The kernel ends our p2pd with us."""
-    ending = threading.Timer(LEAVE_NOW_S, os._exit, (1,))
-    ending.daemon = True
-    ending.start()
 
 
 def leave_threads(exit_code: int) -> None:
@@ -423,3 +417,69 @@ def _text(data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError:
         fail("standard input is not UTF-8 text: convert it first", 2)
+
+
+COUNT = "SWARMNODE_RESTARTS"  # environment variable for the restarted command: number of restarts in a row
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 300.0
+LASTED_S = 600.0  # a run that lasted longer starts a new row
+LONGEST_S = 60.0
+
+
+class CollectorPause:
+    """Pause of garbage collection, from construction to `end`, to the end of the context, or until a minute has passed on
+    the running loop.
+
+    Imports create no garbage, yet the collector scans everything again and again, which takes a quarter of a start's CPU time.
+    Objects that exist at the end stay out of all later collections, which are therefore shorter.
+    """
+
+    def __init__(self) -> None:
+        self._paused = True
+        gc.disable()
+        asyncio.get_running_loop().call_later(LONGEST_S, self.end)
+
+    def __enter__(self) -> CollectorPause:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Resume garbage collection. Safe to call twice."""
+        if self._paused:
+            self._paused = False
+            gc.freeze()
+            gc.enable()
+
+
+def pause_s(restarts: int) -> float:
+    """Return the seconds to wait before a restart. They double with each restart, so that a broken GPU keeps neither its machine
+    nor its neighbours busy."""
+    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(restarts, 16)))
+
+
+def is_begun_anew() -> bool:
+    """Return whether this process has restarted the command, which therefore has begun its work before."""
+    return COUNT in os.environ
+
+
+@contextlib.contextmanager
+def beginning_anew() -> Iterator[None]:
+    """Restart the command if the context raises ExecutorDied."""
+    began_s = time.monotonic()
+    try:
+        yield
+    except ExecutorDied as error:
+        begin_anew(error, time.monotonic() - began_s)
+
+
+def begin_anew(reason: ExecutorDied, lived_s: float) -> NoReturn:
+    """Print the reason, wait (Ctrl-C ends the command), and run the command again in this process."""
+    before = os.environ.get(COUNT, "0")
+    restarts = int(before) if before.isdecimal() and lived_s < LASTED_S else 0
+    say(f"error: {reason}. Starting again in {pause_s(restarts):.0f} s", err=True)
+    time.sleep(pause_s(restarts))
+    sys.stdout.flush()
+    os.environ[COUNT] = str(restarts + 1)
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

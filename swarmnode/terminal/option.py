@@ -204,7 +204,8 @@ def taking_settings(function: Callable[..., T]) -> Callable[..., T]:
     for name, parameter in inspect.signature(function).parameters.items():
         field = parameter.default
         if not isinstance(field, dataclasses.Field):
-            hint = _hint(function, name)
+            holder: Any = types.SimpleNamespace(__annotations__={name: function.__annotations__[name]})
+            hint = get_type_hints(holder, function.__globals__, include_extras=True)[name]
             cls, *names = get_args(hint) if get_origin(hint) is Annotated else (hint,)
             if not dataclasses.is_dataclass(cls):
                 plain.append(parameter.replace(annotation=cls))
@@ -223,9 +224,3 @@ def taking_settings(function: Callable[..., T]) -> Callable[..., T]:
     taking.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     taking.__annotations__ = {each.name: each.annotation for each in shown}
     return taking
-
-
-def _hint(function: Callable[..., Any], name: str) -> Any:
-    """Return the annotation of one parameter. The others may name types that are imported for type checkers only."""
-    holder: Any = types.SimpleNamespace(__annotations__={name: function.__annotations__[name]})
-    return get_type_hints(holder, function.__globals__, include_extras=True)[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -116,17 +116,21 @@ def hosting_summary(
 def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: Hosting, holders: int) -> Table:
     """Return a table with a row per stage: its layers, memory, times and devices. `holders` is how many holders each unit should
     have."""
+    count = hosting.units_below(holders)
+    thin = f"{count} of {workload.units} layers have fewer than {holders} holders." if count else None
     table = new_table(
         f"{model.name} on {network.name}: {hosting.step_s:.2f} s for a step of {workload.microbatches} microbatches, "
         f"{len(hosting.grid)} stages x {len(hosting.grid[0])} pipelines",
         ("stage", "holds", "memory", "computes", "averages", "to the next and back", "devices"),
         numbers=("stage", "memory", "computes", "averages"),
-        caption=_sentences(
-            _thin(hosting.units_below(holders), workload.units, holders),
-            _unused(network.devices - len(hosting.used), network.devices),
-        ),
+        caption=" ".join(filter(None, (thin, _unused(network.devices - len(hosting.used), network.devices)))) or None,
     )
     for number, stage in enumerate(hosting.stages):
+        # Devices grouped by region and card, as in "0-3 Ohio RTX 3090; 7 Tokyo RTX 3080"
+        alike: dict[tuple[str, ...], list[int]] = {}
+        for device in stage.devices:
+            told = tuple(filter(None, (network.regions[device], network.gpus[device])))
+            alike.setdefault(told, []).append(device)
         table.add_row(
             str(number),
             describe_span(model, stage.span),
@@ -134,17 +138,9 @@ def hosting_table(network: Scenario, model: Model, workload: Workload, hosting: 
             f"{stage.compute_s:.3f} s",
             f"{stage.averaging_s:.3f} s",
             _hop(hosting.problem_after(network, workload, number), hosting.grid, number),
-            _cards(network, stage.devices),
+            "; ".join(" ".join((",".join(ranges(members)), *told)) for told, members in alike.items()),
         )
     return table
-
-
-def _sentences(*told: str | None) -> str | None:
-    return " ".join(filter(None, told)) or None
-
-
-def _thin(count: int, units: int, holders: int) -> str | None:
-    return f"{count} of {units} layers have fewer than {holders} holders." if count else None
 
 
 def _unused(count: int, devices: int) -> str | None:
@@ -168,12 +164,3 @@ def describe_span(model: Model, span: Span) -> str:
     if span.end == model.units:
         parts.append("head")
     return ", ".join(parts)
-
-
-def _cards(network: Scenario, devices: Iterable[int]) -> str:
-    """Return devices grouped by region and card, as in "0-3 Ohio RTX 3090; 7 Tokyo RTX 3080"."""
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for device in devices:
-        told = tuple(filter(None, (network.regions[device], network.gpus[device])))
-        alike.setdefault(told, []).append(device)
-    return "; ".join(" ".join((",".join(ranges(members)), *told)) for told, members in alike.items())

@@ -1,4 +1,7 @@
-"""Output of a training: a curve on a terminal, a line per step elsewhere, JSON lines for scripts, and the log file."""
+"""Output of a training: a curve on a terminal, a line per step elsewhere, JSON lines for scripts, and the log file.
+
+Text of a tuning's plan, which a user reads before the tuning begins.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from swarmnode.counting import ranges
+from swarmnode.client.tuning.job import PlannedHop, TuningPlan
+from swarmnode.counting import counted, format_bytes, layers, ranges
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.terminal.console import fitted, print_json, say
 from swarmnode.terminal.formatting import format_duration, printable
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.training.local import StepSummary
     from swarmnode.data.samples import DataSummary
     from swarmnode.swarm.records.run import Run
+
 
 RECENT_STEPS = 20
 MOST_LOSS = 700.0  # whose exponential is a number
@@ -57,29 +62,30 @@ def draw_curve(points: Sequence[tuple[int, float]], end: int, *, width: int, hei
     If several points share a column of dots, their mean is drawn. Values that are not finite are left out.
     """
     finite = [(number, value) for number, value in points if math.isfinite(value)]
-    labels = _labels([value for _, value in finite], height)
+    labels = [""] * height  # the largest value at the top, the smallest at the bottom
+    if finite:
+        labels[-1] = f"{min(value for _, value in finite):.4g}"
+        labels[0] = f"{max(value for _, value in finite):.4g}"
     room = max((len(label) for label in labels), default=0) + 1
     columns = max(1, width - room) * DOTS_WIDE
     rows = height * DOTS_HIGH
     cells = [[_BLANK] * (columns // DOTS_WIDE) for _ in range(height)]
-    means = _joined(_means(finite, end, columns))
+    by_column: dict[int, list[float]] = {}
+    for number, value in sorted(finite):
+        by_column.setdefault(min(columns - 1, number * columns // max(1, end)), []).append(value)
+    means = _joined({column: math.fsum(values) / len(values) for column, values in by_column.items()})
     low, high = min(means.values(), default=0.0), max(means.values(), default=0.0)
     before: int | None = None
     for column, value in means.items():
         row = round((high - value) / (high - low) * (rows - 1)) if high > low else rows // 2
-        for dot in _stroke(before, row):
+        stroke = range(row, row + 1)  # up or down from the row of the column before
+        if before is not None and before != row:
+            stroke = range(before + 1, row + 1) if before < row else range(row, before)
+        for dot in stroke:
             cells[dot // DOTS_HIGH][column // DOTS_WIDE] |= _BITS[column % DOTS_WIDE][dot % DOTS_HIGH]
         before = row
     lines = ("".join(map(chr, line)) for line in cells)
     return [f"{label:>{room - 1}} {line}" for label, line in zip(labels, lines, strict=True)]
-
-
-def _means(points: Sequence[tuple[int, float]], end: int, columns: int) -> dict[int, float]:
-    """Return the mean value by column, from left to right."""
-    sums: dict[int, list[float]] = {}
-    for number, value in sorted(points):
-        sums.setdefault(min(columns - 1, number * columns // max(1, end)), []).append(value)
-    return {column: math.fsum(values) / len(values) for column, values in sums.items()}
 
 
 def _joined(means: dict[int, float]) -> dict[int, float]:
@@ -89,22 +95,6 @@ def _joined(means: dict[int, float]) -> dict[int, float]:
         for column in range(left + 1, right + 1):
             joined[column] = start + (stop - start) * (column - left) / (right - left)
     return joined
-
-
-def _stroke(before: int | None, row: int) -> range:
-    """Return the rows of one column's dots: up or down from the row of the column before."""
-    if before is None or before == row:
-        return range(row, row + 1)
-    return range(before + 1, row + 1) if before < row else range(row, before)
-
-
-def _labels(values: Sequence[float], height: int) -> list[str]:
-    """Return the labels of the scale: the largest value at the top, the smallest at the bottom."""
-    labels = [""] * height
-    if values:
-        labels[-1] = f"{min(values):.4g}"
-        labels[0] = f"{max(values):.4g}"
-    return labels
 
 
 class TrainingView:
@@ -278,9 +268,7 @@ def _view(
 ) -> TrainingView:
     sinks: tuple[Sink, ...] = () if tensorboard is None else (_tensorboard_sink(stack, tensorboard),)
     if log is not None:
-        file = _open(log)
-        stack.callback(_close, file)
-        sinks += (_log_sink(file, log),)
+        sinks += (_log_sink(stack, log),)
     if as_json:
         return Lines((*sinks, print_json), as_json=True)
     from rich.console import Console
@@ -351,25 +339,69 @@ def waiting_text(why: str, missing: tuple[int, ...]) -> str:
     return f"waiting: no machine holds layers {', '.join(ranges(missing))}"
 
 
-def _open(log: Path) -> IO[str]:
+def _log_sink(stack: contextlib.ExitStack[bool | None], log: Path) -> Sink:
+    """Return a sink that appends each step to `log` as a line of JSON. Raises LocalError if the file cannot be written."""
+
+    def unwritable(error: OSError) -> LocalError:
+        return LocalError(f"cannot write the log {log}: {error.strerror or error}; choose another file")
+
     try:
-        return log.open("w", encoding="utf-8")
+        file = log.open("w", encoding="utf-8")
     except OSError as error:
-        raise LocalError(f"cannot write the log {log}: {error.strerror or error}; choose another file") from None
+        raise unwritable(error) from None
 
-
-def _close(file: IO[str]) -> None:
-    """Close the log file. An error in writing has been reported already."""
-    with contextlib.suppress(OSError):
-        file.close()
-
-
-def _log_sink(file: IO[str], log: Path) -> Sink:
     def write(step: dict[str, Any]) -> None:
         try:
             file.write(json.dumps(step) + "\n")
             file.flush()
         except OSError as error:
-            raise LocalError(f"cannot write the log {log}: {error.strerror or error}; choose another file") from None
+            raise unwritable(error) from None
+
+    @stack.callback
+    def close() -> None:
+        with contextlib.suppress(OSError):  # an error in writing has been reported already
+            file.close()
 
     return write
+
+
+def plan_lines(plan: TuningPlan) -> list[str]:
+    """Return the lines of a plan: recipe, expected time, and what each peer holds and sees."""
+    lines = [recipe_line(plan)]
+    left = plan.run.steps - plan.step
+    if plan.step_s:
+        rest = format_duration(plan.step_s * left)
+        which = "in all" if not plan.step else f"for the {counted(left, 'step')} left"
+        lines.append(f"Expected: {plan.step_s:.2g} s a step, {rest} {which}, if nothing else runs on these machines")
+    return lines + [hop_line(one) for one in plan.hops]
+
+
+def change_lines(before: TuningPlan, plan: TuningPlan) -> list[str]:
+    """Return the lines of a plan after a fault or a departure: where it goes on, and the peers that are other ones than before."""
+    known = [hop_line(one) for one in before.hops]
+    lines = [hop_line(one) for one in plan.hops]
+    why = f": {plan.why}" if plan.why else ""
+    for one in before.hops:
+        why = why.replace(f"peer {one.hop.peer}", one.name)  # as the plan above calls it
+    return [f"Going on from step {plan.step}{why}", *(line for line in lines if line not in known)]
+
+
+def hop_line(one: PlannedHop) -> str:
+    """Return what a peer holds and sees in one line."""
+    kept, passing = format_bytes(one.held.adapter_bytes), format_bytes(one.held.pass_bytes)
+    seen = f"; its owner could see {', '.join(one.sees)}" if one.sees else ""
+    held = f"{one.name} holds {layers(one.hop.start, one.hop.end)}"
+    return f"{held}: {kept} of adapter and optimiser, up to {passing} of passes{seen}"
+
+
+def recipe_line(plan: TuningPlan) -> str:
+    """Return the recipe and the size of a step in one line."""
+    recipe, run = plan.recipe, plan.run
+    if recipe.method == "prompt":
+        what = f"soft prompt of {recipe.prompt_tokens} tokens"
+    else:
+        targets = recipe.targets if isinstance(recipe.targets, str) else ", ".join(recipe.targets)
+        scaled = " with rsLoRA" if recipe.rslora else ""
+        what = f"{recipe.method} of rank {recipe.rank} and alpha {recipe.alpha:g}{scaled} on {targets}"
+    size = f"{counted(run.batch, 'row')} of {run.sequence} tokens, {run.microbatch} at a time"
+    return f"Tuning: {what}; {counted(run.steps, 'step')} of {size}; learning rate {run.learning_rate:g}"

@@ -28,7 +28,7 @@ from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.node.bootstrap import SwarmHost
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, TRAIN, encode_manifest
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, new_swarm
-from swarmnode.terminal import process
+from swarmnode.terminal import console
 from tests.cli.command import assert_clear, invoke
 from tests.compute.model.llama_gguf import save_llama_gguf
 from tests.encoders import save_encoder
@@ -341,10 +341,10 @@ def test_a_host_that_cannot_compute_any_more_begins_anew(folder: Path, monkeypat
         begun.append(arguments)
         raise SystemExit(0)
 
-    monkeypatch.setenv(process.COUNT, "")  # afterwards it is as before
-    monkeypatch.delenv(process.COUNT)
+    monkeypatch.setenv(console.COUNT, "")  # afterwards it is as before
+    monkeypatch.delenv(console.COUNT)
     monkeypatch.setattr(os, "execv", execv)
-    monkeypatch.setattr(process, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(console, "FIRST_PAUSE_S", 0.0)
     with monkeypatch.context() as dying:
         dying.setattr(SwarmHost, "run", dies)
         done = invoke("host", "./tiny", *LOOPBACK)

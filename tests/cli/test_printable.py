@@ -31,9 +31,8 @@ from swarmnode.terminal.console import (
     say,
 )
 from swarmnode.terminal.formatting import json_line, one_line, printable, wrapped
-from swarmnode.terminal.progress import bytes_bar, share_bar, spinner
+from swarmnode.terminal.progress import Teller, bytes_bar, share_bar, spinner
 from swarmnode.terminal.tables import new_table, show
-from swarmnode.terminal.teller import Teller
 from swarmnode.terminal.training_view import curve_with_notes
 
 ESCAPES = ["\x1b]0;title\x07", "\x1b[2J", "\x9b31m", "\x08\x08", "\r", "\x00", "\x7f", "\u202e", "\u2066", "\u2028"]

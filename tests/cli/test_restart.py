@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swarmnode.errors import ExecutorDied
-from swarmnode.terminal.process import COUNT, LASTED_S, LONGEST_PAUSE_S, begin_anew, pause_s
+from swarmnode.terminal.console import COUNT, LASTED_S, LONGEST_PAUSE_S, begin_anew, pause_s
 
 
 class Replaced(Exception):

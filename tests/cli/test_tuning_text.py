@@ -9,7 +9,7 @@ from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tuning_messages import AdapterOpened
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.swarm.records.run import Run
-from swarmnode.terminal.tuning_text import change_lines, plan_lines
+from swarmnode.terminal.training_view import change_lines, plan_lines
 
 RUN = Run(data=bytes(32), steps=8, batch=8, microbatch=4, sequence=128)
 

@@ -16,9 +16,8 @@ import pytest
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.gateway.access.keys import KeyRing
 from swarmnode.gateway.app import build_app
-from swarmnode.gateway.gateway import Gateway
+from swarmnode.gateway.gateway import Gateway, GatewayConfig
 from swarmnode.gateway.page.page import Page
-from swarmnode.gateway.served_model import GatewayConfig
 from swarmnode.metrics import table
 from tests.gateway.in_process import InProcess
 from tests.gateway.speaking import save_speaking_llama

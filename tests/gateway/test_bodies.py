@@ -14,7 +14,7 @@ from pydantic import AfterValidator, TypeAdapter, ValidationError
 
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
-from swarmnode.gateway.generation.sampling_fields import Biases
+from swarmnode.gateway.generation.request_fields import Biases
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.http.body_route import MAX_CONTAINERS, MAX_DEPTH, MAX_VALUES, BodyRoute, Items, JsonBound
 from swarmnode.gateway.openai.requests import Texts

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.errors import UsageError
-from swarmnode.gateway.access.fair_queue import FairQueue
-from swarmnode.gateway.access.keys import ApiKey, KeyFile, KeyLimits, new_key
+from swarmnode.gateway.access.keys import ApiKey, FairQueue, KeyFile, KeyLimits, new_key
 from swarmnode.gateway.http.api_error import ApiError
 from tests.net.virtual import in_virtual_time
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnode.gateway.generation.request_fields import ToolUse, function_tool
 from swarmnode.gateway.generation.response_parser import (
     CallPart,
     CommonParser,
@@ -17,7 +18,6 @@ from swarmnode.gateway.generation.response_parser import (
     ResponseParser,
     TemplateParser,
 )
-from swarmnode.gateway.generation.tool_use import ToolUse, function_tool
 from tests.gateway.conftest import MODEL, found_on, serving
 from tests.gateway.scripted import says
 from tests.gateway.speaking import TEMPLATE, save_speaking_llama

@@ -11,7 +11,7 @@ import pytest
 
 from swarmnode.client.model_files import generation_defaults, positions_of
 from swarmnode.codec.sampling import USUAL
-from swarmnode.gateway.generation.sampling_fields import REFUSED
+from swarmnode.gateway.generation.request_fields import REFUSED
 from swarmnode.serving.client.generation import GenerateOptions
 from tests.gateway.conftest import MODEL, Served, found_on, serving
 from tests.gateway.speaking import save_speaking_llama

@@ -11,9 +11,17 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 
-from swarmnode.lending.idle_detection import Lookout, is_metered, logind_idle_since, memory_pressure
 from swarmnode.lending.lending import Hours, Lending, LendingEvent, LendingState, Rules, Surroundings, reason_to_pause
-from swarmnode.lending.rule_watch import CALM_S, SESSION_BUS, DesktopNotices, RuleWatch
+from swarmnode.lending.rule_watch import (
+    CALM_S,
+    SESSION_BUS,
+    DesktopNotices,
+    Lookout,
+    RuleWatch,
+    is_metered,
+    logind_idle_since,
+    memory_pressure,
+)
 from tests.lending.session_bus import Notice, session_bus
 
 MONDAY_NOON = datetime.datetime(2026, 11, 23, 12)  # of the wall

@@ -13,7 +13,8 @@ from swarmnode.codec.measuring_messages import MAX_TRACE_STEPS, MAX_TRACE_US, Ge
 from swarmnode.codec.messages import End, Error
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.links.switchboard import Switchboard
-from swarmnode.measuring.trace import TRACE_PROTOCOL, Late, SessionTrace, Timeline, TimelinePart, TraceLog, fetch_traces
+from swarmnode.measuring.trace import TRACE_PROTOCOL, Late, SessionTrace, Timeline, TimelinePart, fetch_traces
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.memory.medium import Path
 from swarmnode.peer.questions import ask
@@ -197,10 +198,10 @@ def test_times_that_do_not_fit_are_cut() -> None:
 
 
 def test_the_session_that_ended_first_is_forgotten_first() -> None:
-    traces = TraceLog(max_sessions=2)
+    traces: Recent[bytes, SessionTrace] = Recent(2)
     sessions = {bytes([number] * 16): SessionTrace(0, 1) for number in range(3)}
     for session, trace in sessions.items():
-        traces.keep(session, trace)
+        traces[session] = trace
     first, *others = sessions
     assert traces.get(first) is None
     assert [traces.get(session) for session in others] == [sessions[session] for session in others]

@@ -14,9 +14,8 @@ import pytest
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.client.training.preparation import NO_DATA
 from swarmnode.codec.messages import SignedReceipt
-from swarmnode.credit import priorities
-from swarmnode.credit.priorities import folder_credits
-from swarmnode.credit.receipts import CREDIT_PROTOCOL, GATHER_S, ReceiptIssuer, ReceiptKeeper
+from swarmnode.credit import receipts
+from swarmnode.credit.receipts import CREDIT_PROTOCOL, GATHER_S, ReceiptIssuer, ReceiptKeeper, folder_credits
 from swarmnode.errors import ErrorCode, PeerRefused
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.identity import Identity, verify
@@ -229,7 +228,7 @@ async def test_whose_node_has_credit_has_more_of_the_time_where_the_swarm_says_s
 async def test_who_has_little_credit_takes_nobodys_place(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(priorities, "MAX_WORKERS", 1)
+    monkeypatch.setattr(receipts, "MAX_WORKERS", 1)
     async with VirtualSwarm(tmp_path) as swarm:
         swarm.create(tiny.folder, priority=CREDIT)
         await swarm.bootstrap()

@@ -19,8 +19,7 @@ from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.messages import MAX_WORK_IDS
 from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
 from swarmnode.compress.codecs import Encoded, decode_values, encode_values, payload_of
-from swarmnode.credit.priorities import folder_credits
-from swarmnode.credit.receipts import GATHER_S
+from swarmnode.credit.receipts import GATHER_S, folder_credits
 from swarmnode.errors import ErrorCode, NoRoute, ProtocolError, UsageError
 from swarmnode.founding.model_source import ModelSource, from_module
 from tests.net.virtual import in_virtual_time

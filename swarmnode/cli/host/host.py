@@ -34,12 +34,21 @@ from swarmnode.counting import counted
 from swarmnode.gateway.gateway_address import PORT as GATEWAY_PORT
 from swarmnode.gateway.gateway_address import GatewayAddress, Served, answer, free_gateway_port
 from swarmnode.net.tasks import until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, is_piped, print_json, run_async, say
+from swarmnode.terminal.console import (
+    EVENTS,
+    HOME,
+    LogOptions,
+    beginning_anew,
+    command,
+    fail,
+    is_piped,
+    print_json,
+    run_async,
+    say,
+)
 from swarmnode.terminal.formatting import parse_life
 from swarmnode.terminal.option import argument, of_same_names, option
-from swarmnode.terminal.process import beginning_anew
-from swarmnode.terminal.progress import bytes_bar
-from swarmnode.terminal.teller import Teller
+from swarmnode.terminal.progress import Teller, bytes_bar
 
 if TYPE_CHECKING:
     from swarmnode.founding.swarm_creation import NewOwner

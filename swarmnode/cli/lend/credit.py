@@ -14,7 +14,7 @@ from swarmnode.terminal.option import argument
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmnode.credit.priorities import WorkerCredit
+    from swarmnode.credit.receipts import WorkerCredit
 
 SHOWN_CLIENTS = 20
 
@@ -38,7 +38,7 @@ def credit(
 
     Example: swarmnode why credit friends
     """
-    from swarmnode.credit.priorities import folder_credits, summary, worker_credits
+    from swarmnode.credit.receipts import folder_credits, summary, worker_credits
     from swarmnode.measuring.service_report import donation
     from swarmnode.swarm.storage.swarmfile import swarm_path
 

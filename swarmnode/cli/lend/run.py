@@ -18,10 +18,18 @@ from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.errors import LocalError
 from swarmnode.gateway.gateway_address import LOOPBACK, PORT, GatewayAddress, beside
-from swarmnode.terminal.console import EVENTS, LogOptions, command, has_terminal, heeds_hangup, run_async
+from swarmnode.terminal.console import (
+    EVENTS,
+    CollectorPause,
+    LogOptions,
+    beginning_anew,
+    command,
+    has_terminal,
+    heeds_hangup,
+    run_async,
+)
 from swarmnode.terminal.option import option
-from swarmnode.terminal.process import CollectorPause, beginning_anew
-from swarmnode.terminal.teller import Teller
+from swarmnode.terminal.progress import Teller
 
 if TYPE_CHECKING:
     from swarmnode.node.description import Tell
@@ -58,7 +66,7 @@ def run(
     Example: swarmnode run friends --memory 6GB --only-idle 10m
     """
     logs.begin()
-    from swarmnode.lending.idle_detection import yield_cpu, yield_disk
+    from swarmnode.lending.rule_watch import yield_cpu, yield_disk
 
     config = node.config()
     tell = Teller(as_json)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.swarm import open_swarm
-from swarmnode.terminal.console import joined, run_async
+from swarmnode.terminal.console import CollectorPause, joined, run_async
 from swarmnode.terminal.option import option
-from swarmnode.terminal.process import CollectorPause
 from swarmnode.terminal.progress import spinner
 
 if TYPE_CHECKING:

@@ -219,7 +219,7 @@ def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdap
     from swarmnode.client.tuning.client import TuningClient
     from swarmnode.client.tuning.job import TuningPlan
     from swarmnode.client.tuning.local import tune_here
-    from swarmnode.terminal.tuning_text import change_lines, plan_lines
+    from swarmnode.terminal.training_view import change_lines, plan_lines
 
     watch, name, plans = place.watch, place.swarm.name, list[TuningPlan]()
     view.beginning = f"joining {name}"

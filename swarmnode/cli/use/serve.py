@@ -19,9 +19,19 @@ from swarmnode.cli.options.swarm import complete_swarms, open_swarm
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.gateway.gateway_address import PORT, AddSwarm, GatewayAddress, OtherGateway, gateway_at
 from swarmnode.net.tasks import Tasks, until_first
-from swarmnode.terminal.console import EVENTS, HOME, LogOptions, command, fail, joined, run_async, say, unless_stopped
+from swarmnode.terminal.console import (
+    EVENTS,
+    HOME,
+    CollectorPause,
+    LogOptions,
+    command,
+    fail,
+    joined,
+    run_async,
+    say,
+    unless_stopped,
+)
 from swarmnode.terminal.option import argument, option, path_option
-from swarmnode.terminal.process import CollectorPause
 from swarmnode.version import missing_package
 
 if TYPE_CHECKING:
@@ -114,7 +124,7 @@ def serve(
         say(new_key(gateway.keys, gateway.new_key))
         return
     from swarmnode.gateway.access.keys import KeyFile, KeyRing
-    from swarmnode.gateway.served_model import GatewayConfig
+    from swarmnode.gateway.gateway import GatewayConfig
     from swarmnode.net.addressing.addresses import check_can_listen
 
     if gateway.keys is None and gateway.host not in LOOPBACK:

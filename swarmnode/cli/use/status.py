@@ -137,7 +137,7 @@ def status(
     if output is not None:
         fail("--output needs --export", 2)
     from swarmnode.client.swarm_client import SwarmClient
-    from swarmnode.credit.priorities import summary, worker_credits
+    from swarmnode.credit.receipts import summary, worker_credits
 
     async def look(stop: asyncio.Event) -> None:
         loaded = open_swarm(swarm, home)

@@ -14,7 +14,7 @@ from swarmnode.terminal.option import argument, option
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmnode.measuring.trace import Stop, Timeline, Token, Typical
+    from swarmnode.measuring.trace import Timeline, Token
 
 WORDS = {"wait": "waited at", "compute": "computed at", "leave": "kept back at", "way": "on the way"}
 
@@ -40,7 +40,7 @@ def trace(
     """
     logs.begin()
     trace_id = parse_trace_id(session)
-    from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
+    from swarmnode.measuring.meters import by_proposer
     from swarmnode.measuring.trace import Timeline
 
     timeline = Timeline(ask(swarm, home, lambda client: client.traces(trace_id)))
@@ -53,7 +53,9 @@ def trace(
 
     show(hops_table(timeline), tokens_table(timeline.slowest(slowest)))
     for proposer, count in by_proposer(timeline.drafts).items():
-        say(f"Guesses by {proposer}: {count['drafted']}, of them {count[ACCEPTED]} right and {count[WASTED]} in vain")
+        say(
+            f"Guesses by {proposer}: {count['drafted']}, of them {count['accepted']} right and {count['wasted']} in vain"
+        )
 
 
 def parse_trace_id(text: str) -> bytes:
@@ -77,7 +79,7 @@ def hops_table(timeline: Timeline) -> Table:
     table = new_table("hops: median / worst of their tokens", ("peer", "layers", *numbers), numbers=numbers)
     for stop in timeline.stops:
         start, end = stop.span
-        wait, compute, batch = typical_of(stop)
+        wait, compute, batch = stop.wait_us, stop.compute_us, stop.batch
         table.add_row(
             stop.peer[-8:],
             f"{start}:{end}",
@@ -97,72 +99,47 @@ def tokens_table(tokens: list[Token]) -> Table:
     numbers = ("position", "ms", "waiting", "computing", "kept back", "on the way")
     table = new_table("slowest tokens", (*numbers, "most of it"), numbers=numbers)
     for token in tokens:
-        sums = {what: sum(part.us for part in token.parts if part.what == what) for what in WORDS}
-        way = "?" if token.total_us is None else f"{sums['way'] / 1e3:.1f}"
-        table.add_row(
-            str(token.position),
-            f"{token.us / 1e3:.1f}",
-            f"{sums['wait'] / 1e3:.1f}",
-            f"{sums['compute'] / 1e3:.1f}",
-            f"{sums['leave'] / 1e3:.1f}",
-            way,
-            where(token),
-        )
+        sums = [sum(part.us for part in token.parts if part.what == what) for what in WORDS]
+        figures = [f"{us / 1e3:.1f}" for us in (token.us, *sums)]
+        if token.total_us is None:
+            figures[-1] = "?"
+        # Where most of the time went, as in `computed at bX3fQ9aa: 83.1 ms`
+        part, late = token.longest, token.late
+        where = WORDS[part.what] + (f" {part.peer[-8:]}: {part.us / 1e3:.1f} ms" if part.peer else "")
+        if part.what == "way" and late is not None:
+            where += f", {late.us / 1e3:.1f} ms more than usual from {late.source[-8:]} to {late.target[-8:]}"
+        table.add_row(str(token.position), *figures, where)
     return table
 
 
-def where(token: Token) -> str:
-    """Return where most of a token's time went, as in `computed at bX3fQ9aa: 83.1 ms`."""
-    part = token.longest
-    place = f" {part.peer[-8:]}" if part.peer else ""
-    if part.what == "way" and token.late is not None:
-        late = token.late
-        place = f", {late.us / 1e3:.1f} ms more than usual from {late.source[-8:]} to {late.target[-8:]}"
-    return f"{WORDS[part.what]}{place}: {part.us / 1e3:.1f} ms" if part.peer else f"{WORDS[part.what]}{place}"
-
-
-def typical_of(stop: Stop) -> tuple[Typical, Typical, Typical]:
-    """Return the typical wait and compute (both in microseconds) and batch size of a hop."""
-    return (
-        stop.typical(lambda step: step.wait_us),
-        stop.typical(lambda step: step.compute_us),
-        stop.typical(lambda step: step.batch),
-    )
-
-
 def timeline_json(session: str, timeline: Timeline, slowest: int) -> dict[str, Any]:
-    """Return a timeline as a JSON object for scripts; times in seconds."""
-    return {
-        "trace": session,
-        "hops": [hop_json(stop) for stop in timeline.stops],
-        "slowest": [token_json(token) for token in timeline.slowest(slowest)],
-    }
-
-
-def hop_json(stop: Stop) -> dict[str, Any]:
-    """Return a hop as a JSON object for scripts; times in seconds."""
+    """Return a timeline as a JSON object for scripts; times in seconds. `late` of a token is the part of its way that took longer
+    than usual, or None."""
     from swarmnode.measuring.meters import by_proposer
 
-    wait, compute, batch = typical_of(stop)
-    return {
-        "peer": stop.peer,
-        "span": list(stop.span),
-        "tokens": len(stop.decoded),
-        "guessed": stop.guessed,
-        "wasted": stop.wasted,
-        "drafts": by_proposer(stop.drafts),
-        "wait_s": {"median": wait.median / 1e6, "worst": wait.worst / 1e6},
-        "compute_s": {"median": compute.median / 1e6, "worst": compute.worst / 1e6},
-        "batch": {"median": batch.median, "worst": batch.worst},
-    }
-
-
-def token_json(token: Token) -> dict[str, Any]:
-    """Return a token as a JSON object for scripts. `late` is the part of its way that took longer than usual, or None."""
-    late = token.late
-    return {
-        "position": token.position,
-        "seconds": token.us / 1e6,
-        "parts": [{"what": part.what, "peer": part.peer or None, "seconds": part.us / 1e6} for part in token.parts],
-        "late": None if late is None else {"from": late.source, "to": late.target, "seconds": late.us / 1e6},
-    }
+    hops = [
+        {
+            "peer": stop.peer,
+            "span": list(stop.span),
+            "tokens": len(stop.decoded),
+            "guessed": stop.guessed,
+            "wasted": stop.wasted,
+            "drafts": by_proposer(stop.drafts),
+            "wait_s": {"median": stop.wait_us.median / 1e6, "worst": stop.wait_us.worst / 1e6},
+            "compute_s": {"median": stop.compute_us.median / 1e6, "worst": stop.compute_us.worst / 1e6},
+            "batch": stop.batch._asdict(),
+        }
+        for stop in timeline.stops
+    ]
+    tokens = [
+        {
+            "position": token.position,
+            "seconds": token.us / 1e6,
+            "parts": [{"what": part.what, "peer": part.peer or None, "seconds": part.us / 1e6} for part in token.parts],
+            "late": None
+            if (late := token.late) is None
+            else {"from": late.source, "to": late.target, "seconds": late.us / 1e6},
+        }
+        for token in timeline.slowest(slowest)
+    ]
+    return {"trace": session, "hops": hops, "slowest": tokens}

@@ -10,11 +10,11 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from swarmnode.gateway.access.keys import ApiKey, KeyRing
+from swarmnode.gateway.access.keys import KeyRing
+from swarmnode.gateway.gateway import GatewayConfig
 from swarmnode.gateway.http.api_error import ApiError, too_many
 from swarmnode.gateway.http.body_route import JsonBound
 from swarmnode.gateway.http.event_stream import TimeLimit
-from swarmnode.gateway.served_model import GatewayConfig
 
 OPEN_PATHS = {"/health", "/ready", "/"}  # for monitoring, and for the page, which asks for the key itself
 OPEN_FOLDER = "/page/"
@@ -42,25 +42,32 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._check_page(headers)
-            body.check_length(headers.get("content-length"))
-            _check_plain(headers)
+            length = headers.get("content-length", "")
+            if length.isdigit() and int(length[:20]) > self._config.max_body_bytes:
+                raise body.too_large()
+            coding = headers.get("content-encoding", "identity")
+            if coding != "identity":  # a few bytes of gzip can expand to gigabytes
+                raise ApiError(
+                    415, f"the gateway reads no compressed bodies: send it without Content-Encoding: {coding}"
+                )
             if scope["path"] not in OPEN_PATHS and not scope["path"].startswith(OPEN_FOLDER):
-                scope.setdefault("state", {})["key"] = self._admit(headers)
+                bearer = BEARER.fullmatch(headers.get("authorization", ""))
+                key = self._keys.find(bearer[1] if bearer else headers.get("x-api-key"))
+                if key is None:
+                    raise ApiError(
+                        401,
+                        "this gateway needs an API key: send the header Authorization: Bearer sk-…",
+                        code="invalid_api_key",
+                    )
+                if wait_s := key.take():
+                    raise too_many(
+                        f"this key is limited to {key.limits.per_minute} requests a minute: try again later", wait_s
+                    )
+                scope.setdefault("state", {})["key"] = key
         except ApiError as error:
             await error.response()(scope, receive, _as_typed(send))
             return
         await self._app(scope, body.receive, _as_typed(send))
-
-    def _admit(self, headers: Headers) -> ApiKey:
-        bearer = BEARER.fullmatch(headers.get("authorization", ""))
-        key = self._keys.find(bearer[1] if bearer else headers.get("x-api-key"))
-        if key is None:
-            raise ApiError(
-                401, "this gateway needs an API key: send the header Authorization: Bearer sk-…", code="invalid_api_key"
-            )
-        if wait_s := key.take():
-            raise too_many(f"this key is limited to {key.limits.per_minute} requests a minute: try again later", wait_s)
-        return key
 
     def _check_page(self, headers: Headers) -> None:
         """Raise ApiError (403) for a request of a web page that may not call the gateway. Such a page reaches loopback from this
@@ -95,12 +102,6 @@ def _as_typed(send: Send) -> Send:
     return sent
 
 
-def _check_plain(headers: Headers) -> None:
-    coding = headers.get("content-encoding", "identity")
-    if coding != "identity":  # a few bytes of gzip can expand to gigabytes
-        raise ApiError(415, f"the gateway reads no compressed bodies: send it without Content-Encoding: {coding}")
-
-
 class _BoundedBody:
     """Body of a request, bounded in bytes, in JSON values and in the time that it takes to arrive."""
 
@@ -110,11 +111,6 @@ class _BoundedBody:
         self._received_bytes = 0
         self._json = JsonBound()
         self._whole = False
-
-    def check_length(self, told: str | None) -> None:
-        """Raise ApiError (413) if the Content-Length header `told` exceeds the limit. A missing or malformed header passes."""
-        if told is not None and told.isdigit() and int(told[:20]) > self._config.max_body_bytes:
-            raise self._too_large()
 
     async def receive(self) -> Message:
         """Return the next ASGI message of the body. Raises ApiError if the body takes too long, is too large or holds too many
@@ -130,12 +126,13 @@ class _BoundedBody:
         self._received_bytes += len(body)
         self._whole = not message.get("more_body", False)
         if self._received_bytes > self._config.max_body_bytes:
-            raise self._too_large()
+            raise self.too_large()
         self._json.push(body[:PIECE_BYTES])
         for begin in range(PIECE_BYTES, len(body), PIECE_BYTES):
             await asyncio.sleep(0)
             self._json.push(body[begin : begin + PIECE_BYTES])
         return message
 
-    def _too_large(self) -> ApiError:
+    def too_large(self) -> ApiError:
+        """Return the error (413) for a body beyond the limit."""
         return ApiError(413, f"the request is too large: at most {self._config.max_body_bytes} bytes are allowed")

@@ -5,21 +5,27 @@ A key file holds only hashes of the keys, one line per key:
 alice 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08 per_minute=60 concurrent=4
 
 A key is 256 random bits, so a plain SHA-256 of it can be neither inverted nor guessed.
+
+Fair queueing: the keys take turns at the places to generate, however many requests wait under one key.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from swarmnode.errors import UsageError
 from swarmnode.files import write_private
+from swarmnode.gateway.http.api_error import too_many
 from swarmnode.swarm.storage.small_files import read_user_file
 
 log = logging.getLogger(__name__)
@@ -119,14 +125,12 @@ class KeyFile(KeyRing):
         except UsageError as error:
             log.warning("the key file has changed but cannot be used, so the old keys still apply: %s", error)
             return
-        self._keys = {digest: self._as_before(digest, key) for digest, key in read.items()}
+        for digest, before in self._keys.items():
+            now = read.get(digest)
+            if now is not None and (before.name, before.limits) == (now.name, now.limits):
+                read[digest] = before  # its rate limiter keeps its state
+        self._keys = read
         log.info("%s has changed: %r", self._path, self)
-
-    def _as_before(self, digest: str, key: ApiKey) -> ApiKey:
-        """Return the present key of this hash if its name and limits are unchanged, so that its rate limiter keeps its state; else
-        `key`."""
-        before = self._keys.get(digest)
-        return before if before is not None and (before.name, before.limits) == (key.name, key.limits) else key
 
 
 def _version(path: Path) -> tuple[int, ...]:
@@ -148,14 +152,17 @@ def _read_keys(path: Path, clock: Callable[[], float]) -> dict[str, ApiKey]:
         if not words:
             continue
         try:
-            name, digest, *limits = words
+            name, digest, *pairs = words
             if not NAME.fullmatch(name) or not HASH.fullmatch(digest):
                 raise ValueError(line)
             if digest in keys:
                 raise UsageError(
                     f"{path}, line {number}: this key already has a line, as {keys[digest].name}: remove one of them"
                 )
-            keys[digest] = ApiKey(name, _limits(limits), clock=clock)
+            limits = KeyLimits(**{word: int(value) for word, value in (pair.split("=", 1) for pair in pairs)})
+            if min(limits.per_minute, limits.concurrent) < 0:
+                raise ValueError(limits)
+            keys[digest] = ApiKey(name, limits, clock=clock)
         except (ValueError, TypeError):
             allowed = " ".join(f"[{field.name}=N]" for field in fields(KeyLimits))
             raise UsageError(f"{path}, line {number}: write NAME SHA256 {allowed}") from None
@@ -177,13 +184,82 @@ def new_key(path: Path, name: str) -> str:
     return key
 
 
-def _limits(words: Iterable[str]) -> KeyLimits:
-    pairs = (word.split("=", 1) for word in words)
-    limits = KeyLimits(**{name: int(value) for name, value in pairs})
-    if min(limits.per_minute, limits.concurrent) < 0:
-        raise ValueError(limits)
-    return limits
-
-
 def _hash(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+RETRY_S = 2.0
+
+
+class FairQueue:
+    """Queue for `running` places; each key may take as many as its limits allow. At most `waiting` requests of one key may
+    wait, each for `wait_s` seconds."""
+
+    def __init__(self, *, running: int, waiting: int, wait_s: float) -> None:
+        self._places = running
+        self._max_waiting = waiting
+        self._wait_s = wait_s
+        self._running: Counter[ApiKey] = Counter()
+        self._waiting: dict[ApiKey, deque[asyncio.Future[None]]] = {}  # the key with the next turn comes first
+
+    @property
+    def running(self) -> int:
+        """Number of places that are taken."""
+        return self._running.total()
+
+    @property
+    def waiting(self) -> int:
+        """Number of waiting requests, all keys together."""
+        return sum(map(len, self._waiting.values()))
+
+    @contextlib.asynccontextmanager
+    async def place(self, key: ApiKey) -> AsyncIterator[None]:
+        """Hold a place while the context lasts. Raises ApiError (429) if the key has too many waiting requests, or no place becomes
+        free in time."""
+        await self._enter(key)
+        try:
+            yield
+        finally:
+            self._leave(key)
+
+    async def _enter(self, key: ApiKey) -> None:
+        queue = self._waiting.setdefault(key, deque())
+        if len(queue) >= self._max_waiting:
+            raise too_many(f"{len(queue)} requests of this key are already waiting: try again later", RETRY_S)
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.append(turn)
+        self._give_places()
+        if turn.done():
+            return
+        try:
+            await asyncio.wait_for(asyncio.shield(turn), self._wait_s)
+        except BaseException as error:
+            if turn.done():  # the place came in the same moment
+                self._leave(key)
+            else:
+                turn.cancel()
+                self._waiting[key].remove(turn)
+                if not self._waiting[key]:
+                    del self._waiting[key]
+            if isinstance(error, asyncio.TimeoutError):
+                raise too_many(f"no place became free within {self._wait_s:.0f} s: try again later", RETRY_S) from None
+            raise
+
+    def _leave(self, key: ApiKey) -> None:
+        self._running[key] -= 1
+        if not self._running[key]:
+            del self._running[key]
+        self._give_places()
+
+    def _give_places(self) -> None:
+        while self.running < self._places:
+            for key, queue in self._waiting.items():
+                if queue and self._running[key] < (key.limits.concurrent or self._places):
+                    break
+            else:
+                return
+            del self._waiting[key]
+            self._running[key] += 1
+            queue.popleft().set_result(None)
+            if queue:
+                self._waiting[key] = queue  # behind the others

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,22 +10,23 @@ from pydantic import BaseModel, Field
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from swarmnode.codec.sampling import Grammar
 from swarmnode.data.conversation import ASSISTANT, ChatEnding, template_call
-from swarmnode.gateway.gateway import gateway_of, key_of
+from swarmnode.gateway.gateway import ServedModel, gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, TOOL_CALLS, Piece
-from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
-from swarmnode.gateway.generation.sampling_fields import SamplingFields, check_type, checked_stops
-from swarmnode.gateway.generation.tool_use import (
+from swarmnode.gateway.generation.request_fields import (
     AUTO,
     MAX_TOOLS,
     NONE,
     REQUIRED,
     ResponseFormat,
+    SamplingFields,
     ToolUse,
+    check_type,
+    checked_stops,
     function_tool,
 )
+from swarmnode.gateway.generation.response_parser import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute, Items
 from swarmnode.gateway.http.event_stream import NamedEvent
@@ -36,7 +37,6 @@ from swarmnode.gateway.openai.requests import (
     not_text,
     text_of,
 )
-from swarmnode.gateway.served_model import ServedModel
 
 router = APIRouter(route_class=BodyRoute)
 DELTAS = {  # by kind of block: the type of its deltas, and the field that holds their text
@@ -72,14 +72,14 @@ class MessageParam(BaseModel):
         if a block is neither text, reasoning, a call nor a result."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
-        results = [_result(block) for block in self.content if block.type == "tool_result"]
-        said = [block for block in self.content if block.type != "tool_result"]
-        return [*results, self._turn(said)] if said or not results else results
-
-    def _turn(self, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
+        results: list[dict[str, Any]] = []
         text, thought, calls = "", "", []
-        for block in blocks:
-            if block.type == "tool_use":
+        for block in self.content:
+            if block.type == "tool_result":
+                result = text_of(block.content)
+                content = f"Error: {result}" if block.is_error else result
+                results.append({"role": "tool", "content": content, "tool_call_id": block.tool_use_id})
+            elif block.type == "tool_use":
                 calls.append(template_call(block.id, block.name, block.input))
             elif block.type == "thinking":
                 thought += block.thinking or ""
@@ -87,21 +87,11 @@ class MessageParam(BaseModel):
                 text += block.text
             elif block.type != "redacted_thinking":  # encrypted; only Anthropic can read it
                 raise not_text(block.type)
-        told: dict[str, Any] = {"role": self.role, "content": text}
-        return told | {key: said for key, said in (("tool_calls", calls), ("reasoning_content", thought)) if said}
-
-
-def _result(block: ContentBlock) -> dict[str, Any]:
-    text = text_of(block.content)
-    return {"role": "tool", "content": f"Error: {text}" if block.is_error else text, "tool_call_id": block.tool_use_id}
-
-
-def templated_blocks(messages: Iterable[MessageParam]) -> list[dict[str, Any]]:
-    """Return a conversation in the format of chat templates. Raises ApiError if a block is unsupported, or a result has no call
-    before it."""
-    turns = [turn for message in messages for turn in message.turns()]
-    check_turns(turns)
-    return turns
+        if results and len(results) == len(self.content):
+            return results
+        turn: dict[str, Any] = {"role": self.role, "content": text}
+        turn |= {key: said for key, said in (("tool_calls", calls), ("reasoning_content", thought)) if said}
+        return [*results, turn]
 
 
 class CustomTool(BaseModel):
@@ -168,11 +158,9 @@ class MessagesRequest(SamplingFields):
         effort = self.output_config and self.output_config.effort
         return thinks if effort is None else {**thinks, "reasoning_effort": effort}
 
-    def followed_grammar(self) -> Grammar | None:
-        if (call := self.tool_use.grammar()) is not None:
-            return call
-        form = self.output_format or (self.output_config and self.output_config.format)
-        return form.grammar() if form else super().followed_grammar()
+    @property
+    def form(self) -> ResponseFormat | None:
+        return self.output_format or (self.output_config and self.output_config.format)
 
     @property
     def ending(self) -> ChatEnding:
@@ -180,9 +168,12 @@ class MessagesRequest(SamplingFields):
         return ChatEnding.CONTINUED if self.messages[-1].role == ASSISTANT else ChatEnding.ANSWER
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the conversation in the format of chat templates. Raises ApiError."""
+        """Return the conversation in the format of chat templates. Raises ApiError if a block is unsupported, or a result has no
+        call before it."""
         begin = [{"role": "system", "content": text_of(self.system)}] if self.system else []
-        return [*begin, *templated_blocks(self.messages)]
+        turns = [turn for message in self.messages for turn in message.turns()]
+        check_turns(turns)
+        return [*begin, *turns]
 
 
 class TextBlock(BaseModel):

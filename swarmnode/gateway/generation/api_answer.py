@@ -20,7 +20,7 @@ from starlette.responses import Response
 from swarmnode.errors import SwarmnodeError
 from swarmnode.gateway.gateway import gateway_of
 from swarmnode.gateway.generation.choice_stream import ChoiceStream, Piece, SpelledChoice, pieces_of
-from swarmnode.gateway.generation.parts import Parts, TokenUsage
+from swarmnode.gateway.generation.response_parser import Parts, TokenUsage
 from swarmnode.gateway.http.api_error import ApiError, api_error
 from swarmnode.gateway.http.event_stream import ClientWatch, EventStream, event
 

@@ -10,7 +10,7 @@ import codecs
 import contextlib
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple
 
 from pydantic import BaseModel, PrivateAttr
@@ -18,8 +18,7 @@ from pydantic import BaseModel, PrivateAttr
 from swarmnode.client.text_stream import GeneratedText, StopStrings, TextStream
 from swarmnode.client.tokenizer import UNFINISHED, ByteTokenizer, Tokenizer
 from swarmnode.codec.sampling import TokenLogprob
-from swarmnode.gateway.access.fair_queue import FairQueue
-from swarmnode.gateway.access.keys import ApiKey
+from swarmnode.gateway.access.keys import ApiKey, FairQueue
 from swarmnode.gateway.generation.response_parser import CallPart, Parsed, ResponseParser
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.client.generation import Generation
@@ -82,17 +81,13 @@ class TextSpeller:
             told.text_offset.append(min(self._chars, text_length))
             told.tokens.append(one.token)
             told.token_logprobs.append(one.logprob if one._follows else None)
-            told.top_logprobs.append(_by_text(one.top_logprobs) if one._follows else None)
+            likely: dict[str, float] = {}
+            for each in one.top_logprobs:
+                likely[each.token if each.token not in likely else f"token_id:{each._id}"] = each.logprob
+            told.top_logprobs.append(likely if one._follows else None)
             if one._is_shown and one.bytes is not None:
                 self._chars += len(self._decoder.decode(bytes(one.bytes)))
         return told
-
-
-def _by_text(tokens: Sequence[SpelledToken]) -> dict[str, float]:
-    told: dict[str, float] = {}
-    for one in tokens:
-        told[one.token if one.token not in told else f"token_id:{one._id}"] = one.logprob
-    return told
 
 
 def spell(
@@ -239,8 +234,15 @@ class ChoiceStream:
         if self.stop_string is None:  # a stop string ends the text, so the tokens behind it have no logprobs
             self._final = self._written + 1
         whole = ended or self._stream.result.whole or self.stop_string is not None
-        for piece in self._last(text, STOP if whole else LENGTH):
-            yield piece
+        # The pieces at the end of the choice, the last of them with the reason
+        parts = [*self._parse(text)]
+        if self._parser is not None:
+            parts += self._parser.finish(cut=not whole or self.stop_string is not None)
+        *before, last = [part for part in parts if any(part)] or [Parsed()]
+        for parsed in before:
+            yield self._piece(parsed)
+        piece, reason = self._piece(last), STOP if whole else LENGTH
+        yield piece._replace(finish_reason=TOOL_CALLS if self._called and not self._cut else reason)
 
     def _until_stop(self, text: str) -> str:
         """Add text of the model and return the part that certainly precedes any stop string."""
@@ -248,16 +250,6 @@ class ChoiceStream:
         certain = self._stops.push(text)
         self._final += len(certain)
         return certain
-
-    def _last(self, text: str, finish_reason: str) -> Iterator[Piece]:
-        """Yield the pieces at the end of the choice, the last of them with the reason."""
-        parts = [*self._parse(text)]
-        if self._parser is not None:
-            parts += self._parser.finish(cut=finish_reason == LENGTH or self.stop_string is not None)
-        *before, last = (part for part in parts if any(part)) if any(map(any, parts)) else [Parsed()]
-        yield from map(self._piece, before)
-        piece = self._piece(last)
-        yield piece._replace(finish_reason=TOOL_CALLS if self._called and not self._cut else finish_reason)
 
     def _parse(self, text: str) -> Sequence[Parsed]:
         if self._parser is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
@@ -40,10 +41,17 @@ class BodyRoute(APIRoute):
                 written = await request.body()
             except ClientDisconnect:
                 raise ClientGone from None
-            if not written or not _is_json(request):
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if not written or not (kind == "application/json" or re.fullmatch(r"application/.*\+json", kind)):
                 return await theirs(request)  # FastAPI responds with the error
             is_large = len(written) > LARGE_BYTES
-            body = _read(written)
+            try:
+                body = json.loads(written)
+            except json.JSONDecodeError as error:
+                sentence = f"the body is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}"
+                raise bad_request(sentence) from None
+            except (ValueError, RecursionError) as error:  # nested too deeply, for example
+                raise bad_request(f"the body cannot be read: {error}") from None
             if is_large:
                 await asyncio.sleep(0)
             asked, errors = body_field.validate(body, {}, loc=("body",))
@@ -57,21 +65,6 @@ class BodyRoute(APIRoute):
             return answer
 
         return handle
-
-
-def _is_json(request: Request) -> bool:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
-
-
-def _read(written: bytes) -> Any:
-    """Parse a JSON body. Raises ApiError if it is not JSON or nested too deeply."""
-    try:
-        return json.loads(written)
-    except json.JSONDecodeError as error:
-        raise bad_request(f"the body is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}") from None
-    except (ValueError, RecursionError) as error:
-        raise bad_request(f"the body cannot be read: {error}") from None
 
 
 T = TypeVar("T")

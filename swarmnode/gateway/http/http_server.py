@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import socket
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from typing import Any
@@ -42,7 +41,8 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_made(transport)  # type: ignore[arg-type]  # uvicorn's is narrower than asyncio's
         self._beside_bytes = 0  # bytes of the current request that are not of its body
         self._overdue: asyncio.TimerHandle | None = None
-        yielding = self._places.take(self, self._claimant())
+        host = self.client[0] if self.client else ""
+        yielding = self._places.take(self, Claimant(address_group(f"/ip{6 if ':' in host else 4}/{host}"), host))
         if yielding is self:
             self.transport.write(BUSY)
             self.transport.close()
@@ -50,10 +50,6 @@ class BoundedHttp(HttpToolsProtocol):
         if yielding is not None:
             yielding.transport.abort()
         self._await_head()
-
-    def _claimant(self) -> Claimant:
-        host = self.client[0] if self.client else ""
-        return Claimant(address_group(f"/ip{6 if ':' in host else 4}/{host}"), host)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._places.leave(self)
@@ -63,7 +59,12 @@ class BoundedHttp(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Pass the data on to uvicorn; refuse a head that is too long, and start the timer for the next head."""
         self._beside_bytes += len(data)
-        super().data_received(data if self._overdue is None else _without_upgrade(data))
+        if self._overdue is not None:
+            # Hide the Upgrade header of a client that offers HTTP/2, as Java's does: the parser would take the body for HTTP/2. A
+            # client whose offer gets no answer goes on with HTTP/1.1.
+            head, end, body = data.partition(b"\r\n\r\n")
+            data = UPGRADE.sub(b"\r\nX-Upgrade:", head) + end + body
+        super().data_received(data)
         if self._beside_bytes > MAX_HEAD_BYTES:
             self._refuse(f"The head of a request may have {MAX_HEAD_BYTES} bytes.")
         elif not self._is_answering:
@@ -104,13 +105,6 @@ class BoundedHttp(HttpToolsProtocol):
             self.send_400_response(sentence)
 
 
-def _without_upgrade(data: bytes) -> bytes:
-    """Hide the Upgrade header of a request whose client offers HTTP/2, as Java's does: the parser would take the body for HTTP/2. A
-    client whose offer gets no answer goes on with HTTP/1.1."""
-    head, end, body = data.partition(b"\r\n\r\n")
-    return UPGRADE.sub(b"\r\nX-Upgrade:", head) + end + body
-
-
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -122,7 +116,13 @@ class _Server(uvicorn.Server):
 async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]:
     """Serve `app` at `host` and `port` while the context lasts, and yield the port (a free one if `port` is 0). Raises LocalError
     if it cannot listen there."""
-    listener = await asyncio.to_thread(_listen, host, port)  # may query a DNS resolver
+    try:
+        listener = await asyncio.to_thread(bound, host, port, backlog=MAX_CONNECTIONS)  # may query a DNS resolver
+    except OSError as error:
+        raise LocalError(
+            f"cannot listen at {host}:{port}: {with_port_advice(error, 'choose another --port')}"
+        ) from None
+    listener.setblocking(False)
     config = uvicorn.Config(
         app,
         http=partial(BoundedHttp, places=FairShare(MAX_CONNECTIONS)),  # type: ignore[arg-type]  # uvicorn only calls it
@@ -141,14 +141,3 @@ async def serving_http(app: ASGIApp, host: str, port: int) -> AsyncIterator[int]
     finally:
         server.should_exit = True
         await running
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        listener = bound(host, port, backlog=MAX_CONNECTIONS)
-    except OSError as error:
-        raise LocalError(
-            f"cannot listen at {host}:{port}: {with_port_advice(error, 'choose another --port')}"
-        ) from None
-    listener.setblocking(False)
-    return listener

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from mcp.server.mcpserver import MCPServer
@@ -17,7 +17,7 @@ from swarmnode.codec.measuring_messages import TRACE_ID_BYTES
 from swarmnode.data.conversation import SYSTEM
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.gateway.generation.choice_stream import LENGTH, STOP
-from swarmnode.measuring.trace import Stop, Timeline
+from swarmnode.measuring.trace import Timeline
 from swarmnode.serving.client.generation import GenerateOptions, Generation
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, INFER
 from swarmnode.version import __version__
@@ -44,17 +44,15 @@ class SwarmTools:
         manifest = self._client.manifest
         told = f"The swarm {name}: volunteers' machines that run a model together. It {manifest.purpose}."
         server = MCPServer(name, instructions=told, version=__version__)
-        for tool in (*self._by_task().get(manifest.task, ()), self.status):
-            server.add_tool(tool)
-        return server
-
-    def _by_task(self) -> dict[str, tuple[Callable[..., Any], ...]]:
-        return {
+        tools = {
             GENERATE: (self.chat, self.generate, self.trace),
             EMBED: (self.embed,),
             CLASSIFY: (self.classify,),
             INFER: (self.infer,),
         }
+        for tool in (*tools.get(manifest.task, ()), self.status):
+            server.add_tool(tool)
+        return server
 
     async def chat(
         self,
@@ -153,7 +151,18 @@ class SwarmTools:
             known = b""
         if len(known) != TRACE_ID_BYTES:
             raise ToolError(f"a trace is {2 * TRACE_ID_BYTES} hex digits, not {trace!r}")
-        return {"machines": [_machine(stop) for stop in Timeline(await self._client.traces(known)).stops]}
+        return {
+            "machines": [
+                {
+                    "peer": stop.peer,
+                    "span": list(stop.span),
+                    "tokens": len(stop.decoded),
+                    "wait_ms": stop.wait_us.median / 1e3,
+                    "compute_ms": stop.compute_us.median / 1e3,
+                }
+                for stop in Timeline(await self._client.traces(known)).stops
+            ]
+        }
 
 
 def _written(result: Generation) -> dict[str, Any]:
@@ -178,13 +187,3 @@ def _check_texts(texts: list[str]) -> None:
     """Raise UsageError if there is no text, or more than `MAX_TEXTS`."""
     if not 1 <= len(texts) <= MAX_TEXTS:
         raise UsageError(f"you sent {len(texts)} texts: send 1 to {MAX_TEXTS} at once")
-
-
-def _machine(stop: Stop) -> dict[str, Any]:
-    return {
-        "peer": stop.peer,
-        "span": list(stop.span),
-        "tokens": len(stop.decoded),
-        "wait_ms": stop.typical(lambda step: step.wait_us).median / 1e3,
-        "compute_ms": stop.typical(lambda step: step.compute_us).median / 1e3,
-    }

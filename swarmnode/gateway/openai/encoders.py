@@ -15,12 +15,11 @@ from pydantic import BaseModel, Field
 
 from swarmnode.client.remote_encoder import RemoteEncoder
 from swarmnode.errors import ContextTooLong, UsageError
-from swarmnode.gateway.gateway import gateway_of, key_of
+from swarmnode.gateway.gateway import ServedModel, gateway_of, key_of
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import BodyRoute, Items
 from swarmnode.gateway.http.event_stream import ClientWatch
 from swarmnode.gateway.openai.requests import Texts, each_of
-from swarmnode.gateway.served_model import ServedModel
 from swarmnode.swarm.records.manifest import CLASSIFY, EMBED
 
 router = APIRouter(route_class=BodyRoute)
@@ -161,10 +160,11 @@ async def embeddings(asked: EmbeddingRequest, request: Request) -> EmbeddingRepl
             "dimensions",
         )
     vectors, usage = await _vectors(model, encoder, asked, request)
-    data = [
-        Embedding(index=index, embedding=_encoded(vector) if asked.encoding_format == "base64" else vector.tolist())
-        for index, vector in enumerate(vectors)
-    ]
+    if asked.encoding_format == "base64":
+        embedded = [base64.b64encode(vector.astype("<f4").tobytes()).decode() for vector in vectors]
+    else:
+        embedded = [vector.tolist() for vector in vectors]
+    data = [Embedding(index=index, embedding=each) for index, each in enumerate(embedded)]
     return EmbeddingReply(data=data, model=model.name, usage=usage)
 
 
@@ -174,15 +174,11 @@ async def classify(asked: ClassificationRequest, request: Request) -> Classifica
     model = gateway_of(request).model(asked.model)
     encoder = await _encoder(model, CLASSIFY)
     vectors, usage = await _vectors(model, encoder, asked, request)
-    data = [
-        Classification(
-            index=index,
-            label=_label(encoder, int(vector.argmax())),
-            probs=vector.tolist(),
-            num_classes=len(vector),
-        )
-        for index, vector in enumerate(vectors)
-    ]
+    data = []
+    for index, vector in enumerate(vectors):
+        best = int(vector.argmax())
+        label = encoder.labels[best] if best < len(encoder.labels) else f"LABEL_{best}"
+        data.append(Classification(index=index, label=label, probs=vector.tolist(), num_classes=len(vector)))
     return ClassificationReply(model=model.name, data=data, usage=usage)
 
 
@@ -227,7 +223,7 @@ async def _computed(
     """Return the vectors of rows of ids, when the key has a place, and the number of all tokens."""
 
     async def computed() -> list[np.ndarray]:
-        async with model.place(key_of(request)):
+        async with model.queue.place(key_of(request)):
             return await encoder.vectors(rows)
 
     with ClientWatch(request.receive) as client:
@@ -271,11 +267,3 @@ def _cosine(first: np.ndarray, second: np.ndarray) -> float:
     """Return the cosine of the angle between two vectors; 0 if one of them is 0."""
     length = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / length if length else 0.0
-
-
-def _encoded(vector: np.ndarray) -> str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
-def _label(encoder: RemoteEncoder, number: int) -> str:
-    return encoder.labels[number] if number < len(encoder.labels) else f"LABEL_{number}"

@@ -102,7 +102,12 @@ class KeptResponses:
         nonce = secrets.token_bytes(NONCE_BYTES)
         try:
             write_private(path, nonce + AESGCM(key).encrypt(nonce, content, _names(owner, id)), make_folder=True)
-            _bound(path.parent)
+            # The oldest files go, until both bounds hold.
+            total_bytes = 0
+            for count, (_, size_bytes, file) in enumerate(sorted(_files(path.parent), reverse=True), start=1):
+                total_bytes += size_bytes
+                if count > MOST_RESPONSES or total_bytes > MOST_BYTES:
+                    file.unlink(missing_ok=True)
         except OSError as error:
             raise LocalError(f"cannot write {self._folder}: {error.strerror or error}") from error
 
@@ -193,12 +198,3 @@ def _files(folder: Path) -> Iterator[tuple[float, int, Path]]:
         except FileNotFoundError:
             continue
         yield found.st_mtime, found.st_size, path
-
-
-def _bound(folder: Path) -> None:
-    """Remove the oldest files of a folder, until `MOST_RESPONSES` and `MOST_BYTES` hold."""
-    total_bytes = 0
-    for count, (_, size_bytes, path) in enumerate(sorted(_files(folder), reverse=True), start=1):
-        total_bytes += size_bytes
-        if count > MOST_RESPONSES or total_bytes > MOST_BYTES:
-            path.unlink(missing_ok=True)

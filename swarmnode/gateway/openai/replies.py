@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel
 
 from swarmnode.gateway.generation.choice_stream import ChatLogprobs, TextLogprobs
-from swarmnode.gateway.generation.parts import TokenUsage
+from swarmnode.gateway.generation.response_parser import TokenUsage
 
 
 class PromptTokens(BaseModel):

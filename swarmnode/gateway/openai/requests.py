@@ -22,8 +22,16 @@ from swarmnode.data.conversation import (
     content_text,
 )
 from swarmnode.errors import UsageError
-from swarmnode.gateway.generation.sampling_fields import Logprobs, NewTokens, SamplingFields
-from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, Tool, ToolUse
+from swarmnode.gateway.generation.request_fields import (
+    AUTO,
+    MAX_TOOLS,
+    REQUIRED,
+    Logprobs,
+    NewTokens,
+    SamplingFields,
+    Tool,
+    ToolUse,
+)
 from swarmnode.gateway.http.api_error import ApiError, bad_request
 from swarmnode.gateway.http.body_route import Items, WholeNumber
 

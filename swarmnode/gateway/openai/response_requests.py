@@ -8,10 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from swarmnode.codec.sampling import Grammar
 from swarmnode.data.conversation import ASSISTANT, ROLES, template_call
-from swarmnode.gateway.generation.sampling_fields import NewTokens, SamplingFields, check_type
-from swarmnode.gateway.generation.tool_use import AUTO, MAX_TOOLS, REQUIRED, ResponseFormat, ToolUse, function_tool
+from swarmnode.gateway.generation.request_fields import (
+    AUTO,
+    MAX_TOOLS,
+    REQUIRED,
+    NewTokens,
+    ResponseFormat,
+    SamplingFields,
+    ToolUse,
+    check_type,
+    function_tool,
+)
 from swarmnode.gateway.http.api_error import bad_request
 from swarmnode.gateway.http.body_route import Items
 from swarmnode.gateway.openai.kept_responses import Item, ItemPart
@@ -124,10 +132,9 @@ class ResponsesRequest(SamplingFields):
             return ToolUse.choose(tools, REQUIRED, self.tool_choice.name, parallel=parallel)
         return ToolUse.choose(tools, self.tool_choice or AUTO, parallel=parallel)
 
-    def followed_grammar(self) -> Grammar | None:
-        if (call := self.tool_use.grammar()) is not None:
-            return call
-        return None if self.text is None or self.text.format is None else self.text.format.grammar()
+    @property
+    def form(self) -> ResponseFormat:
+        return (self.text and self.text.format) or ResponseFormat.model_validate({"type": "text"})
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -202,26 +209,21 @@ def turns_of(items: Sequence[Item], instructions: str | None) -> list[dict[str, 
         raise bad_request(f"the conversation has {len(items)} items, and at most {MAX_MESSAGES} are allowed", "input")
     turns = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
-        _add(item, turns)
+        # In the format of chat templates, the model's reasoning, text and calls are one turn.
+        if item.type == "function_call":
+            name = item.name or ""
+            call = template_call(item.call_id or "", name, arguments_of(name, item.arguments or ""))
+            _answer(turns, without=()).setdefault("tool_calls", []).append(call)
+        elif item.type == "function_call_output":
+            turns.append({"role": "tool", "content": item.output or "", "tool_call_id": item.call_id or ""})
+        elif item.type == "reasoning":
+            _answer(turns, without=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = item.text
+        elif item.role == ASSISTANT:
+            _answer(turns, without=("content", "tool_calls"))["content"] = item.text
+        else:
+            turns.append({"role": ROLES.get(item.role or "", item.role or ""), "content": item.text})
     check_turns(turns)
     return turns
-
-
-def _add(item: Item, turns: list[dict[str, Any]]) -> None:
-    """Add `item` to `turns`, in the format of chat templates: there the model's reasoning, text and calls are one turn. Raises
-    ApiError if a call's arguments are no JSON."""
-    if item.type == "function_call":
-        name = item.name or ""
-        call = template_call(item.call_id or "", name, arguments_of(name, item.arguments or ""))
-        _answer(turns, without=()).setdefault("tool_calls", []).append(call)
-    elif item.type == "function_call_output":
-        turns.append({"role": "tool", "content": item.output or "", "tool_call_id": item.call_id or ""})
-    elif item.type == "reasoning":
-        _answer(turns, without=("content", "tool_calls", "reasoning_content"))["reasoning_content"] = item.text
-    elif item.role == ASSISTANT:
-        _answer(turns, without=("content", "tool_calls"))["content"] = item.text
-    else:
-        turns.append({"role": ROLES.get(item.role or "", item.role or ""), "content": item.text})
 
 
 def _answer(turns: list[dict[str, Any]], *, without: tuple[str, ...]) -> dict[str, Any]:

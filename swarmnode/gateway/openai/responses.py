@@ -20,7 +20,7 @@ from swarmnode.errors import LocalError
 from swarmnode.gateway.gateway import gateway_of, key_of
 from swarmnode.gateway.generation.api_answer import ApiAnswer, Text
 from swarmnode.gateway.generation.choice_stream import LENGTH, Piece
-from swarmnode.gateway.generation.parts import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
+from swarmnode.gateway.generation.response_parser import AnswerPart, PartEvent, PartKind, Parts, PartStep, TokenUsage
 from swarmnode.gateway.http.api_error import ApiError, bad_request, too_many
 from swarmnode.gateway.http.body_route import BodyRoute
 from swarmnode.gateway.http.event_stream import NamedEvent
@@ -38,7 +38,11 @@ READING_RETRY_S = 1.0
 MAX_ID_CHARS = 100  # that an error repeats
 Keep = Callable[[str, bytes], None]
 """Function that keeps a response by its id and its JSON. Raises LocalError."""
-SPOKEN = {PartKind.TEXT: "output_text", PartKind.REASONING: "reasoning_text"}
+SPOKEN = {  # names of events
+    PartKind.TEXT: "output_text",
+    PartKind.REASONING: "reasoning_text",
+    PartKind.CALL: "function_call_arguments",
+}
 
 
 class OutputText(BaseModel):
@@ -322,41 +326,31 @@ class _ResponseStyle:
     # -- events
 
     def _step(self, event: PartEvent) -> list[NamedEvent]:
-        if event.part.kind is PartKind.CALL:
-            return self._call_step(event)
+        """Return the events of a part. A text or reasoning is the only content of its item; a call has none."""
         step, part, text = event
-        place = {"item_id": self._item_id(part), "output_index": part.index, "content_index": 0}
-        spoken = SPOKEN[part.kind]
-        logprobs: dict[str, list[str]] = {"logprobs": []} if part.kind is PartKind.TEXT else {}
-        if step is PartStep.BEGIN:
-            empty = self._item(part, IN_PROGRESS).model_dump() | {"content": []}
-            return [
-                self._event("output_item.added", output_index=part.index, item=empty),
-                self._event("content_part.added", **place, part=self._content(part)),
-            ]
+        place: dict[str, Any] = {"item_id": self._item_id(part), "output_index": part.index}
+        if part.call is not None:
+            told, whole = {}, {"arguments": part.text, "name": part.call.name}
+        else:
+            place["content_index"] = 0
+            told = {"logprobs": []} if part.kind is PartKind.TEXT else {}
+            whole = {"text": part.text, **told}
         if step is PartStep.DELTA:
-            return [self._event(f"{spoken}.delta", **place, delta=text, **logprobs)]
-        return [
-            self._event(f"{spoken}.done", **place, text=part.text, **logprobs),
-            self._event("content_part.done", **place, part=self._content(part)),
-            self._done(part),
-        ]
-
-    def _call_step(self, event: PartEvent) -> list[NamedEvent]:
-        step, part, text = event
-        place = {"item_id": self._item_id(part), "output_index": part.index}
+            return [self._event(f"{SPOKEN[part.kind]}.delta", **place, delta=text, **told)]
+        events = []
         if step is PartStep.BEGIN:
-            item = self._item(part, IN_PROGRESS).model_dump()
-            return [self._event("output_item.added", output_index=part.index, item=item)]
-        if step is PartStep.DELTA:
-            return [self._event("function_call_arguments.delta", **place, delta=text)]
-        assert part.call is not None
-        told = self._event("function_call_arguments.done", **place, arguments=part.text, name=part.call.name)
-        return [told, self._done(part)]
-
-    def _done(self, part: AnswerPart) -> NamedEvent:
-        item = self._item(part, INCOMPLETE if self._reason == LENGTH else COMPLETED)
-        return self._event("output_item.done", output_index=part.index, item=item.model_dump())
+            item = self._item(part, IN_PROGRESS).model_dump() | ({"content": []} if part.call is None else {})
+            events.append(self._event("output_item.added", output_index=part.index, item=item))
+        else:
+            events.append(self._event(f"{SPOKEN[part.kind]}.done", **place, **whole))
+        if part.call is None:
+            content = (OutputText if part.kind is PartKind.TEXT else ReasoningText)(text=part.text).model_dump()
+            what = "content_part.added" if step is PartStep.BEGIN else "content_part.done"
+            events.append(self._event(what, **place, part=content))
+        if step is PartStep.END:
+            item = self._item(part, INCOMPLETE if self._reason == LENGTH else COMPLETED).model_dump()
+            events.append(self._event("output_item.done", output_index=part.index, item=item))
+        return events
 
     def _told(self, what: str) -> NamedEvent:
         return self._event(what, response=self._response().model_dump())
@@ -369,10 +363,6 @@ class _ResponseStyle:
     def _item_id(self, part: AnswerPart) -> str:
         prefix = {PartKind.TEXT: "msg", PartKind.REASONING: "rs", PartKind.CALL: "fc"}[part.kind]
         return f"{prefix}_{self._answer.stem}_{part.index}"
-
-    def _content(self, part: AnswerPart) -> dict[str, Any]:
-        content = OutputText if part.kind is PartKind.TEXT else ReasoningText
-        return content(text=part.text).model_dump()
 
     def _item(self, part: AnswerPart, status: str) -> OutputItem:
         id = self._item_id(part)
@@ -390,14 +380,12 @@ class _ResponseStyle:
             return IN_PROGRESS
         return INCOMPLETE if self._reason == LENGTH else COMPLETED
 
-    def _output(self) -> list[OutputItem]:
-        """Return the items of the answer. If the answer was cut off, its last item is the incomplete one."""
-        *before, last = self._parts.all
-        return [*(self._item(part, COMPLETED) for part in before), self._item(last, self._status)]
-
     def _response(self) -> ResponseReply:
         answer, asked, status = self._answer, self._asked, self._status
         choice = asked.tool_choice or "auto"
+        # If the answer was cut off, its last item is the incomplete one.
+        ended = [*[COMPLETED] * (len(self._parts.all) - 1), status]
+        output = [] if status == IN_PROGRESS else list(map(self._item, self._parts.all, ended))
         return ResponseReply(
             id=answer.id,
             created_at=answer.created,
@@ -406,7 +394,7 @@ class _ResponseStyle:
             instructions=asked.instructions,
             metadata=asked.metadata or {},
             model=answer.model,
-            output=[] if status == IN_PROGRESS else self._output(),
+            output=output,
             parallel_tool_calls=asked.parallel_tool_calls is not False,
             previous_response_id=asked.previous_response_id,
             temperature=asked.temperature,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from importlib import resources
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -47,17 +46,11 @@ class StaticFile(NamedTuple):
     tag: str
 
 
-def _read_all() -> Mapping[str, StaticFile]:
-    """Read all files, by their names."""
-    found = {}
-    for file in resources.files(__package__).joinpath("static").iterdir():
-        content = file.read_bytes()
-        media_type = MEDIA_TYPES[PurePosixPath(file.name).suffix]
-        found[file.name] = StaticFile(content, media_type, f'"{hashlib.sha256(content).hexdigest()[:16]}"')
-    return found
-
-
-FILES = _read_all()
+FILES: dict[str, StaticFile] = {}
+for _file in resources.files(__package__).joinpath("static").iterdir():
+    _content = _file.read_bytes()
+    _tag = f'"{hashlib.sha256(_content).hexdigest()[:16]}"'
+    FILES[_file.name] = StaticFile(_content, MEDIA_TYPES[PurePosixPath(_file.name).suffix], _tag)
 
 
 @router.get("/")

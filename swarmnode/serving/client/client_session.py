@@ -54,10 +54,10 @@ from swarmnode.ledger import Account
 from swarmnode.links.hop import Entry, Hop
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.measuring.meters import ClientMeter
-from swarmnode.measuring.timing import Cadence, Timing
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks, cancel_and_wait
+from swarmnode.peer.paths import Cadence, Timing
 from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.client.blame import LEAVING_S, Blame, HopFault, Verdict, suspects_of
 from swarmnode.serving.client.router import Route, Router

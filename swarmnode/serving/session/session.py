@@ -45,10 +45,10 @@ from swarmnode.compute.serving.sampling import Sampler
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.links.hop import Hop, until
 from swarmnode.links.switchboard import Channel
-from swarmnode.measuring.timing import Timing
 from swarmnode.measuring.trace import SessionTrace
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.paths import Timing
 from swarmnode.serving.drafting.first_hop import DraftLead
 from swarmnode.serving.drafting.last_hop import GuessedJobs, TakenBack
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of

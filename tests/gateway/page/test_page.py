@@ -18,7 +18,7 @@ from swarmnode.cli.options.node_options import read_rules
 from swarmnode.gateway.access.keys import KeyFile, new_key
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway
-from swarmnode.gateway.page import feed
+from swarmnode.gateway.page import page as feed
 from swarmnode.gateway.page.page import FILE, HEADER, OwnerAccess, Page
 from swarmnode.lending.control import ControlServer
 from swarmnode.lending.lending import Hours, Lending, LendingEvent, Rules
