@@ -62,7 +62,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import SwarmnodeError
 from swarmnode.localswarm import LocalSwarm, NodeProcess
-from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.job import ForwardHidden, Job
 from swarmnode.serving.worker import Worker
 from swarmnode.swarm.records.run import Run

@@ -17,7 +17,7 @@ from swarmnode.errors import ErrorCode
 from swarmnode.measuring.meters import DECODE, PREFILL
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.hop import Entry
-from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.plan.compression import CodecSchedule
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
 from swarmnode.errors import ProtocolError
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.hop import Entry
+from swarmnode.plan.compression import CodecSchedule, coarsest
 from swarmnode.plan.routes.lattice import SessionSize
-from swarmnode.plan.serving.codec_schedule import CodecSchedule, coarsest
 from swarmnode.serving.client.router import Route
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 

@@ -52,7 +52,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.serving.drafting.first_hop import DraftLead
 from swarmnode.serving.drafting.last_hop import GuessedJobs, TakenBack
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
-from swarmnode.serving.link_codecs import LinkCodecs
+from swarmnode.serving.link_codecs import SessionCodecs
 from swarmnode.serving.session.opening import check_input, is_last, text_of, units_of
 from swarmnode.serving.session.session_host import SessionHost, SessionPipeline
 from swarmnode.serving.session.session_streams import (
@@ -81,7 +81,7 @@ class StageSession:
     def __post_init__(self, grammar: GrammarMatcher | None) -> None:
         self.trace_id = trace_id(self.opened.session)
         self.cursor = InputCursor(self.opened.known)
-        self._codecs = LinkCodecs(self.opened, self.host.codec_rules, self.pipeline.hidden_size)
+        self._codecs = SessionCodecs(self.opened, self.host.codec_rules, self.pipeline.hidden_size)
         self._sampler = self._new_sampler(grammar)
         self.moved_s = asyncio.get_running_loop().time()  # time of the last OPEN or input
         self._upstream: Channel | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +9,10 @@ from typing import Protocol
 
 import numpy as np
 
-from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo, payload_bytes
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.compression import LADDER, SPARSE_RULES, Controller, Look, encoded_bytes, topk_ratio
+from swarmnode.plan.compression import LADDER, SPARSE_RULES, LinkCodecs, encoded_bytes
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.training.step_model import Bench, Passage, Way
 from swarmnode.plan.view import Span
@@ -22,9 +21,8 @@ from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
+from swarmnode.swarm.records.run import AUTO, Compression
 
-AUTO = "auto"
-LARGEST_RATIO = 100.0  # largest compression ratio of top-k
 FIXED = tuple(codec.name.lower() for codec in Codec if codec not in SPARSE_CODECS)
 
 Direction = tuple[int, int, Way]
@@ -33,29 +31,29 @@ Direction = tuple[int, int, Way]
 
 class Encoder:
     """Choice of the codec for each direction of a link. `mode` is auto, the name of a codec for all links, or a rule of top-k
-    (`plan/compression.py`). `beat_s` is the coordinator's seconds between two microbatches. Values are float32, as on stages.
-    Raises UsageError if `mode` is unknown."""
+    (`plan/compression.py`). Values are float32, as on stages. Raises UsageError if `mode` is unknown."""
 
     def __init__(self, links: Links, mode: str) -> None:
         if mode not in (AUTO, *SPARSE_RULES, *FIXED):
             raise UsageError(f"--compress {mode}: choose {', '.join((AUTO, *FIXED, *SPARSE_RULES))}")
-        self.beat_s = 0.0
+        self._beat_s = 0.0
         self._links = links
         self._mode = mode
-        self._controllers: dict[Direction, Controller] = {}
-        self._slowest_s = 0.0  # longest transfer of all links seen, uncompressed
+        self.codecs = LinkCodecs[Direction](LADDER, Compression(mode))
         self._last_bytes: dict[tuple[int, int], int] = {}  # size of the last message between two peers
+
+    def begin_step(self, beat_s: float) -> None:
+        """Begin a step with the coordinator's seconds between two microbatches."""
+        self._beat_s = beat_s
+        self.codecs.durations.end_step()
 
     def size_bytes(self, link: Direction, shape: tuple[int, ...]) -> int:
         """Return the bytes of values of `shape`, encoded for the direction `link`."""
-        plain = TensorInfo(Codec.NONE, DType.FLOAT32, shape)
-        if self._mode == AUTO:
-            size_bytes = encoded_bytes([plain], self._choose(link, plain))
-        elif self._mode in SPARSE_RULES:
-            size_bytes = self._topk_bytes(link, plain)
-        else:
-            size_bytes = encoded_bytes([plain], Codec[self._mode.upper()])
-        self._last_bytes[link[:2]] = size_bytes
+        values = [TensorInfo(Codec.NONE, DType.FLOAT32, shape)]
+        directions = 2  # a stage in the middle sends both ways
+        bandwidth_bps = self._links.bandwidth_bps(*link[:2])
+        choice = self.codecs.choose(link, values, bandwidth_bps, self._beat_s, directions=directions)
+        self._last_bytes[link[:2]] = size_bytes = encoded_bytes(values, choice.codec, choice.keep)
         return size_bytes
 
     def expected_bytes(self, peers: Sequence[int], shape: tuple[int, ...]) -> Floats:
@@ -68,28 +66,6 @@ class Encoder:
             if sender in places and receiver in places:
                 size_NN[places[sender], places[receiver]] = size_bytes
         return size_NN.astype(float)
-
-    def choices(self) -> dict[Direction, Codec]:
-        """Return the current codec of each direction; empty unless `mode` is auto."""
-        return {link: controller.choice.codec for link, controller in self._controllers.items()}
-
-    def _choose(self, link: Direction, info: TensorInfo) -> Codec:
-        if link not in self._controllers:
-            self._controllers[link] = Controller(LADDER)
-        directions = 2  # a stage in the middle sends both ways
-        look = Look([info], self._links.bandwidth_bps(link[0], link[1]), self.beat_s, directions)
-        return self._controllers[link].look(look).codec
-
-    def _topk_bytes(self, link: Direction, info: TensorInfo) -> int:
-        """Return the bytes of `info` by the top-k rule of the mode, which may depend on the slowest link seen; a ratio of 1
-        leaves it uncompressed."""
-        link_s = encoded_bytes([info], Codec.NONE) * 8 / self._links.bandwidth_bps(link[0], link[1])
-        self._slowest_s = max(self._slowest_s, link_s)
-        ratio = topk_ratio(self._mode, link_s, self._slowest_s, LARGEST_RATIO)
-        if ratio <= 1:
-            return encoded_bytes([info], Codec.NONE)
-        kept = max(1, int(math.prod(info.shape) / ratio))
-        return payload_bytes(TensorInfo(Codec.TOPK, info.dtype, info.shape, kept))
 
 
 @dataclass(eq=False)

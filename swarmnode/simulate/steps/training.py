@@ -296,7 +296,9 @@ class Training:
             named = [[self.world.peers[index].peer for index in pipeline] for pipeline in self._pipelines]
             beats_s = [beat_s(pipeline, self._workers) for pipeline in named]
             self._pipeline_of = share_out(self.settings.microbatches, beats_s)
-        self.encoder.beat_s = max((worker.span.units * worker.unit_s for worker in self._workers.values()), default=0.0)
+        self.encoder.begin_step(
+            max((worker.span.units * worker.unit_s for worker in self._workers.values()), default=0.0)
+        )
         self._expect()
 
     def _expect(self) -> None:
