@@ -40,7 +40,12 @@ class RemoteEncoder:
         """`has_segments`: whether the model tells a text's parts apart by segment ids, which a swarm's graph does not take."""
         self.labels = labels
         self._has_segments = has_segments
-        self.size = _vector_size(module)
+        shapes = list(module.output_shapes(1).values())
+        if len(module.graph.inputs) != 1 or [len(shape) for shape in shapes] != [1]:
+            raise CheckpointError(
+                "the swarm's graph does not make one vector from a row of tokens, as its manifest says: ask the swarm's host"
+            )
+        self.size = shapes[0][0]
         self._module = module
         self._tokenizer = tokenizer
         self._limits = limits
@@ -129,17 +134,6 @@ class RemoteEncoder:
             outputs = await self._module.infer({item.argument: list(ids)})
         (vector,) = outputs.values()
         return vector
-
-
-def _vector_size(module: RemoteModule) -> int:
-    """Return the length of the module's vectors. Raises CheckpointError if the module does not make one vector from one row of
-    tokens."""
-    shapes = list(module.output_shapes(1).values())
-    if len(module.graph.inputs) != 1 or [len(shape) for shape in shapes] != [1]:
-        raise CheckpointError(
-            "the swarm's graph does not make one vector from a row of tokens, as its manifest says: ask the swarm's host"
-        )
-    return shapes[0][0]
 
 
 def labels_of(folder: Path) -> list[str]:

@@ -25,7 +25,6 @@ from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.view import Span
 
 if TYPE_CHECKING:
-    from swarmnode.compute.model.adapters.adapter_file import AdapterFile
     from swarmnode.compute.model.span import ModelSpan
     from swarmnode.serving.worker import Worker
     from swarmnode.weights.adapter_files import AdapterFiles
@@ -135,24 +134,23 @@ class StageAdapters:
         """Load an adapter from the host's memory, else from its files."""
         parked = self._parked.pop(name, None)
         if parked is None:
-            await self._load_file(await files.bring(name, self._units), name)
+            file = await files.bring(name, self._units)
+
+            def load(span: ModelSpan) -> Mapping[str, Change]:
+                units = (span.start, span.end)
+                return file.load(span.family, span.model, *units, device=span.device, dtype=span.dtype)
+
+            async def changes(_place: int, span: ModelSpan) -> Mapping[str, Change]:
+                return await asyncio.to_thread(load, span)
+
+            spans = [worker.runner.span for worker, _ in self.places]
+            sizes = [file.bytes_of(span.family, span.start, span.end, span.dtype) for span in spans]
+            await self._put(name, await self._reserve(sizes), changes)
         else:
             await self._load_parked(parked, name)
         if name not in files:  # it has expired, or was blocked, meanwhile
             self._let_go(name, self._held.pop(name).memory)
             raise ProtocolError("the adapter is over", code=ErrorCode.ADAPTER_EXPIRED)
-
-    async def _load_file(self, file: AdapterFile, name: str) -> None:
-        def load(span: ModelSpan) -> Mapping[str, Change]:
-            units = (span.start, span.end)
-            return file.load(span.family, span.model, *units, device=span.device, dtype=span.dtype)
-
-        async def changes(_place: int, span: ModelSpan) -> Mapping[str, Change]:
-            return await asyncio.to_thread(load, span)
-
-        spans = [worker.runner.span for worker, _ in self.places]
-        sizes = [file.bytes_of(span.family, span.start, span.end, span.dtype) for span in spans]
-        await self._put(name, await self._reserve(sizes), changes)
 
     async def _load_parked(self, parked: _Parked, name: str) -> None:
         async def changes(place: int, span: ModelSpan) -> Mapping[str, Change]:

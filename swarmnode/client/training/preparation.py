@@ -116,12 +116,6 @@ def as_older_versions(manifest: Manifest, folder: Path, data: Path, settings: Ru
 def check_early(data: Path, settings: Run) -> None:
     """Run the checks that need no swarm. Raises UsageError if the data cannot be read or the settings are not
     valid."""
-    _check_data(data)
-    check_run(_with(settings, settings.sequence, settings.microbatch or 1))
-
-
-def _check_data(data: Path) -> None:
-    """Raise UsageError if the data is missing, unreadable or empty."""
     is_folder = data.is_dir()
     if not is_folder and not data.is_file():
         raise UsageError(f"{data}: no such file or folder; check its name")
@@ -129,6 +123,7 @@ def _check_data(data: Path) -> None:
         raise UsageError(f"{data} cannot be read: Permission denied; change its permissions")
     if not (any(data.iterdir()) if is_folder else data.stat().st_size):
         raise UsageError(f"{data} is empty: there is nothing to train on; give data with samples")
+    check_run(_with(settings, settings.sequence, settings.microbatch or 1))
 
 
 def check_trains(manifest: Manifest) -> None:

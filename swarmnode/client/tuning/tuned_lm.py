@@ -55,7 +55,14 @@ class SwarmBackbone(nn.Module):
         self._parameters_of: dict[str, nn.Parameter] = {}
         for name in sorted(weights.keys() - (here.keys() - own)):
             self._parameters_of[name] = parameter = nn.Parameter(weights[name].float())
-            _put(self.adapter, name, parameter)
+            module = self.adapter
+            # Register the parameter under its dotted path; modules on the way are made.
+            *path, last = name.split(".")
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, parameter)
         self._there = sorted(self._parameters_of.keys() - own)
         if self.ends is not None:
             self.ends.use({**here, **self._parameters_of})
@@ -336,13 +343,3 @@ def _without_padding(labels_BT: Tensor, attention_mask: Tensor | None) -> Tensor
     if attention_mask is None:
         return labels_BT
     return labels_BT.masked_fill(attention_mask.to(labels_BT.device) == 0, NO_LABEL)
-
-
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under its dotted path. Modules on the way are made."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    module.register_parameter(last, parameter)

@@ -324,7 +324,10 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         if not isinstance(cache, RemoteCache):
             raise UsageError(f"the cache must come from this model's new_cache, not {type(cache).__name__}")
         cache.check(*input_ids.shape)
-        logits_BTV = self._step(cache, input_ids, Want.LAST if logits_to_keep == 1 else Want.ALL)
+        want = Want.LAST if logits_to_keep == 1 else Want.ALL
+        outputs = self.run(self._exchange(cache, input_ids, want))
+        y_BTX = torch.cat([self._decode(received) for received in outputs], dim=1)
+        logits_BTV = self._ends.logits(cache.session.id, y_BTX) if self._ends else y_BTX.float()
         output: dict[str, Any] = {"logits": logits_BTV}
         if keep:
             output[CACHE_ARGUMENT] = cache
@@ -339,11 +342,6 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         self._limits.check_ids(int(ids_BT.min()), int(ids_BT.max()))
 
     # -- the swarm's side
-
-    def _step(self, cache: RemoteCache, ids_BT: torch.Tensor, want: Want) -> torch.Tensor:
-        outputs = self.run(self._exchange(cache, ids_BT, want))
-        y_BTX = torch.cat([self._decode(received) for received in outputs], dim=1)
-        return self._ends.logits(cache.session.id, y_BTX) if self._ends else y_BTX.float()
 
     async def _exchange(self, cache: RemoteCache, ids_BT: torch.Tensor, want: Want) -> list[Received]:
         """Send the input in chunks and gather the wanted outputs. If all are wanted, each chunk waits for the output of

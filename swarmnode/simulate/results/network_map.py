@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 
 from swarmnode.plan.cost import transfer_s
-from swarmnode.plan.offline.grid import TINY_S, Dendrogram, dendrogram
+from swarmnode.plan.offline.grid import TINY_S, dendrogram
 from swarmnode.plan.offline.scenario import Scenario
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.simulate.results.page import WIDTH, figure, role_colour, shortened
@@ -79,7 +79,11 @@ class Machines:
         """Return clusters of machines near one another, by index, cut at the largest relative step in link times; one cluster
         if no step is large enough."""
         tree = dendrogram(self.apart_s())
-        return tree.clusters(_within(tree))
+        values = np.unique(tree.gaps)
+        steps = values[1:] / np.maximum(values[:-1], TINY_S)
+        return tree.clusters(
+            float("inf") if not len(steps) or steps.max() < APART else float(values[int(steps.argmax())])
+        )
 
     def place(self, cluster: Sequence[int]) -> str:
         """Return a name for `cluster`: its only machine, the region that all its machines are in, or its first machine and "n
@@ -112,16 +116,6 @@ def _hops(pipelines: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
         yield from pairwise(pipeline)
 
 
-def _within(tree: Dendrogram) -> float:
-    """Return the gap below the largest relative step between gaps of the tree; infinity if that step is below a factor of
-    `APART`."""
-    values = np.unique(tree.gaps)
-    steps = values[1:] / np.maximum(values[:-1], TINY_S)
-    if not len(steps) or steps.max() < APART:
-        return float("inf")
-    return float(values[int(steps.argmax())])
-
-
 MOST_HEIGHT, MARGIN = 440, 30
 LEAST_RADIUS, MOST_RADIUS, ROOM = 7.0, 15.0, 75.0  # radius of a machine: the more machines, the smaller
 SPACING = 1.3  # distance of the machines in a cluster, in radii
@@ -141,7 +135,9 @@ def network_matrix(machines: Machines, carried: str) -> str:
     beside each row shows its role, none that it is idle."""
     count = len(machines.names)
     cell = min(MOST_CELL, max(1, SIDE // max(1, count)))  # whole, or there are gaps between neighbours
-    least_bps, most_bps = _ends(machines)
+    apart = ~np.eye(len(machines.names), dtype=bool) & (machines.bandwidth_bps > 0)
+    known = machines.bandwidth_bps[apart]
+    least_bps, most_bps = (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
     inside = [
         *_cells(machines, cell, least_bps, most_bps),
         *_dots(machines, cell),
@@ -157,12 +153,6 @@ def rate(bps: float) -> str:
     """Format a bandwidth, for example "8 Mbit/s"."""
     unit, size = ("Gbit/s", 1e9) if bps >= 1e9 else ("Mbit/s", 1e6) if bps >= 1e6 else ("kbit/s", 1e3)
     return f"{bps / size:.3g} {unit}"
-
-
-def _ends(machines: Machines) -> tuple[float, float]:
-    apart = ~np.eye(len(machines.names), dtype=bool) & (machines.bandwidth_bps > 0)
-    known = machines.bandwidth_bps[apart]
-    return (float(known.min()), float(known.max())) if known.size else (0.0, 0.0)
 
 
 def _cells(machines: Machines, cell: float, least_bps: float, most_bps: float) -> Iterator[str]:

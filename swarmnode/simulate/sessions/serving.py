@@ -154,9 +154,15 @@ class Serving:
         try:
             hops = self._hops(session, avoid, keep)
         except NoRoute:
-            self._wait(session, epoch)
+            self.world.measures.count("waits for a route", 1)
+            if session.waits_since_s is None:
+                session.waits_since_s = self.clock.now_s
+            if self.clock.now_s - session.waits_since_s > self.world.settings.client.patience_s:
+                self.world.measures.count("sessions failed", 1)
+            else:
+                self.clock.after(RETRY_S, lambda: self._open(session, epoch, ()))
             return
-        full = {hop.name for hop in hops if not self._has_room(hop, session)}
+        full = {hop.name for hop in hops if hop.peer.cache_free_bytes < self._cache_bytes(hop, session)}
         if full:
             self.world.measures.count("busy answers", len(full))
             self.clock.after(RETRY_S, lambda: self._open(session, epoch, {*avoid, *full}))
@@ -190,15 +196,6 @@ class Serving:
         known = self.world.by_id.get(peer)
         return known is not None and known.serves and known.span.start <= span.start and span.end <= known.span.end
 
-    def _wait(self, session: Session, epoch: int) -> None:
-        self.world.measures.count("waits for a route", 1)
-        if session.waits_since_s is None:
-            session.waits_since_s = self.clock.now_s
-        if self.clock.now_s - session.waits_since_s > self.world.settings.client.patience_s:
-            self.world.measures.count("sessions failed", 1)
-        else:
-            self.clock.after(RETRY_S, lambda: self._open(session, epoch, ()))
-
     def finish(self, session: Session) -> None:
         """End `session` after its last token; a fixed number of clients begins the next session at once."""
         self._release(session)
@@ -217,9 +214,6 @@ class Serving:
                     hop.peer.sessions -= 1
                     hop.peer.cache_free_bytes += self._cache_bytes(hop, session)
                     self.world.load_changed(hop.peer)
-
-    def _has_room(self, hop: SimulatedHop, session: Session) -> bool:
-        return hop.peer.cache_free_bytes >= self._cache_bytes(hop, session)
 
     def _cache_bytes(self, hop: SimulatedHop, session: Session) -> float:
         return session.tokens * sum(self.world.model.cache_bytes[hop.span.start : hop.span.end])

@@ -68,7 +68,13 @@ class SimulatedExecutor:
         if not counts:
             return
         self._scheduler.took(counts)
-        takes_s = self._pass_s(counts)
+        device, together = self._peer.device, dict[Span, list[int]]()
+        for session, count in counts.items():
+            together.setdefault(self._waiting[session][0].span, []).append(count)
+        takes_s = sum(
+            device.decode_s(layers, len(group)) if max(group) == 1 else device.prompt_s(layers, sum(group))
+            for layers, group in ((device.layers(self._model, span), group) for span, group in together.items())
+        )
         self._busy = True
         self._peer.busy_s += takes_s
         self._clock.after(takes_s, lambda: self._finish(counts, takes_s))
@@ -94,16 +100,6 @@ class SimulatedExecutor:
                 job.done()
         if not jobs:
             self._waiting.pop(session, None)
-
-    def _pass_s(self, counts: dict[int, int]) -> float:
-        """Return the seconds of a pass with `counts` positions by session. Sessions over the same layers are computed together."""
-        device, together = self._peer.device, dict[Span, list[int]]()
-        for session, count in counts.items():
-            together.setdefault(self._waiting[session][0].span, []).append(count)
-        return sum(
-            device.decode_s(layers, len(group)) if max(group) == 1 else device.prompt_s(layers, sum(group))
-            for layers, group in ((device.layers(self._model, span), group) for span, group in together.items())
-        )
 
 
 ID_BYTES = 8
@@ -231,27 +227,21 @@ class RingSession(Session):
             hidden_bytes = WEIGHT_BYTES * self._world.model.hidden
             self._send(self.hops[index].peer.index, index + 1, tokens, hidden_bytes, last=last)
         elif last:
-            self._emit()
-
-    def _emit(self) -> None:
-        """Send the token that the last hop has sampled to the client, and to the first hop as its next input."""
-        end, now_s = self.hops[-1].peer.index, self._clock.now_s
-        self.produced += 1
-        arrives_s = self._links.send(now_s, end, self.place, FRAME_BYTES + ID_BYTES)
-        self._note_token(arrives_s)
-        if self.produced == self.new_tokens:
-            self._owner.finish(self)
-        else:
-            self._send(end, 0, 1, ID_BYTES, last=True)
-
-    def _note_token(self, arrives_s: float) -> None:
-        measures = self._world.measures
-        measures.count("tokens", 1)
-        if self.produced == 1:
-            measures.note("first token, s", arrives_s - self.began_s)
-        else:
-            measures.note("between tokens, s", arrives_s - self._token_at_s)
-        self._token_at_s = arrives_s
+            # The token goes to the client, and to the first hop as its next input.
+            end, now_s = self.hops[-1].peer.index, self._clock.now_s
+            self.produced += 1
+            arrives_s = self._links.send(now_s, end, self.place, FRAME_BYTES + ID_BYTES)
+            measures = self._world.measures
+            measures.count("tokens", 1)
+            if self.produced == 1:
+                measures.note("first token, s", arrives_s - self.began_s)
+            else:
+                measures.note("between tokens, s", arrives_s - self._token_at_s)
+            self._token_at_s = arrives_s
+            if self.produced == self.new_tokens:
+                self._owner.finish(self)
+            else:
+                self._send(end, 0, 1, ID_BYTES, last=True)
 
     # -- after a hop was lost
 
@@ -316,25 +306,22 @@ class FluidSession(Session):
             done = self._rest + flow_s / turn_s
             tokens = self.new_tokens - self.produced if flow_s == left_s else int(done)
             self._rest = done - tokens
-            self._note(tokens, turn_s)
+            self.produced += tokens
+            self._world.measures.count("tokens", tokens)
+            self._world.measures.note("between tokens, s", turn_s)
+            token_bytes = FRAME_BYTES + WEIGHT_BYTES * self._world.model.hidden
+            for here, there in zip(self.hops, [*self.hops[1:], self.hops[0]], strict=True):
+                size_bytes = token_bytes if there is not self.hops[0] else FRAME_BYTES + ID_BYTES
+                self._links.bytes_sent[here.peer.index, there.peer.index] += tokens * size_bytes
+            for hop in self.hops:
+                batch = self._batch(hop, turn_s)
+                hop.peer.busy_s += tokens * hop.peer.device.decode_s(hop.layers, round(batch)) / batch
             if self.produced >= self.new_tokens:
                 self._owner.finish(self)
             else:
                 self._breathe()
 
         self._clock.after(flow_s, self._guard(flow))
-
-    def _note(self, tokens: int, turn_s: float) -> None:
-        self.produced += tokens
-        self._world.measures.count("tokens", tokens)
-        self._world.measures.note("between tokens, s", turn_s)
-        token_bytes = FRAME_BYTES + WEIGHT_BYTES * self._world.model.hidden
-        for here, there in zip(self.hops, [*self.hops[1:], self.hops[0]], strict=True):
-            size_bytes = token_bytes if there is not self.hops[0] else FRAME_BYTES + ID_BYTES
-            self._links.bytes_sent[here.peer.index, there.peer.index] += tokens * size_bytes
-        for hop in self.hops:
-            batch = self._batch(hop, turn_s)
-            hop.peer.busy_s += tokens * hop.peer.device.decode_s(hop.layers, round(batch)) / batch
 
     def _turn_s(self, *, alone: bool = False) -> float:
         """Return the seconds of one token around the ring; `alone`: without the load of other sessions."""

@@ -197,7 +197,14 @@ class Training:
             self.world.links.drop_waiting(self.clock.now_s)  # only the all-reduce is under way in this phase
             self._happen(Event.DISAGREED)
         if name == self._coordinator:
-            self._elect()
+            # The peer that joined first among the remaining stages replaces it; without stages a newcomer does.
+            self.world.measures.count("coordinators lost", 1)
+            self._coordinator = None
+            self._machine = Coordination(Phase.FOLLOWING)
+            self._turn += 1
+            self._happen(Event.DESERTED)
+            if self._stages:
+                self._happen(Event.OUR_TURN)
         self._advance()
 
     def _call_back(self, flight: SimulatedMicrobatch) -> None:
@@ -212,17 +219,6 @@ class Training:
     def _eldest(self) -> PeerId | None:
         eldest = min(self._stages.values(), key=lambda stage: (stage.peer.started_at, stage.name), default=None)
         return None if eldest is None else eldest.name
-
-    def _elect(self) -> None:
-        """Replace the lost coordinator by the peer that joined first among the remaining stages; without stages wait for a
-        newcomer."""
-        self.world.measures.count("coordinators lost", 1)
-        self._coordinator = None
-        self._machine = Coordination(Phase.FOLLOWING)
-        self._turn += 1
-        self._happen(Event.DESERTED)
-        if self._stages:
-            self._happen(Event.OUR_TURN)
 
     def _advance(self) -> None:
         """Handle all events that are due, and lease microbatches while a step runs."""
@@ -299,10 +295,7 @@ class Training:
         self.encoder.begin_step(
             max((worker.span.units * worker.unit_s for worker in self._workers.values()), default=0.0)
         )
-        self._expect()
-
-    def _expect(self) -> None:
-        """Forecast the step's duration as the coordinator does, anew if the stages have changed."""
+        # Forecast the step's duration as the coordinator does, anew if the stages have changed.
         stages = tuple(self._workers)
         if stages != self._forecast_of:
             self._forecast_of, self._forecast_s = stages, self._forecast() if stages else 0.0
@@ -327,10 +320,7 @@ class Training:
             self._stages[stage.name] = stage
             self._workers[stage.name] = Replica(peer.span, there_and_back_s / peer.span.units)
         self._coming = []
-        self._know_links()
-
-    def _know_links(self) -> None:
-        """Update the transfer times between the stages, from the links and the current size of messages."""
+        # Update the transfer times between the stages, from the links and the current size of messages.
         indexes = [stage.peer.index for stage in self._stages.values()]
         delay_NN, bandwidth_NN = self.world.links.between(indexes)
         values = (self.settings.microbatch, self.settings.sequence, self.world.model.hidden)
