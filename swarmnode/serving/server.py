@@ -26,10 +26,9 @@ from swarmnode.net.limits.address_group import Claimant, owner_of
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
-from swarmnode.serving.adapters import StageAdapters
+from swarmnode.serving.adapters import Grammars, StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.drafting.drafter import Drafting, no_drafting
-from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.link_codecs import CodecRules
 from swarmnode.serving.pipeline import GiveWay, Pipeline, Replicas
 from swarmnode.serving.session.opening import EarlyAttaches, check_sampling, draws_by_grammar, is_for, shape_of, text_of

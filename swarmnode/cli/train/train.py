@@ -102,9 +102,8 @@ def train(
     known, target = open_swarm(swarm, home), alone.out.absolute() if alone.out is not None else None
     if known.manifest is not None:
         check_trains(known.manifest)
-    from swarmnode.client.training.client import TrainingClient
-    from swarmnode.client.training.listener import EarlyStopping, TrainerMeter
-    from swarmnode.client.training.local import LocalDevice, OutputFolder, train_here
+    from swarmnode.client.local import LocalDevice, OutputFolder, train_here
+    from swarmnode.client.training.client import EarlyStopping, TrainerMeter, TrainingClient
     from swarmnode.terminal.training_view import training_view
 
     as_json = records.as_json

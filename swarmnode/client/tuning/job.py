@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarmnode.client.training.listener import EarlyStopping, Listener
+from swarmnode.client.training.client import EarlyStopping, Listener
 from swarmnode.client.training.preparation import NO_DATA, prepare_text
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tuning_messages import AdapterOpened

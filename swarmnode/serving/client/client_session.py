@@ -59,8 +59,7 @@ from swarmnode.net.links.hop import Entry, Hop
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.plan.compression import CodecSchedule
-from swarmnode.serving.client.blame import LEAVING_S, Blame, HopFault, Verdict, suspects_of
-from swarmnode.serving.client.router import Route, Router
+from swarmnode.serving.client.router import LEAVING_S, Blame, HopFault, Route, Router, Verdict, suspects_of
 from swarmnode.serving.client.session_spec import Received, ServedWork, SessionSpec, ids_entry
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 

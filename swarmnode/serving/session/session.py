@@ -49,8 +49,7 @@ from swarmnode.net.interfaces import Buffer
 from swarmnode.net.links.hop import Hop, until
 from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
-from swarmnode.serving.drafting.first_hop import DraftLead
-from swarmnode.serving.drafting.last_hop import GuessedJobs, TakenBack
+from swarmnode.serving.drafting.session_guesses import DraftLead, GuessedJobs, TakenBack
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
 from swarmnode.serving.link_codecs import SessionCodecs
 from swarmnode.serving.session.opening import check_input, is_last, text_of, units_of

@@ -8,8 +8,18 @@ from typing import Any
 
 from swarmnode.counting import counted
 from swarmnode.simulate.results.measures import PERCENTILES, percentile
-from swarmnode.simulate.results.network_map import IDLE, Machines, network_map, network_matrix
-from swarmnode.simulate.results.page import bars, curves, legend, page, spans, table
+from swarmnode.simulate.results.page import (
+    IDLE,
+    Machines,
+    bars,
+    curves,
+    legend,
+    network_map,
+    network_matrix,
+    page,
+    spans,
+    table,
+)
 from swarmnode.simulate.simulation import SimulationResult
 
 MAX_ROWS = 64  # most peers whose units are drawn
