@@ -140,16 +140,18 @@ class StageAdapters:
         """Load an adapter from the host's memory, else from its files."""
         parked = self._parked.pop(name, None)
         if parked is None:
-            file = await files.bring(name, self._units)
+            spans = [worker.runner.span for worker, _ in self.places]
+            units = Span(
+                min(span.start for span in spans), max(span.end for span in spans)
+            )  # of all parts of the stage
+            file = await files.bring(name, units)
 
             def load(span: ModelSpan) -> Mapping[str, Change]:
-                units = (span.start, span.end)
-                return file.load(span.family, span.model, *units, device=span.device, dtype=span.dtype)
+                return file.load(span.family, span.model, span.start, span.end, device=span.device, dtype=span.dtype)
 
             async def changes(_place: int, span: ModelSpan) -> Mapping[str, Change]:
                 return await asyncio.to_thread(load, span)
 
-            spans = [worker.runner.span for worker, _ in self.places]
             sizes = [file.bytes_of(span.family, span.start, span.end, span.dtype) for span in spans]
             await self._put(name, await self._reserve(sizes), changes)
         else:
@@ -184,12 +186,6 @@ class StageAdapters:
             self._let_go(name, memory)
             raise
         self._held[name] = _Held(memory)
-
-    @property
-    def _units(self) -> Span:
-        """Layers of all parts of the stage."""
-        spans = [worker.runner.span for worker, _ in self.places]
-        return Span(min(span.start for span in spans), max(span.end for span in spans))
 
     def _loaded(self, name: str, task: asyncio.Task[None]) -> None:
         """Forget a finished load. A failure is kept for FAILED_S, so that requests in that time get the same error."""

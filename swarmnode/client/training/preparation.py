@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,9 +189,14 @@ def _read_language(
     if answers:
         end = (own.separator if own.separator in stops else next(iter(stops), None)) if rules.ends_answers else None
         samples = with_ends(samples, stops, end, notes)
-    batches = SampleBatches(
-        make_rows(_showing(samples, rules.shown, decode, first), sequence, pack=pack), config.vocab_size
-    )
+
+    def showing() -> Iterator[TokenSample]:  # the first samples are also written down, as the model sees them
+        for number, sample in enumerate(samples, 1):
+            if number <= rules.shown:
+                first.append(f"Sample {number}, learnt in ⟦ ⟧: {shown(sample, decode)}")
+            yield sample
+
+    batches = SampleBatches(make_rows(showing(), sequence, pack=pack), config.vocab_size)
     batches.notes = (*first, *_noted(notes.passed_over))
     if answers and not notes.teaches_end:
         named = ", ".join(repr(own.decode_token(stop)) for stop in stops[:3])
@@ -206,16 +211,6 @@ def _noted(names: Iterable[str]) -> tuple[str, ...]:
     listed = sorted(names)
     rest = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
     return (f"Passed over: {', '.join(listed[:MOST_NAMED])}{rest}.",) if listed else ()
-
-
-def _showing(
-    samples: Iterable[TokenSample], count: int, decode: Callable[[Sequence[int]], str], into: list[str]
-) -> Iterator[TokenSample]:
-    """Yield samples, and write the first `count` ones `into` a list as the model sees them."""
-    for number, sample in enumerate(samples, 1):
-        if number <= count:
-            into.append(f"Sample {number}, learnt in ⟦ ⟧: {shown(sample, decode)}")
-        yield sample
 
 
 def _evaluated(run: Run, batches: Batches, rules: DataRules, read: Callable[[Path], Batches]) -> Prepared:

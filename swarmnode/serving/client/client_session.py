@@ -431,7 +431,9 @@ class ClientSession:
                 if now_s >= deadline_s or reason.code in FINAL:
                     raise reason from None
                 pardon_s = self._blame.pardon_s
-                await self._news(min(deadline_s - now_s, 1.0 if pardon_s is None else pardon_s, 1.0))
+                timeout_s = min(deadline_s - now_s, 1.0 if pardon_s is None else pardon_s, 1.0)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.router.changed(), max(0.05, timeout_s))
                 continue
             try:
                 # Stop at the first reported fault: a hop may notice earlier than this client that another hop is gone.
@@ -471,10 +473,6 @@ class ClientSession:
         if isinstance(error, PeerLost):
             return NoRoute(f"{no_route}; the last error: {error}")
         return error if told and error is not None else no_route
-
-    async def _news(self, timeout_s: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.router.changed(), max(0.05, timeout_s))
 
     async def _open(self) -> None:
         if self._complete:  # the last output came while a route was looked for
