@@ -49,11 +49,11 @@ from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.device import Device, probe_device
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing import card_matrix
-from swarmnode.compute.model.packing.ggml import FORMATS
-from swarmnode.compute.model.packing.packed_weight import held_by
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
+from swarmnode.compute.packing import card_matrix
+from swarmnode.compute.packing.ggml import FORMATS
+from swarmnode.compute.packing.packed_weight import held_by
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput

@@ -281,7 +281,7 @@ class ModelClient(SwarmObserver):
 
     async def _open_module(self) -> RemoteModule:
         await loaded("swarmnode.graph_serving.remote_module")
-        from swarmnode.compute.graph.layout import Layout
+        from swarmnode.compute.graph.boundary import Layout
         from swarmnode.compute.graph.serialise import read_graph
         from swarmnode.graph_serving.remote_module import RemoteModule
 

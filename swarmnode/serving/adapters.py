@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from swarmnode.codec.messages import Open
 from swarmnode.codec.sampling import Grammar
-from swarmnode.compute.model.adapters.changes import Change, moved_to
+from swarmnode.compute.model.adapters.span_adapters import Change, moved_to
 from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, CheckpointError, ErrorCode, LocalError, PeerError, ProtocolError

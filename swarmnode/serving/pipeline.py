@@ -26,7 +26,7 @@ from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.meters import SERVE
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.plan.compression import CodecSchedule
 from swarmnode.plan.view import Span
 from swarmnode.serving.adapters import StageAdapters

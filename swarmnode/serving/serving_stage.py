@@ -27,8 +27,8 @@ from swarmnode.measuring.capability import in_sequence, serving_section
 from swarmnode.measuring.hardware import Hardware, Workplace
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer
 from swarmnode.plan.spans.devices import DevicePart

@@ -50,10 +50,10 @@ from swarmnode.errors import (
     refusal,
 )
 from swarmnode.ledger import Account, Full
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.compression import LinkCodecs
 from swarmnode.swarm.records.run import AUTO, Compression

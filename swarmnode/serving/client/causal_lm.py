@@ -24,7 +24,7 @@ from swarmnode.compute.model.trace import CACHE_ARGUMENT
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import UsageError
-from swarmnode.net.links.hop import Entry
+from swarmnode.links.hop import Entry
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.limits import ModelLimits
 from swarmnode.serving.client.session_spec import MAX_WIDTH, Received, SessionSpec, ids_entry
@@ -324,10 +324,7 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         if not isinstance(cache, RemoteCache):
             raise UsageError(f"the cache must come from this model's new_cache, not {type(cache).__name__}")
         cache.check(*input_ids.shape)
-        want = Want.LAST if logits_to_keep == 1 else Want.ALL
-        outputs = self.run(self._exchange(cache, input_ids, want))
-        y_BTX = torch.cat([self._decode(received) for received in outputs], dim=1)
-        logits_BTV = self._ends.logits(cache.session.id, y_BTX) if self._ends else y_BTX.float()
+        logits_BTV = self._step(cache, input_ids, Want.LAST if logits_to_keep == 1 else Want.ALL)
         output: dict[str, Any] = {"logits": logits_BTV}
         if keep:
             output[CACHE_ARGUMENT] = cache
@@ -342,6 +339,11 @@ class RemoteCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyp
         self._limits.check_ids(int(ids_BT.min()), int(ids_BT.max()))
 
     # -- the swarm's side
+
+    def _step(self, cache: RemoteCache, ids_BT: torch.Tensor, want: Want) -> torch.Tensor:
+        outputs = self.run(self._exchange(cache, ids_BT, want))
+        y_BTX = torch.cat([self._decode(received) for received in outputs], dim=1)
+        return self._ends.logits(cache.session.id, y_BTX) if self._ends else y_BTX.float()
 
     async def _exchange(self, cache: RemoteCache, ids_BT: torch.Tensor, want: Want) -> list[Received]:
         """Send the input in chunks and gather the wanted outputs. If all are wanted, each chunk waits for the output of

@@ -51,12 +51,12 @@ from swarmnode.errors import (
     refusal,
 )
 from swarmnode.ledger import Account
+from swarmnode.links.hop import Entry, Hop
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.measuring.meters import ClientMeter
 from swarmnode.measuring.timing import Cadence, Timing
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.hop import Entry, Hop
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.client.router import LEAVING_S, Blame, HopFault, Route, Router, Verdict, suspects_of

@@ -21,7 +21,7 @@ from swarmnode.errors import UsageError
 from swarmnode.files import parse_json, read_bounded
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.offline.gpus import LayerTimes, find_gpu, layer_times
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy
 from swarmnode.plan.view import PeerView, Span
 from swarmnode.simulate.environment.model import WEIGHT_BYTES, GraphModel, Model

@@ -20,7 +20,7 @@ import numpy as np
 
 from swarmnode.plan.cost import transfer_s
 from swarmnode.plan.offline.grid import TINY_S, dendrogram
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.spans.flow import Floats
 
 LIGHT = (

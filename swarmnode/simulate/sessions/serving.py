@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.compute.serving.window import LONGEST_SHARED
+from swarmnode.compute.serving.cohort import LONGEST_SHARED
 from swarmnode.config import ServerConfig
 from swarmnode.errors import NoRoute, UsageError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.routes.lattice import Route
-from swarmnode.plan.routes.routing import find_route, shortlist
+from swarmnode.plan.routes.routing import Route, find_route, shortlist
 from swarmnode.plan.serving.scheduler import PassScheduler
 from swarmnode.plan.view import Span
 from swarmnode.plan.virtual_clock import VirtualClock

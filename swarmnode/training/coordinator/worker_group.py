@@ -15,8 +15,8 @@ from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.messages import KIND_OF, End, Error
 from swarmnode.codec.training_messages import Condition, Lead, Release, Status, Sync
 from swarmnode.errors import PeerError, PeerLost, SwarmnodeError
+from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.training.coordination import HoldingReport
 from swarmnode.plan.training.wiring import Replica

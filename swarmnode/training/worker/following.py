@@ -9,9 +9,9 @@ from collections.abc import Callable
 from swarmnode.codec.messages import Error
 from swarmnode.codec.training_messages import Lead
 from swarmnode.errors import ErrorCode, PeerError, PeerLost
+from swarmnode.links.switchboard import Channel
 from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.training.coordinator.timeouts import SILENCE_S, STALLED_S
 from swarmnode.training.coordinator.worker_group import Line

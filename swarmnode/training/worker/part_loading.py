@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from swarmnode.compute.capacity.speed import Speeds, measure_training
+from swarmnode.compute.capacity.capacity import Speeds, measure_training
 from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_span, estimate_units
 from swarmnode.compute.graph.costs.rates import measure_rates
 from swarmnode.compute.graph.segment import load_segment as load_graph_segment

@@ -33,8 +33,8 @@ from swarmnode.errors import (
     UsageError,
     refusal,
 )
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
 from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.invite import ID_BYTES, MAX_ADDRESS_CHARS, MAX_BOOTSTRAPS, as_text, from_text

@@ -20,9 +20,9 @@ from swarmnode.codec.tuning_messages import (
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.counting import format_bytes
 from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, NotFinite, PeerError, PeerRefused, UsageError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.serving.client.router import MILD, Blame, HopFault, Router, Verdict
 from swarmnode.tuning.adapter_parts import encode_recipe
 from swarmnode.tuning.client.state_shapes import StateShapes

@@ -38,8 +38,8 @@ from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.training.saved_activations import read_from
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
 from swarmnode.serving.client.router import HopFault
 from swarmnode.tuning.adapter_parts import pieces_of
