@@ -32,9 +32,8 @@ from swarmnode.plan.offline.hosting import DeviceRates, Planner, Workload
 from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.view import Span
-from swarmnode.simulate.environment.devices import device_of
 from swarmnode.simulate.environment.model import Model
-from swarmnode.simulate.environment.peers import Change
+from swarmnode.simulate.environment.peers import Change, device_of
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
 

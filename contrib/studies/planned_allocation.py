@@ -30,7 +30,7 @@ from swarmnode.plan.offline.grid import Grid, MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.view import Span
-from swarmnode.simulate.environment.devices import device_of
+from swarmnode.simulate.environment.peers import device_of
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
 

@@ -33,11 +33,11 @@ from shapes import cut, transformer
 from swarmnode.plan.offline.hosting import StageRoom, split
 from swarmnode.plan.offline.planner_files import FloatArray, Scenario
 from swarmnode.plan.view import Span
-from swarmnode.simulate.environment.devices import device_of
 from swarmnode.simulate.environment.model import GraphModel, Model
+from swarmnode.simulate.environment.peers import device_of
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
-from swarmnode.simulate.steps.microbatch import LARGEST_RATIO
+from swarmnode.training.coordinator.all_reduce_attempt import LARGEST_RATIO
 
 FAST_BPS = 1e9  # links that make a cluster
 FLOAT32_BYTES = 4

@@ -152,32 +152,17 @@ class ClientAdapters:
 
         Sizes are in bytes, times in unix seconds, None for ever. Raises NetworkDown; LocalError if the table does not answer.
         """
-        founded = [
-            {
-                "name": one.name,
-                "of": "the swarm",
-                "share": "all",
-                "rank": None,
-                "bytes": sum(file.size for file in one.files),
-                "expires_at": None,
-                "id": "",
-            }
+        keys = ("name", "of", "share", "rank", "bytes", "expires_at", "id")
+        rows: list[tuple[Any, ...]] = [
+            (one.name, "the swarm", "all", None, sum(file.size for file in one.files), None, "")
             for one in self._manifest.adapters or ()
         ]
         own = [((await self._signed(one))[0], one.terms.expires_at, "you") for one in await self.own()]
         shared = [(one.record, one.record.expires_at, one.record.owner) for one in await self.shared()]
-        return founded + [
-            {
-                "name": record.name,
-                "of": owner,
-                "share": record.allows.name.lower(),
-                "rank": record.rank,
-                "bytes": record.size_bytes,
-                "expires_at": expires_at,
-                "id": record.id,
-            }
-            for record, expires_at, owner in (*own, *shared)
-        ]
+        for record, expires_at, owner in (*own, *shared):
+            share = record.allows.name.lower()
+            rows.append((record.name, owner, share, record.rank, record.size_bytes, expires_at, record.id))
+        return [dict(zip(keys, row, strict=True)) for row in rows]
 
     # -- choosing
 

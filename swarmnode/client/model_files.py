@@ -249,6 +249,11 @@ def _versions() -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "tokenizers"))
 
 
+async def loaded(module: str) -> None:
+    """Import `module` in a thread, so that the loop goes on: a module that needs torch takes seconds."""
+    await asyncio.to_thread(importlib.import_module, module)
+
+
 class ModelFiles:
     """Small files of the swarm that `host` has joined and whose manifest it has. `patience_s` returns how long to wait for peers to
     provide them. `most_positions` replaces the config's number of positions; the model's own table of positions still bounds it."""
@@ -271,9 +276,11 @@ class ModelFiles:
 
     async def weights(self) -> Weights:
         """Return access to the checkpoint, which stays open until `close`."""
-        weights_class = await asyncio.to_thread(_import_weights)
+        await loaded("swarmnode.weights.weights")
+        from swarmnode.weights.weights import Weights
+
         if self._weights is None:
-            self._weights = weights_class(self._host)
+            self._weights = Weights(self._host)
         return self._weights
 
     async def tokenizer(self) -> Tokenizer | ByteTokenizer | None:
@@ -333,9 +340,3 @@ class ModelFiles:
                     f"no machine sent the model's config and tokenizer within {patience_s:.0f} s: try again when one is online"
                 ) from None
         return self._folder
-
-
-def _import_weights() -> type[Weights]:
-    from swarmnode.weights.weights import Weights
-
-    return Weights

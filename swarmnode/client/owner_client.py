@@ -186,7 +186,14 @@ class OwnersView:
         for peer in admitted:
             by_user[peer.user].append(peer)
         states = client.states() if client else {}
-        members = [_entry(peers, guests, revocations, states) for peers in by_user.values()]
+        members = []
+        for peers in by_user.values():
+            named = [guest for peer in reversed(peers) if (guest := guests.get(peer.invite)) and guest.note]
+            note, is_alone = (named[0].note, named[0].uses == 1) if named else ("", False)
+            ended = all(
+                revocations.covers(peer.peer, bytes.fromhex(peer.invite), bytes.fromhex(peer.home)) for peer in peers
+            )
+            members.append(MemberEntry(peers, note, is_alone, ended, states))
         users: dict[str, int] = defaultdict(int)
         for peers in by_user.values():
             for invite in {peer.invite for peer in peers if peer.invite}:
@@ -262,18 +269,6 @@ class OwnersView:
             homes=tuple(dict.fromkeys(bytes.fromhex(peer.home) for peer in staying if peer.home)),
             invites=tuple(map(bytes.fromhex, sorted(ended))),
         )
-
-
-def _entry(
-    peers: list[AdmittedPeer],
-    guests: Mapping[str, IssuedInvite],
-    revocations: RevocationList,
-    states: Mapping[PeerId, str],
-) -> MemberEntry:
-    noted = [guest for peer in reversed(peers) if (guest := guests.get(peer.invite)) and guest.note]
-    note, is_alone = (noted[0].note, noted[0].uses == 1) if noted else ("", False)
-    ended = all(revocations.covers(peer.peer, bytes.fromhex(peer.invite), bytes.fromhex(peer.home)) for peer in peers)
-    return MemberEntry(peers, note, is_alone, ended, states)
 
 
 @dataclass(frozen=True)

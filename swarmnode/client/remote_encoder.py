@@ -1,16 +1,31 @@
-"""Client of a swarm that serves an encoder: it turns a text into a vector, or into the probabilities of classes."""
+"""Client of a swarm's model: its files, its module that takes arrays, and its encoder, which turns a text into a vector, or into
+the probabilities of classes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from swarmnode.client.adapters import ClientAdapters
+from swarmnode.client.model_files import ModelFiles, loaded
+from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.tokenizer import ByteTokenizer, Tokenizer
-from swarmnode.errors import CheckpointError, ContextTooLong, UsageError
+from swarmnode.config import ClientConfig
+from swarmnode.credit.receipts import Claims, ReceiptIssuer
+from swarmnode.errors import CheckpointError, ContextTooLong, NoRoute, UsageError
 from swarmnode.files import parse_json
+from swarmnode.net.interfaces import PeerId
+from swarmnode.net.tasks import cancel_and_wait
+from swarmnode.peer.host import Host
+from swarmnode.plan.view import Span
 from swarmnode.serving.client.limits import MAX_TOKEN_CHARS, ModelLimits
+from swarmnode.serving.client.router import DirectoryRouter
+from swarmnode.swarm.peers.standing import Trust
+from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GRAPH, SERVE, TRAIN
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,6 +34,9 @@ if TYPE_CHECKING:
 
 FOREIGN = "another tokenizer's ids: send texts (LangChain does with check_embedding_ctx_length=False)"
 AT_ONCE = 8  # passes of one request that run at once
+
+AT_ONCE_S = 1.0  # for an adapter's chat template where only its end of an answer is needed
+MAX_SHOWN = 32  # first hops that learn the credit of this machine's nodes
 
 Text = str | Sequence[int]
 """Text, or its token ids"""
@@ -40,7 +58,12 @@ class RemoteEncoder:
         """`has_segments`: whether the model tells a text's parts apart by segment ids, which a swarm's graph does not take."""
         self.labels = labels
         self._has_segments = has_segments
-        self.size = _vector_size(module)
+        shapes = list(module.output_shapes(1).values())
+        if len(module.graph.inputs) != 1 or [len(shape) for shape in shapes] != [1]:
+            raise CheckpointError(
+                "the swarm's graph does not make one vector from a row of tokens, as its manifest says: ask the swarm's host"
+            )
+        self.size = shapes[0][0]
         self._module = module
         self._tokenizer = tokenizer
         self._limits = limits
@@ -131,17 +154,6 @@ class RemoteEncoder:
         return vector
 
 
-def _vector_size(module: RemoteModule) -> int:
-    """Return the length of the module's vectors. Raises CheckpointError if the module does not make one vector from one row of
-    tokens."""
-    shapes = list(module.output_shapes(1).values())
-    if len(module.graph.inputs) != 1 or [len(shape) for shape in shapes] != [1]:
-        raise CheckpointError(
-            "the swarm's graph does not make one vector from a row of tokens, as its manifest says: ask the swarm's host"
-        )
-    return shapes[0][0]
-
-
 def labels_of(folder: Path) -> list[str]:
     """Return the names of a classifier's classes in their order, from the config; empty if it has none."""
     try:
@@ -157,3 +169,170 @@ def has_segments(folder: Path) -> bool:
         return int(parse_json((folder / "config.json").read_bytes()).get("type_vocab_size") or 0) > 1
     except (OSError, ValueError, TypeError, AttributeError):
         return False
+
+
+class ModelClient(SwarmObserver):
+    """Client with the small files of the swarm's model, and with its module if the swarm serves one."""
+
+    def __init__(self, host: Host, config: ClientConfig, trust: Trust, *, most_positions: int | None = None) -> None:
+        super().__init__(host)
+        self.config = config
+        self.trust = trust
+        self._files = ModelFiles(host, lambda: self.config.patience_s, most_positions=most_positions)
+        self._module: asyncio.Task[RemoteModule] | None = None
+        self.adapters = ClientAdapters(host, self._files)
+        self._receipts = ReceiptIssuer(host)
+        self._claims = Claims(host)
+
+    async def close(self) -> None:
+        """Leave the swarm."""
+        if self._module is not None:
+            await cancel_and_wait(self._module)
+            if not self._module.cancelled() and self._module.exception() is None:
+                await self._module.result().close()
+        await self.adapters.close()
+        await self._files.close()
+        await super().close()
+
+    def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
+        announced = self._host.directory.peers().values()
+        first_hops = (peer.peer for peer in announced if peer.holds(span.start))
+        self._claims.show(itertools.islice(first_hops, MAX_SHOWN))
+        return DirectoryRouter(self._host, self.units, span, ring=ring, trust=self.trust)
+
+    async def infer(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """Compute the outputs of the swarm's module.
+
+        Args:
+            inputs: Arrays by name, with samples along the first dimension if the module was exported so.
+
+        Returns:
+            Arrays by name.
+
+        Raises:
+            UsageError: The swarm serves no module, or the inputs do not fit it.
+            NoRoute: The peers do not cover the module within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
+        return await (await self.remote_module()).infer(inputs)
+
+    async def remote_module(self) -> RemoteModule:
+        """Return the swarm's module, whose passes the swarm computes. Raises UsageError if the swarm serves none."""
+        self._host.supervisor.check()
+        if self.manifest.kind != GRAPH or self.manifest.mode != SERVE:
+            does = "trains its model" if self.manifest.mode == TRAIN else "serves a language model"
+            raise UsageError(
+                f"the swarm {self.manifest.name} {does}: it has no module that takes arrays; choose another swarm"
+            )
+        if self._module is None or (self._module.done() and self._module.exception() is not None):
+            self._module = asyncio.ensure_future(self._open_module())
+        return await asyncio.shield(self._module)
+
+    async def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = True) -> list[np.ndarray]:
+        """Compute the vectors of texts.
+
+        Args:
+            texts: Texts, or rows of token ids.
+            truncate: Cut texts that are longer than the model takes, as sentence-transformers does; else they are refused.
+
+        Returns:
+            One float32 vector per text.
+
+        Raises:
+            UsageError: The swarm's model does not embed texts, or a text cannot be encoded.
+            ContextTooLong: A text is longer than the model takes, and not to be cut.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
+        encoder, most_tokens = await self.encoder(EMBED), -1 if truncate else None
+        return await encoder.vectors([await encoder.ids(text, most_tokens=most_tokens) for text in texts])
+
+    async def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
+        """Classify texts.
+
+        Args:
+            texts: Texts, or rows of token ids.
+
+        Returns:
+            For each text, the probabilities of the classes by their labels.
+
+        Raises:
+            UsageError: The swarm serves no classifier, or a text cannot be encoded.
+            ContextTooLong: A text is longer than the model takes.
+            NoRoute: The peers do not cover the model within the client's patience.
+            Busy: The peers have no room within the client's patience.
+        """
+        encoder = await self.encoder(CLASSIFY)
+        vectors = await encoder.vectors([await encoder.ids(text) for text in texts])
+        return [dict(zip(encoder.labels, map(float, vector), strict=True)) for vector in vectors]
+
+    async def encoder(self, task: str) -> RemoteEncoder:
+        """Return the swarm's encoder for `task`: `embed` or `classify`. Raises UsageError if the swarm's model has another task."""
+        if self.manifest.task != task:
+            raise UsageError(
+                f"the model of {self.manifest.name} {self.manifest.purpose}: it cannot {task}; choose another swarm"
+            )
+        module, tokenizer, limits = await self.remote_module(), await self.tokenizer(), await self.limits()
+        if task != CLASSIFY:
+            return RemoteEncoder(module, tokenizer, limits, [])
+        folder = await self._files.folder()
+        return RemoteEncoder(module, tokenizer, limits, labels_of(folder), has_segments=has_segments(folder))
+
+    async def _open_module(self) -> RemoteModule:
+        await loaded("swarmnode.graph_serving.remote_module")
+        from swarmnode.compute.graph.boundary import Layout
+        from swarmnode.compute.graph.serialise import read_graph
+        from swarmnode.graph_serving.remote_module import RemoteModule
+
+        folder = await self._files.folder()
+        layout = await asyncio.to_thread(lambda: Layout(read_graph(folder)))
+
+        def router(span: Span) -> DirectoryRouter:
+            return self._router(span, ring=False)
+
+        def served(peer: PeerId, work: bytes, unit_samples: int) -> None:
+            self._receipts.note(peer, work, served=unit_samples)
+
+        config = self.config
+        return RemoteModule(
+            self._host,
+            layout,
+            router,
+            patience_s=config.patience_s,
+            on_served=served,
+            audit_share=config.audit_share,
+        )
+
+    async def tokenizer(self, adapter: str = "") -> Tokenizer | ByteTokenizer | None:
+        """Return the checkpoint's tokenizer; for a swarm that trains without one, a ByteTokenizer; else None. With an `adapter`
+        that has a chat template of its own, chats by this tokenizer use it. Raises NoRoute if no peer provides the files,
+        CheckpointError if the tokenizer cannot be used, UsageError if there is no such adapter."""
+        return await self.adapters.tokenizer(adapter)
+
+    async def limits(self) -> ModelLimits:
+        """Return the bounds on requests to the model. Raises NoRoute if no peer provides the config."""
+        return await self._files.limits()
+
+    @property
+    def known_positions(self) -> int | None:
+        """Number of positions that a text may have, as far as known; None if there is no limit or it is not known yet."""
+        return self._files.known_positions
+
+    async def stop_ids(self, adapter: str = "") -> tuple[int, ...]:
+        """Return the ids of the tokens that end a text; empty if none are known. With an `adapter` that has a chat template of its
+        own, they end its answers; if no peer gives that template at once, they are the model's own. Raises NoRoute if no peer
+        provides the model's files, UsageError if there is no such adapter."""
+        tokenizer = None
+        with contextlib.suppress(NoRoute, CheckpointError):
+            tokenizer = await self.adapters.tokenizer(adapter, patience_s=AT_ONCE_S) if adapter else None
+        return await self._files.stop_ids(tokenizer)
+
+    async def generation_defaults(self) -> dict[str, float | int]:
+        """Return the defaults for sampling over HTTP, as fields of GenerateOptions: the checkpoint's, or temperature 0.8, top-k 40
+        and top-p 0.95 if it has none. They apply only if the caller passes them on."""
+        return await self._files.generation_defaults()
+
+    @property
+    def known_defaults(self) -> dict[str, float | int] | None:
+        """Result of `generation_defaults`, as far as known without asking a peer; None if it is not known yet."""
+        return self._files.known_defaults

@@ -10,30 +10,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from swarmnode.audits.auditor import Auditor, Reports
-from swarmnode.client.adapters import ClientAdapters
-from swarmnode.client.model_files import ModelFiles
-from swarmnode.client.observer import SwarmObserver
-from swarmnode.client.remote_encoder import RemoteEncoder, has_segments, labels_of
+from swarmnode.client.model_files import loaded
+from swarmnode.client.remote_encoder import ModelClient
 from swarmnode.client.text_stream import TextStream
 from swarmnode.client.tokenizer import ByteTokenizer, ChatMessage, Tokenizer, turn_of
 from swarmnode.codec.messages import DRAFT_SOURCES, Mode
 from swarmnode.codec.sampling import TokenLogprob
 from swarmnode.codec.tensors import check_compression
 from swarmnode.config import ClientConfig
-from swarmnode.credit.receipts import Claims, ReceiptIssuer
-from swarmnode.errors import CheckpointError, NoRoute, UsageError
+from swarmnode.errors import NoRoute, UsageError
 from swarmnode.files import home_folder
 from swarmnode.measuring.meters import ClientMeter, cause_of
 from swarmnode.metrics.metric import Readings
-from swarmnode.net.interfaces import PeerId
-from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.peer.host import Host, joining
 from swarmnode.peer.picture import explain
 from swarmnode.peer.questions import board_of
@@ -47,29 +41,23 @@ from swarmnode.serving.client.generation import (
     RingStream,
     with_keywords,
 )
-from swarmnode.serving.client.limits import ModelLimits
 from swarmnode.serving.client.prefix_cache import Beginnings
 from swarmnode.serving.client.router import DirectoryRouter
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec
 from swarmnode.swarm.peers.standing import EVERYBODY, Trust, parse_trust
-from swarmnode.swarm.records.manifest import CLASSIFY, EMBED, GENERATE, GRAPH, SERVE, TRAIN
+from swarmnode.swarm.records.manifest import GENERATE, GRAPH
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 
 if TYPE_CHECKING:
-    import numpy as np
     from typing_extensions import Unpack
 
     from swarmnode.client.tuning.client import TuningClient
     from swarmnode.client.tuning.tuned_lm import TunedCausalLM
-    from swarmnode.compute.graph.boundary import Layout
-    from swarmnode.graph_serving.remote_module import RemoteModule
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AT_ONCE_S = 1.0  # for an adapter's chat template where only its end of an answer is needed
-MAX_SHOWN = 32  # first hops that learn the credit of this machine's nodes
 
 
 class SizeKeywords(TypedDict, total=False):
@@ -80,27 +68,20 @@ class SizeKeywords(TypedDict, total=False):
     window: int
 
 
-class SwarmClient(SwarmObserver):
+class SwarmClient(ModelClient):
     """Client of a swarm for asyncio. Create it with `aconnect` or `join`; end it with `close`, or use it as an async context
     manager."""
 
     def __init__(
         self, host: Host, config: ClientConfig, trust: Trust = EVERYBODY, *, most_positions: int | None = None
     ) -> None:
-        super().__init__(host)
-        self.config = config
-        self.trust = trust
-        self._files = ModelFiles(host, lambda: self.config.patience_s, most_positions=most_positions)
-        self._module: asyncio.Task[RemoteModule] | None = None
+        super().__init__(host, config, trust, most_positions=most_positions)
         self._tuning: TuningClient | None = None
         self._clock = host.clock.monotonic
         self._switchboard = board_of(host, SESSION_PROTOCOL, on_peer_lost=host.lost_neighbour)
         self.running: dict[str, Generation] = {}  # running generations, by trace
         self._meter = ClientMeter()
         self._beginnings = Beginnings()
-        self.adapters = ClientAdapters(host, self._files)
-        self._receipts = ReceiptIssuer(host)
-        self._claims = Claims(host)
         self.auditor = Auditor(host, self._switchboard, config, self._receipts.served)
         self.auditor.replays.with_adapter = self.adapters.with_adapter
         self.reports = Reports(self.auditor, self._router(Span(0, self.units), ring=True))
@@ -155,13 +136,7 @@ class SwarmClient(SwarmObserver):
         await self._switchboard.close()
         if self._tuning is not None:
             await self._tuning.leave()
-        if self._module is not None:
-            await cancel_and_wait(self._module)
-            if not self._module.cancelled() and self._module.exception() is None:
-                await self._module.result().close()
-        await self.adapters.close()
-        await self._files.close()
-        await self._host.close()
+        await super().close()
 
     @property
     def reroutes(self) -> dict[str, int]:
@@ -243,7 +218,12 @@ class SwarmClient(SwarmObserver):
         if not options.stop_ids and not ignore_ends:
             options = dataclasses.replace(options, stop_ids=await self.stop_ids(options.adapter))
         options = dataclasses.replace(options, adapter=await self.adapters.resolve(options.adapter))
-        self._check_drafts(options.drafts)
+        offered = {peer.draft_model for peer in self._host.directory.peers().values()} - {""}
+        if options.drafts not in (*DRAFT_SOURCES, *offered):
+            have = f"it has {', '.join(sorted(offered))}" if offered else "it has none"
+            log.warning(
+                "the swarm has no draft model %r (%s): guesses come from prompt and answer", options.drafts, have
+            )
         router = self._router(Span(0, self.units), ring=True)
         config = dataclasses.replace(self.config, patience_s=max(0.0, deadline_s - self._clock()))
         spec = options.spec(prompt, vocabulary=limits.vocabulary, allowed=limits.codecs)
@@ -255,13 +235,6 @@ class SwarmClient(SwarmObserver):
             owner=kept_for or "",
         )
         return TextStream(ring, tokenizer, self.running, special_tokens=special_tokens, stops=stops)
-
-    def _check_drafts(self, drafts: str) -> None:
-        """Log a warning if `drafts` names a draft model that no machine has. Guesses then come from look-up."""
-        offered = {peer.draft_model for peer in self._host.directory.peers().values()} - {""}
-        if drafts not in (*DRAFT_SOURCES, *offered):
-            have = f"it has {', '.join(sorted(offered))}" if offered else "it has none"
-            log.warning("the swarm has no draft model %r (%s): guesses come from prompt and answer", drafts, have)
 
     async def stream_chat(
         self,
@@ -327,7 +300,10 @@ class SwarmClient(SwarmObserver):
         the `most_likely` most likely tokens in its place. Raises UsageError, NoRoute, Busy."""
         self._host.supervisor.check()
         self.check_language_model()
-        limits, score_prompt = await self.limits(), await asyncio.to_thread(_import_scores)
+        limits = await self.limits()
+        await loaded("swarmnode.client.prompt_scores")
+        from swarmnode.client.prompt_scores import score_prompt
+
         limits.check_generation(len(prompt), 1)
         ids = limits.ids(prompt)
         spec = SessionSpec(
@@ -365,118 +341,15 @@ class SwarmClient(SwarmObserver):
             with_adapter=self.adapters.with_adapter,
         )
 
-    def _router(self, span: Span, *, ring: bool) -> DirectoryRouter:
-        announced = self._host.directory.peers().values()
-        first_hops = (peer.peer for peer in announced if peer.holds(span.start))
-        self._claims.show(itertools.islice(first_hops, MAX_SHOWN))
-        return DirectoryRouter(self._host, self.units, span, ring=ring, trust=self.trust)
-
     async def tuning(self) -> TuningClient:
         """Return the client of this swarm that tunes adapters, for as long as this client is open. Raises UsageError if the swarm
         serves no language model."""
         if self._tuning is None:
-            client_class = await asyncio.to_thread(_import_tuning)
-            self._tuning = client_class(self._host, self.trust, self.config.patience_s)
+            await loaded("swarmnode.client.tuning.client")
+            from swarmnode.client.tuning.client import TuningClient
+
+            self._tuning = TuningClient(self._host, self.trust, self.config.patience_s)
         return self._tuning
-
-    # -- modules
-
-    async def infer(self, inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """Compute the outputs of the swarm's module.
-
-        Args:
-            inputs: Arrays by name, with samples along the first dimension if the module was exported so.
-
-        Returns:
-            Arrays by name.
-
-        Raises:
-            UsageError: The swarm serves no module, or the inputs do not fit it.
-            NoRoute: The peers do not cover the module within the client's patience.
-            Busy: The peers have no room within the client's patience.
-        """
-        return await (await self.remote_module()).infer(inputs)
-
-    async def remote_module(self) -> RemoteModule:
-        """Return the swarm's module, whose passes the swarm computes. Raises UsageError if the swarm serves none."""
-        self._host.supervisor.check()
-        if self.manifest.kind != GRAPH or self.manifest.mode != SERVE:
-            does = "trains its model" if self.manifest.mode == TRAIN else "serves a language model"
-            raise UsageError(
-                f"the swarm {self.manifest.name} {does}: it has no module that takes arrays; choose another swarm"
-            )
-        if self._module is None or (self._module.done() and self._module.exception() is not None):
-            self._module = asyncio.ensure_future(self._open_module())
-        return await asyncio.shield(self._module)
-
-    async def embed(self, texts: Sequence[str | Sequence[int]], *, truncate: bool = True) -> list[np.ndarray]:
-        """Compute the vectors of texts.
-
-        Args:
-            texts: Texts, or rows of token ids.
-            truncate: Cut texts that are longer than the model takes, as sentence-transformers does; else they are refused.
-
-        Returns:
-            One float32 vector per text.
-
-        Raises:
-            UsageError: The swarm's model does not embed texts, or a text cannot be encoded.
-            ContextTooLong: A text is longer than the model takes, and not to be cut.
-            NoRoute: The peers do not cover the model within the client's patience.
-            Busy: The peers have no room within the client's patience.
-        """
-        encoder, most_tokens = await self.encoder(EMBED), -1 if truncate else None
-        return await encoder.vectors([await encoder.ids(text, most_tokens=most_tokens) for text in texts])
-
-    async def classify(self, texts: Sequence[str | Sequence[int]]) -> list[dict[str, float]]:
-        """Classify texts.
-
-        Args:
-            texts: Texts, or rows of token ids.
-
-        Returns:
-            For each text, the probabilities of the classes by their labels.
-
-        Raises:
-            UsageError: The swarm serves no classifier, or a text cannot be encoded.
-            ContextTooLong: A text is longer than the model takes.
-            NoRoute: The peers do not cover the model within the client's patience.
-            Busy: The peers have no room within the client's patience.
-        """
-        encoder = await self.encoder(CLASSIFY)
-        vectors = await encoder.vectors([await encoder.ids(text) for text in texts])
-        return [dict(zip(encoder.labels, map(float, vector), strict=True)) for vector in vectors]
-
-    async def encoder(self, task: str) -> RemoteEncoder:
-        """Return the swarm's encoder for `task`: `embed` or `classify`. Raises UsageError if the swarm's model has another task."""
-        if self.manifest.task != task:
-            raise UsageError(
-                f"the model of {self.manifest.name} {self.manifest.purpose}: it cannot {task}; choose another swarm"
-            )
-        module, tokenizer, limits = await self.remote_module(), await self.tokenizer(), await self.limits()
-        if task != CLASSIFY:
-            return RemoteEncoder(module, tokenizer, limits, [])
-        folder = await self._files.folder()
-        return RemoteEncoder(module, tokenizer, limits, labels_of(folder), has_segments=has_segments(folder))
-
-    async def _open_module(self) -> RemoteModule:
-        module_class, layout = await asyncio.to_thread(_import_module, await self._files.folder())
-
-        def router(span: Span) -> DirectoryRouter:
-            return self._router(span, ring=False)
-
-        def served(peer: PeerId, work: bytes, unit_samples: int) -> None:
-            self._receipts.note(peer, work, served=unit_samples)
-
-        config = self.config
-        return module_class(
-            self._host,
-            layout,
-            router,
-            patience_s=config.patience_s,
-            on_served=served,
-            audit_share=config.audit_share,
-        )
 
     # -- transformers
 
@@ -511,10 +384,10 @@ class SwarmClient(SwarmObserver):
 
         weights = await self._files.weights()
         checkpoint = await weights.outline()
-        model_class, ends_class = await asyncio.to_thread(_import_causal_lm)
-        ends = None
-        if hold_ends:
-            ends = await asyncio.to_thread(ends_class.load, await weights.ends())
+        await loaded("swarmnode.serving.client.causal_lm")
+        from swarmnode.serving.client.causal_lm import Ends, RemoteCausalLM
+
+        ends = await asyncio.to_thread(Ends.load, await weights.ends()) if hold_ends else None
         span = Span(1, self.units - 1) if hold_ends else Span(0, self.units)
         router = self._router(span, ring=False)
 
@@ -522,7 +395,7 @@ class SwarmClient(SwarmObserver):
             return self._new_session(router, spec, self.config)
 
         return await asyncio.to_thread(
-            model_class,
+            RemoteCausalLM,
             checkpoint.config,
             open_session,
             run,
@@ -555,98 +428,24 @@ class SwarmClient(SwarmObserver):
         """
         self._host.supervisor.check()
         tuning = await self.tuning()
-        model_class, settings_class, chosen_adapter = await asyncio.to_thread(_import_trainable)
+        await loaded("swarmnode.client.tuning.tuned_lm")
+        from swarmnode.client.tuning.client import ModuleSettings, chosen_adapter
+        from swarmnode.client.tuning.tuned_lm import TunedCausalLM
+
         loop = asyncio.get_running_loop()
 
         def run(coroutine: Coroutine[Any, Any, T]) -> T:
             return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
 
         recipe, weights = await asyncio.to_thread(chosen_adapter, adapter)
-        settings = settings_class(recipe, hold_ends, compress=compress, **sizes)
-        model: TunedCausalLM = await asyncio.to_thread(model_class, run, await tuning.module_parts(settings, weights))
-        return model
-
-    # -- the model
-
-    async def tokenizer(self, adapter: str = "") -> Tokenizer | ByteTokenizer | None:
-        """Return the checkpoint's tokenizer; for a swarm that trains without one, a ByteTokenizer; else None. With an `adapter`
-        that has a chat template of its own, chats by this tokenizer use it. Raises NoRoute if no peer provides the files,
-        CheckpointError if the tokenizer cannot be used, UsageError if there is no such adapter."""
-        return await self.adapters.tokenizer(adapter)
-
-    async def limits(self) -> ModelLimits:
-        """Return the bounds on requests to the model. Raises NoRoute if no peer provides the config."""
-        return await self._files.limits()
-
-    @property
-    def known_positions(self) -> int | None:
-        """Number of positions that a text may have, as far as known; None if there is no limit or it is not known yet."""
-        return self._files.known_positions
-
-    async def stop_ids(self, adapter: str = "") -> tuple[int, ...]:
-        """Return the ids of the tokens that end a text; empty if none are known. With an `adapter` that has a chat template of its
-        own, they end its answers; if no peer gives that template at once, they are the model's own. Raises NoRoute if no peer
-        provides the model's files, UsageError if there is no such adapter."""
-        tokenizer = None
-        with contextlib.suppress(NoRoute, CheckpointError):
-            tokenizer = await self.adapters.tokenizer(adapter, patience_s=AT_ONCE_S) if adapter else None
-        return await self._files.stop_ids(tokenizer)
-
-    async def generation_defaults(self) -> dict[str, float | int]:
-        """Return the defaults for sampling over HTTP, as fields of GenerateOptions: the checkpoint's, or temperature 0.8, top-k 40
-        and top-p 0.95 if it has none. They apply only if the caller passes them on."""
-        return await self._files.generation_defaults()
-
-    @property
-    def known_defaults(self) -> dict[str, float | int] | None:
-        """Result of `generation_defaults`, as far as known without asking a peer; None if it is not known yet."""
-        return self._files.known_defaults
+        settings = ModuleSettings(recipe, hold_ends, compress=compress, **sizes)
+        return await asyncio.to_thread(TunedCausalLM, run, await tuning.module_parts(settings, weights))
 
 
 async def _whole(stream: TextStream) -> Generation:
     async for _ in stream:
         pass
     return stream.result
-
-
-def _import_module(folder: Path) -> tuple[type[RemoteModule], Layout]:
-    """Import RemoteModule, and read the graph in `folder`; called in a thread. Raises CheckpointError if the graph cannot be
-    read."""
-    from swarmnode.compute.graph.boundary import Layout
-    from swarmnode.compute.graph.serialise import read_graph
-    from swarmnode.graph_serving.remote_module import RemoteModule
-
-    return RemoteModule, Layout(read_graph(folder))
-
-
-def _import_tuning() -> type[TuningClient]:
-    """Import the client of tunings, which takes seconds as torch comes with it."""
-    from swarmnode.client.tuning.client import TuningClient
-
-    return TuningClient
-
-
-def _import_trainable() -> tuple[Any, Any, Any]:
-    """Import the class of models that train, the class of their settings, and the function that reads an adapter."""
-    from swarmnode.client.tuning.client import ModuleSettings, chosen_adapter
-    from swarmnode.client.tuning.tuned_lm import TunedCausalLM
-
-    return TunedCausalLM, ModuleSettings, chosen_adapter
-
-
-def _import_scores() -> Callable[
-    [ClientSession, Sequence[int], int], Coroutine[Any, Any, list[tuple[TokenLogprob, ...]]]
-]:
-    from swarmnode.client.prompt_scores import score_prompt
-
-    return score_prompt
-
-
-def _import_causal_lm() -> tuple[Any, Any]:
-    """Import the classes that need transformers; called in a thread because it takes a second."""
-    from swarmnode.serving.client.causal_lm import Ends, RemoteCausalLM
-
-    return RemoteCausalLM, Ends
 
 
 async def aconnect(

@@ -78,7 +78,14 @@ def encode_int4(x_N: Tensor) -> Tensor:
     in_pieces(_encode_tiles, x_GW, scales_G1, codes_GC, outlier_G1)
     tiles_T = outlier_G1.view(-1).nonzero().view(-1)
     if tiles_T.numel():
-        _rotate_tiles(x_GW, scales_G1, codes_GC, tiles_T)
+        # Encode the outlier tiles again after a Hadamard rotation, where that makes their scale smaller.
+        rotated_TW = x_GW[tiles_T].float() @ _hadamard(x_GW.device)
+        scale_T1 = scales_G1[tiles_T]
+        rotated_scale_T1 = torch.empty_like(scale_T1)
+        inverse_T1 = write_scales(rotated_TW.abs().amax(1, keepdim=True), INT4_LEVELS, rotated_scale_T1)
+        better_T1 = rotated_scale_T1 < scale_T1
+        codes_GC[tiles_T] = torch.where(better_T1, _codes(rotated_TW.mul_(inverse_T1)), codes_GC[tiles_T])
+        scales_G1[tiles_T] = torch.where(better_T1, -rotated_scale_T1, scale_T1)
     return payload_M
 
 
@@ -88,17 +95,6 @@ def _encode_tiles(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor, outlier_G1:
     torch.gt(peaks_G1, work_GW.mean(1, keepdim=True).mul_(OUTLIER_RATIO), out=outlier_G1)
     inverse_G1 = write_scales(peaks_G1, INT4_LEVELS, scales_G1)
     codes_GC.copy_(_codes(torch.mul(x_GW, inverse_G1, out=work_GW)))
-
-
-def _rotate_tiles(x_GW: Tensor, scales_G1: Tensor, codes_GC: Tensor, tiles_T: Tensor) -> None:
-    """Encode the tiles `tiles_T` again after a Hadamard rotation, where that makes their scale smaller."""
-    rotated_TW = x_GW[tiles_T].float() @ _hadamard(x_GW.device)
-    scale_T1 = scales_G1[tiles_T]
-    rotated_scale_T1 = torch.empty_like(scale_T1)
-    inverse_T1 = write_scales(rotated_TW.abs().amax(1, keepdim=True), INT4_LEVELS, rotated_scale_T1)
-    better_T1 = rotated_scale_T1 < scale_T1
-    codes_GC[tiles_T] = torch.where(better_T1, _codes(rotated_TW.mul_(inverse_T1)), codes_GC[tiles_T])
-    scales_G1[tiles_T] = torch.where(better_T1, -rotated_scale_T1, scale_T1)
 
 
 def _codes(scaled_GW: Tensor) -> Tensor:

@@ -70,6 +70,13 @@ HALVES = {int(Codec.BF16): torch.bfloat16, int(Codec.FP16): torch.float16}
 bfloat16 has the range of float32."""
 LARGEST_IN_FP16 = torch.finfo(torch.float16).max
 
+BLOCKWISE = {
+    int(Codec.INT8): (encode_int8, decode_int8),
+    int(Codec.INT4): (encode_int4, decode_int4),
+    int(Codec.INT2): (encode_int2, decode_int2),
+}
+SPARSE = {int(Codec.TOPK): (encode_topk, decode_topk), int(Codec.TOPK2): (encode_topk2, decode_topk2)}
+
 _SMALL = (int(Codec.INT8), int(DType.FLOAT32))
 
 
@@ -105,22 +112,14 @@ def encode_in_place(tensor: Tensor, codec: Codec, *, param: int = 0) -> tuple[Te
     if not tensor.numel():
         return TensorInfo(int(codec), int(dtype), shape), torch.empty(0, dtype=torch.uint8)
     with torch.inference_mode():  # cheaper than no_grad; no caller computes gradients with the payload
-        payload_M, param = _encode_flat(tensor.detach().reshape(-1), codec, param)
-    return TensorInfo(int(codec), int(dtype), shape, param), payload_M
-
-
-def _encode_flat(x_N: Tensor, codec: Codec, param: int) -> tuple[Tensor, int]:
-    if codec == Codec.NONE:
-        return x_N.view(torch.uint8), 0
-    if codec in HALVES:
-        return x_N.to(HALVES[codec]).view(torch.uint8), 0
-    if codec == Codec.INT8:
-        return encode_int8(x_N), 0
-    if codec == Codec.INT4:
-        return encode_int4(x_N), 0
-    if codec == Codec.INT2:
-        return encode_int2(x_N), 0
-    return (encode_topk if codec == Codec.TOPK else encode_topk2)(x_N, param)
+        x_N, kept = tensor.detach().reshape(-1), 0
+        if codec in SPARSE:
+            payload_M, kept = SPARSE[codec][0](x_N, param)
+        elif codec in BLOCKWISE:
+            payload_M = BLOCKWISE[codec][0](x_N)
+        else:
+            payload_M = (x_N if codec == Codec.NONE else x_N.to(HALVES[codec])).view(torch.uint8)
+    return TensorInfo(int(codec), int(dtype), shape, kept), payload_M
 
 
 def to_buffer(payload_M: Tensor) -> Buffer:
@@ -182,13 +181,9 @@ def _decode_flat(info: TensorInfo, payload_M: Tensor) -> Tensor:
     if info.codec in HALVES:
         return payload_M.view(HALVES[info.codec]).to(dtype)
     count = prod(info.shape)
-    if info.codec == Codec.INT8:
-        return decode_int8(payload_M, count, dtype)
-    if info.codec == Codec.INT4:
-        return decode_int4(payload_M, count, dtype)
-    if info.codec == Codec.INT2:
-        return decode_int2(payload_M, count, dtype)
-    return (decode_topk if info.codec == Codec.TOPK else decode_topk2)(payload_M, count, info.param, dtype)
+    if info.codec in SPARSE:
+        return SPARSE[info.codec][1](payload_M, count, info.param, dtype)
+    return BLOCKWISE[info.codec][1](payload_M, count, dtype)
 
 
 Encoded = tuple[tuple[TensorInfo, ...], list[Buffer]]

@@ -108,19 +108,11 @@ def _write_positions(mask_N: Tensor, positions_K: Tensor) -> list[Tensor]:
 
 def _read_positions(payload_M: Tensor, count: int, kept: int) -> Tensor:
     if topk_mask_bytes(count) <= topk_index_bytes(count, kept):
-        return _read_mask(payload_M, count, kept)
-    return _read_indices(payload_M, count, kept)
-
-
-def _read_mask(payload_M: Tensor, count: int, kept: int) -> Tensor:
-    spread_Q = payload_M.to(torch.int64).mul_(_SPREAD_BYTES).bitwise_and_(_BIT_OF_BYTE)
-    positions_K = positions_of(spread_Q.view(torch.uint8) != 0)
-    if positions_K.numel() != kept or (kept and int(positions_K[-1]) >= count):
-        raise ProtocolError(f"a bitmask over {count} elements holds {positions_K.numel()} bits instead of {kept}")
-    return positions_K
-
-
-def _read_indices(payload_M: Tensor, count: int, kept: int) -> Tensor:
+        spread_Q = payload_M.to(torch.int64).mul_(_SPREAD_BYTES).bitwise_and_(_BIT_OF_BYTE)
+        positions_K = positions_of(spread_Q.view(torch.uint8) != 0)
+        if positions_K.numel() != kept or (kept and int(positions_K[-1]) >= count):
+            raise ProtocolError(f"a bitmask over {count} elements holds {positions_K.numel()} bits instead of {kept}")
+        return positions_K
     split = TOPK_INDEX_BYTES * kept
     counts_B = payload_M[split:].view(torch.int32).to(torch.int64)
     indices_K = payload_M[:split].view(torch.int16).to(torch.int64).bitwise_and_(0xFFFF)

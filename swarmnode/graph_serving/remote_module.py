@@ -55,8 +55,7 @@ from swarmnode.peer.host import Host
 from swarmnode.peer.questions import ask_one, board_of
 from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.view import Span
-from swarmnode.serving.client.blame import ARGUABLE, Blame, Verdict
-from swarmnode.serving.client.router import Router
+from swarmnode.serving.client.router import ARGUABLE, Blame, Router, Verdict
 
 if TYPE_CHECKING:
     import numpy as np

@@ -4,30 +4,210 @@ A pipeline's beat is what one microbatch costs its slowest stage in computing. W
 hidden, its throughput is not: a link keeps up where the bytes of a microbatch take less than a beat. So the mildest rung of
 the ladder is chosen that does. Each direction of each link chooses by itself, from what its receiver measured.
 
-Codec of a session's hidden states on their way into a layer, by position, so that a second sender sends the same bytes.
-
-A codec is chosen once for the prompt of a text and once for its steps. A prompt is many positions at once, so the link must keep
-up with the pass that computes them, as in training. A step is one position that waits for its transfer; a transfer that is
-short beside the pass and the round trip is not worth a loss of precision.
+A session chooses by the same rule, once for the prompt of a text and once for its steps, and keeps its choices by position, so that
+a second sender sends the same bytes. A prompt is many positions at once, so the link must keep up with the pass that computes
+them. A step is one position that waits for its transfer; a transfer that is short beside the pass and the round trip is not worth
+a loss of precision.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import math
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from swarmnode.codec.tensors import FLOAT_DTYPES, Codec, TensorInfo, payload_bytes
-from swarmnode.swarm.records.run import AUTO
+from swarmnode.swarm.records.run import AUTO, Compression
 
 LADDER = (Codec.NONE, Codec.BF16, Codec.INT8, Codec.INT4)
-SHARE = 0.8  # of the beat that a transfer may take: the rest is for whoever shares the link
-EASY_SHARE = 0.5  # below it a milder rung is worth a try
+COARSENESS = (Codec.NONE, Codec.FP16, Codec.BF16, Codec.INT8, Codec.INT4, Codec.INT2, Codec.TOPK, Codec.TOPK2)
 HURRY = 2  # looks in a row that ask for more compression before it is taken up
 PATIENCE = 16  # looks in a row that would allow less
 TOPK, ADATOPK, SLOWEST = "topk", "adatopk", "slowest"
 SPARSE_RULES = (TOPK, ADATOPK, SLOWEST)
 AS_SLOW = 0.9  # of the slowest link's seconds: measurements of one link waver
+MAX_CHANGES = 64  # of one session between two of its hops: a conversation of as many texts
+
+
+@dataclass(frozen=True)
+class Demands:
+    """Demands on a link that chooses among codecs.
+
+    A transfer may take `share` of the seconds that it has, and at least `least_s`. Only where it would take `easy_share` with a
+    milder codec, that codec is worth a try. `ladder` ends with the coarsest codec that the receiver's quality bears. `hurry` is
+    the number of choices in a row that ask for more compression before it is taken up.
+    """
+
+    ladder: Sequence[Codec] = LADDER
+    share: float = 0.8  # the rest is for whoever shares the link
+    easy_share: float = 0.5
+    least_s: float = 0.0
+    hurry: int = HURRY
+
+
+MICROBATCHES = Demands()
+"""Microbatches in flight; the seconds are the beat."""
+
+NOTICED_S = 0.001
+PROMPT = Demands(least_s=NOTICED_S, hurry=1)
+"""Prompt of a session, whose codec is chosen once; the seconds are those of the pass."""
+
+STEPS = Demands((Codec.NONE, Codec.BF16, Codec.INT8), share=0.1, least_s=NOTICED_S, hurry=1)
+"""Steps of a session, each of which makes a token; the seconds are those of the pass and of the round trip."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Chosen codec, the share of elements that top-k keeps, and the reason in words."""
+
+    codec: Codec
+    reason: str
+    keep: float = 1.0
+
+
+UNKNOWN = Choice(Codec.NONE, "nothing is known of the link yet")
+
+Link = TypeVar("Link", bound=Hashable)
+
+
+class LinkDurations:
+    """Seconds that a microbatch's values take uncompressed over each link, by direction. They are kept for the current and the
+    previous step, so that peers of earlier steps are forgotten."""
+
+    def __init__(self) -> None:
+        self._now_s: dict[Hashable, float] = {}
+        self._before_s: dict[Hashable, float] = {}
+
+    @property
+    def slowest_s(self) -> float:
+        """The longest time of a link, in seconds; 0 if none is known."""
+        return max((*self._now_s.values(), *self._before_s.values()), default=0.0)
+
+    def note(self, link: Hashable, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
+        """Record that `values`, in any encoding, cross a link. Returns the seconds that they would take uncompressed, or
+        None if the bandwidth is unknown."""
+        if not bandwidth_bps:
+            return None
+        self._now_s[link] = found_s = encoded_bytes(values, Codec.NONE) * 8 / bandwidth_bps
+        return found_s
+
+    def end_step(self) -> None:
+        """Begin a new step, and forget the links of the step before the last one."""
+        self._before_s, self._now_s = self._now_s, {}
+
+
+@dataclass
+class _LinkState:
+    """Place of a link on the ladder, and the choice that follows from it."""
+
+    choice: Choice
+    rung: int = 0
+    wishes: int = 0  # looks in a row: above zero for more compression, below for less
+    wanted: int = 0  # the mildest rung that they ask for
+
+
+class LinkCodecs(Generic[Link]):
+    """Choice of the codec for each link of a sender, in each direction by itself, among the `allowed` codecs of the swarm.
+
+    The rule of `compression` is "auto", the name of a codec for all links, or a rule of top-k, which compares each link with the
+    slowest one. "auto" chooses the mildest codec by which a link meets the `demands`.
+    """
+
+    def __init__(
+        self, allowed: Collection[int], compression: Compression | None = None, demands: Demands = MICROBATCHES
+    ) -> None:
+        self.choices: dict[Link, Choice] = {}
+        self.durations = LinkDurations()
+        self._demands = demands
+        self._ladder = [codec for codec in demands.ladder if codec in allowed] or [Codec.NONE]
+        self.adopt(compression or Compression())
+
+    def adopt(self, compression: Compression) -> None:
+        """Choose by another rule from now on. `choices` keeps the former ones until each link is chosen for again."""
+        self._compression = compression
+        if compression.rule == AUTO and len(self._ladder) > 1:
+            self._only = None
+        else:
+            codec = self._ladder[0] if compression.rule == AUTO else codec_of(compression.rule)
+            self._only = Choice(codec, "the only codec that is allowed")
+        self._states: dict[Link, _LinkState] = {}
+
+    def choose(
+        self,
+        link: Link,
+        values: Sequence[TensorInfo],
+        bandwidth_bps: float | None,
+        room_s: float,
+        *,
+        directions: int = 1,
+        slowest_s: float = 0.0,
+    ) -> Choice:
+        """Return the choice for the next values on a link: the earlier one if too little is known.
+
+        Args:
+            link: Receiver, and direction through the model.
+            values: Descriptors of the values.
+            bandwidth_bps: Bandwidth of the link; None if unknown.
+            room_s: Seconds that the demands count with; 0 if unknown.
+            directions: Number of directions that share the sender's uplink.
+            slowest_s: Seconds of the swarm's slowest link, for top-k; 0: those of the slowest in `durations`.
+        """
+        link_s = self.durations.note(link, values, bandwidth_bps)
+        if self._compression.rule in SPARSE_RULES:
+            choice = self._sparse(link_s, slowest_s or self.durations.slowest_s)
+        elif self._only is not None:
+            choice = self._only
+        else:
+            state = self._states.setdefault(link, _LinkState(Choice(self._ladder[0], UNKNOWN.reason)))
+            if bandwidth_bps and max(room_s, self._demands.least_s) > 0:
+                self._move(state, values, bandwidth_bps, room_s, directions)
+            choice = state.choice
+        self.choices[link] = choice
+        return choice
+
+    def _move(
+        self, state: _LinkState, values: Sequence[TensorInfo], bandwidth_bps: float, room_s: float, directions: int
+    ) -> None:
+        """Move a link to the mildest rung that keeps up, after as many looks that ask for it as the demands say; or to the
+        milder rung beside its own, after `PATIENCE` looks that allow it."""
+        demands, ladder = self._demands, self._ladder
+
+        def least_that_keeps_up(share: float) -> int:
+            most_s = max(demands.least_s, share * room_s / directions)
+            return ladder.index(mildest(ladder, values, bandwidth_bps, most_s))
+
+        wanted = least_that_keeps_up(demands.share)
+        if wanted > state.rung:
+            state.wanted = wanted if state.wishes <= 0 else min(wanted, state.wanted)
+            state.wishes = max(1, state.wishes + 1)
+        elif least_that_keeps_up(demands.easy_share) < state.rung:
+            state.wishes = min(-1, state.wishes - 1)
+        else:
+            state.wishes = 0
+        if state.wishes >= demands.hurry:
+            state.rung, state.wishes = state.wanted, 0
+        elif state.wishes <= -PATIENCE:
+            state.rung, state.wishes = state.rung - 1, 0
+        plain_bytes, sent_bytes = (encoded_bytes(values, codec) for codec in (Codec.NONE, ladder[state.rung]))
+        state.choice = Choice(
+            ladder[state.rung],
+            f"{plain_bytes / 1e6:.2f} MB at {bandwidth_bps / 1e6:.3g} Mbit/s take "
+            f"{plain_bytes * 8 / bandwidth_bps:.3g} s uncompressed, {sent_bytes * 8 / bandwidth_bps:.3g} s so; "
+            f"the slowest stage needs {room_s:.3g} s for a microbatch",
+        )
+
+    def _sparse(self, link_s: float | None, slowest_s: float) -> Choice:
+        """Choose top-k's ratio by comparison with the slowest link; `UNKNOWN` if the link's bandwidth is unknown."""
+        if link_s is None:
+            return UNKNOWN
+        rule = self._compression.rule
+        ratio = topk_ratio(rule, link_s, slowest_s, self._compression.ratio)
+        seen = f"{link_s:.3g} s, while the slowest link takes {slowest_s:.3g} s"
+        if ratio <= 1:
+            return Choice(Codec.NONE, f"{rule}: {seen}")
+        return Choice(Codec.TOPK, f"{rule} keeps 1 / {ratio:.3g} of the elements: {seen}", 1 / ratio)
 
 
 def codec_of(rule: str) -> Codec:
@@ -61,111 +241,21 @@ def slowest_link_s(told: Iterable[float]) -> float:
     return longest[1] if len(longest) == 2 else 0.0
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Chosen codec, the share of elements that top-k keeps, and the reason in words."""
-
-    codec: Codec
-    reason: str
-    keep: float = 1.0
-
-
-@dataclass(frozen=True)
-class Look:
-    """Facts that a sender has before it sends: descriptors of the values, the link's bandwidth (None if unknown), the beat (0 if
-    unknown) and the number of directions that share its uplink."""
-
-    values: Sequence[TensorInfo]
-    bandwidth_bps: float | None
-    beat_s: float
-    directions: int = 1
-
-
-class Controller:
-    """Chooser of the codec for one direction of one link, among the `allowed` codecs of the swarm."""
-
-    def __init__(self, allowed: Collection[int]) -> None:
-        self._ladder = [codec for codec in LADDER if codec in allowed] or [Codec.NONE]
-        self._rung = 0
-        self._wishes = 0  # looks in a row: above zero for more compression, below for less
-        self._wanted = 0  # the mildest of what they ask for
-        self.choice = Choice(self._ladder[0], "nothing is known of the link yet")
-
-    def look(self, look: Look) -> Choice:
-        """Return the choice of a codec for the next values; the earlier choice if the link's bandwidth or the time per microbatch
-        is unknown."""
-        if len(self._ladder) == 1:
-            self.choice = Choice(self._ladder[0], "the only codec that is allowed")
-        elif look.bandwidth_bps and look.beat_s > 0:
-            self._consider(look)
-        return self.choice
-
-    def _consider(self, look: Look) -> None:
-        wanted = self._least_that_keeps_up(look, SHARE)
-        if wanted > self._rung:
-            self._wanted = wanted if self._wishes <= 0 else min(wanted, self._wanted)
-            self._wishes = max(1, self._wishes + 1)
-        elif self._least_that_keeps_up(look, EASY_SHARE) < self._rung:
-            self._wishes = min(-1, self._wishes - 1)
-        else:
-            self._wishes = 0
-        if self._wishes >= HURRY:
-            self._rung, self._wishes = self._wanted, 0
-        elif self._wishes <= -PATIENCE:
-            self._rung, self._wishes = self._rung - 1, 0
-        assert look.bandwidth_bps
-        codec, plain_bytes = self._ladder[self._rung], encoded_bytes(look.values, Codec.NONE)
-        reason = (
-            f"{plain_bytes / 1e6:.2f} MB at {look.bandwidth_bps / 1e6:.3g} Mbit/s take "
-            f"{plain_bytes * 8 / look.bandwidth_bps:.3g} s uncompressed, "
-            f"{encoded_bytes(look.values, codec) * 8 / look.bandwidth_bps:.3g} s so; "
-            f"the slowest stage needs {look.beat_s:.3g} s for a microbatch"
-        )
-        self.choice = Choice(codec, reason)
-
-    def _least_that_keeps_up(self, look: Look, share: float) -> int:
-        assert look.bandwidth_bps
-        room_s = share * look.beat_s / look.directions
-        return self._ladder.index(mildest(self._ladder, look.values, look.bandwidth_bps, room_s))
-
-
 def mildest(ladder: Sequence[Codec], values: Sequence[TensorInfo], bandwidth_bps: float, room_s: float) -> Codec:
     """Return the first codec of `ladder` that lets `values` cross the link within `room_s` seconds; the last if none does."""
     fitting = (codec for codec in ladder if encoded_bytes(values, codec) * 8 <= room_s * bandwidth_bps)
     return next(fitting, ladder[-1])
 
 
-def encoded_bytes(values: Sequence[TensorInfo], codec: Codec) -> int:
-    """Return the encoded size of `values` in bytes. Only floats are compressed: whole numbers are token ids or labels."""
-    return sum(
-        payload_bytes(TensorInfo(codec if info.dtype in FLOAT_DTYPES else Codec.NONE, info.dtype, info.shape))
-        for info in values
-    )
-
-
-MAX_CHANGES = 64  # of one session between two of its hops: a conversation of as many texts
-PROMPT_LADDER: Sequence[Codec] = LADDER
-STEP_LADDER: Sequence[Codec] = (Codec.NONE, Codec.BF16, Codec.INT8)  # every step makes a token
-STEP_SHARE = 0.1  # of what a step takes anyway
-NOTICED_S = 0.001
-COARSENESS = (Codec.NONE, Codec.FP16, Codec.BF16, Codec.INT8, Codec.INT4, Codec.INT2, Codec.TOPK, Codec.TOPK2)
-
-
-@dataclass(frozen=True)
-class LinkView:
-    """Link for the next pass: its bandwidth, its round trip and the seconds of the pass itself."""
-
-    bandwidth_bps: float
-    rtt_s: float
-    pass_s: float
-
-
-def choose(states: TensorInfo, link: LinkView, allowed: Collection[int], *, is_step: bool) -> Codec:
-    """Return the mildest of the `allowed` codecs that lets the link keep up; the coarsest usable codec if none does."""
-    ladder = STEP_LADDER if is_step else PROMPT_LADDER
-    room_s = STEP_SHARE * (link.pass_s + link.rtt_s) if is_step else SHARE * link.pass_s
-    usable = [codec for codec in ladder if codec in allowed] or [Codec.NONE]
-    return mildest(usable, [states], link.bandwidth_bps, max(NOTICED_S, room_s))
+def encoded_bytes(values: Sequence[TensorInfo], codec: Codec, keep: float = 0.0) -> int:
+    """Return the encoded size of `values` in bytes; `keep` is the share of elements that top-k keeps. Only floats are
+    compressed: whole numbers are token ids or labels."""
+    size_bytes = 0
+    for info in values:
+        used = codec if info.dtype in FLOAT_DTYPES else Codec.NONE
+        kept = round(keep * math.prod(info.shape)) if used == Codec.TOPK else 0
+        size_bytes += payload_bytes(TensorInfo(used, info.dtype, info.shape, kept))
+    return size_bytes
 
 
 def coarsest(codecs: Iterable[Codec]) -> Codec:

@@ -4,6 +4,8 @@ An adapter in use stays. Of the others the least recently used leaves the device
 caches of a session find no room. Beside a card it goes into the host's memory, if there is room, and from there it is dropped;
 its files stay on the disk. A new adapter also displaces sessions kept for another text, as a new session does. All replicas
 of the stage have the same adapters, so a session may be opened at any of them.
+
+Grammars of the sessions whose tokens are drawn here: compiled on a thread, with a tokenizer that only grammars need.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from swarmnode.codec.messages import Open
+from swarmnode.codec.sampling import Grammar
 from swarmnode.compute.model.adapters.span_adapters import Change, moved_to
+from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, CheckpointError, ErrorCode, LocalError, PeerError, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
@@ -25,10 +30,10 @@ from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.view import Span
 
 if TYPE_CHECKING:
-    from swarmnode.compute.model.adapters.adapter_file import AdapterFile
     from swarmnode.compute.model.span import ModelSpan
     from swarmnode.serving.worker import Worker
     from swarmnode.weights.adapter_files import AdapterFiles
+
 
 FAILED_S = 30.0  # a failed load is not tried again for this time
 
@@ -135,24 +140,25 @@ class StageAdapters:
         """Load an adapter from the host's memory, else from its files."""
         parked = self._parked.pop(name, None)
         if parked is None:
-            await self._load_file(await files.bring(name, self._units), name)
+            spans = [worker.runner.span for worker, _ in self.places]
+            units = Span(
+                min(span.start for span in spans), max(span.end for span in spans)
+            )  # of all parts of the stage
+            file = await files.bring(name, units)
+
+            def load(span: ModelSpan) -> Mapping[str, Change]:
+                return file.load(span.family, span.model, span.start, span.end, device=span.device, dtype=span.dtype)
+
+            async def changes(_place: int, span: ModelSpan) -> Mapping[str, Change]:
+                return await asyncio.to_thread(load, span)
+
+            sizes = [file.bytes_of(span.family, span.start, span.end, span.dtype) for span in spans]
+            await self._put(name, await self._reserve(sizes), changes)
         else:
             await self._load_parked(parked, name)
         if name not in files:  # it has expired, or was blocked, meanwhile
             self._let_go(name, self._held.pop(name).memory)
             raise ProtocolError("the adapter is over", code=ErrorCode.ADAPTER_EXPIRED)
-
-    async def _load_file(self, file: AdapterFile, name: str) -> None:
-        def load(span: ModelSpan) -> Mapping[str, Change]:
-            units = (span.start, span.end)
-            return file.load(span.family, span.model, *units, device=span.device, dtype=span.dtype)
-
-        async def changes(_place: int, span: ModelSpan) -> Mapping[str, Change]:
-            return await asyncio.to_thread(load, span)
-
-        spans = [worker.runner.span for worker, _ in self.places]
-        sizes = [file.bytes_of(span.family, span.start, span.end, span.dtype) for span in spans]
-        await self._put(name, await self._reserve(sizes), changes)
 
     async def _load_parked(self, parked: _Parked, name: str) -> None:
         async def changes(place: int, span: ModelSpan) -> Mapping[str, Change]:
@@ -180,12 +186,6 @@ class StageAdapters:
             self._let_go(name, memory)
             raise
         self._held[name] = _Held(memory)
-
-    @property
-    def _units(self) -> Span:
-        """Layers of all parts of the stage."""
-        spans = [worker.runner.span for worker, _ in self.places]
-        return Span(min(span.start for span in spans), max(span.end for span in spans))
 
     def _loaded(self, name: str, task: asyncio.Task[None]) -> None:
         """Forget a finished load. A failure is kept for FAILED_S, so that requests in that time get the same error."""
@@ -273,3 +273,73 @@ class StageAdapters:
             parked.memory.release()
         self._held.clear()
         self._parked.clear()
+
+
+class Compiler(Protocol):
+    """Compiler of grammars, like `compute.serving.grammar.GrammarCompiler`. Used from one thread."""
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the compiler's tokenizer is in memory."""
+
+    @property
+    def tokenizer_bytes(self) -> int:
+        """Bytes of memory that the compiler's tokenizer takes."""
+
+    def compile(self, grammar: Grammar) -> GrammarMatcher:
+        """Return a matcher for the text of one session. Raises ProtocolError (INVALID_REQUEST) if the grammar is
+        invalid."""
+
+
+class Grammars:
+    """Compiler of grammars beside the event loop, with limits.
+
+    The first grammar loads the tokenizer, which takes seconds for a large vocabulary. Its memory is reserved before,
+    and sessions without a grammar are not delayed. The compiler has its own thread, so a grammar that hangs delays only
+    other grammars. `compiler` is None if no tokens are drawn here or the checkpoint has no tokenizer.
+    """
+
+    def __init__(self, compiler: Compiler | None, ledger: MemoryLedger, config: ServerConfig) -> None:
+        self._compiler = compiler
+        self._ledger = ledger
+        self._config = config
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="swarmnode-grammars")
+        self._tokenizer: Reservation | None = None
+        self._waiting = 0
+
+    async def compile(self, grammar: Grammar) -> GrammarMatcher:
+        """Compile a grammar to a matcher for one session.
+
+        Raises ProtocolError (INVALID_REQUEST) if it is invalid or there is no tokenizer. Raises Busy if too many
+        grammars wait, there is no memory for the tokenizer, or it is not compiled in time.
+        """
+        if self._compiler is None:
+            raise ProtocolError("this node has no tokenizer, which a grammar needs", code=ErrorCode.INVALID_REQUEST)
+        if self._waiting >= self._config.max_compiling:
+            raise Busy("too many grammars wait to be compiled", retry_s=self._config.retry_s)
+        if self._tokenizer is None:
+            self._tokenizer = self._ledger.reserve(Account.TOKENIZER, self._compiler.tokenizer_bytes)
+        self._waiting += 1  # until it is compiled, even if its session no longer waits
+        compiling = asyncio.get_running_loop().run_in_executor(self._thread, self._compiler.compile, grammar)
+        compiling.add_done_callback(partial(self._compiled, self._compiler))
+        try:
+            return await asyncio.wait_for(asyncio.shield(compiling), self._config.compile_s)
+        except asyncio.TimeoutError:
+            raise Busy("a grammar was not compiled in time", retry_s=self._config.retry_s) from None
+
+    def _compiled(self, compiler: Compiler, done: asyncio.Future[GrammarMatcher]) -> None:
+        self._waiting -= 1
+        if not done.cancelled():
+            done.exception()  # marks the exception as retrieved: the waiting session may be gone
+        if not self._waiting and not compiler.loaded:
+            self._release()
+
+    def close(self) -> None:
+        """Compile nothing more; a grammar that is being compiled is not waited for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self._tokenizer is not None:
+            self._tokenizer.release()
+            self._tokenizer = None

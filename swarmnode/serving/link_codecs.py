@@ -14,7 +14,7 @@ from swarmnode.errors import ErrorCode
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host
-from swarmnode.plan.compression import CodecSchedule, LinkView, choose
+from swarmnode.plan.compression import PROMPT, STEPS, CodecSchedule, LinkCodecs
 from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.manifest import SERVING_CODECS
@@ -43,7 +43,7 @@ class CodecRules:
         return None if body.tensor.codec in self.allowed else ErrorCode.MALFORMED
 
 
-class LinkCodecs:
+class SessionCodecs:
     """Codecs that one session uses at one hop, not the last. Written on the event loop, read by the compute thread."""
 
     def __init__(self, opened: Open, rules: CodecRules, width: int) -> None:
@@ -53,17 +53,13 @@ class LinkCodecs:
         self._width = width
         self._begin = 0  # first position of the present text that it does not share with the text before
 
-    @property
-    def _unit(self) -> int:
-        """Layer that the states enter."""
-        return self._opened.route[self._opened.index].end
-
     def rebound(self, opened: Open, accepted: int) -> None:
         """Take over the choices of a new epoch; positions below `accepted` were computed here."""
         if opened.sampling != self._opened.sampling:
             self._begin = accepted
         self._opened = opened
-        self.schedule.take_up((one.start, Codec(one.codec)) for one in opened.codecs if one.unit == self._unit)
+        unit = opened.route[opened.index].end
+        self.schedule.take_up((one.start, Codec(one.codec)) for one in opened.codecs if one.unit == unit)
 
     def look(self, start: int, end: int, rtt_s: float, cost: PassCost) -> list[LinkCodec]:
         """Choose codecs for positions [start, end), which are about to be computed.
@@ -71,35 +67,31 @@ class LinkCodecs:
         Returns the new choices. It is empty if the client fixed the codecs, they were chosen before, or the bandwidth
         is not known.
         """
-        opened, steps_from = self._opened, self._steps_from
+        opened, rules = self._opened, self._rules
         if not opened.adapts or self.schedule.full:
             return []
+        # The prompt ends where steps begin. In DRIVEN mode only the client knows that position.
+        steps_from = opened.max_length if opened.sampling is None else opened.sampling.prompt_length
         # Positions that led to drawn tokens must be sent again as they were, even if no codec had been chosen.
         settled = opened.known if opened.mode == Mode.DRIVEN or opened.known > steps_from else 0
+        unit, receiver = opened.route[opened.index].end, opened.route[opened.index + 1].peer
         news = []
         for begin, until in ((self._begin, steps_from), (steps_from, opened.max_length)):
             at, end_of_phase = max(start, begin, settled), min(end, until)
-            if at < end_of_phase and not self.schedule.is_chosen(begin, until):
-                is_step = begin == steps_from
-                count = 1 if is_step else end_of_phase - at  # guesses behind a step do not change its codec
-                news += self._choose(at, count, rtt_s, cost.seconds(opened.rows * count), is_step=is_step)
+            if at >= end_of_phase or self.schedule.is_chosen(begin, until):
+                continue
+            is_step = begin == steps_from
+            count = 1 if is_step else end_of_phase - at  # guesses behind a step do not change its codec
+            bandwidth_bps = rules.bandwidth_bps(receiver)
+            if bandwidth_bps is None:
+                continue
+            states = TensorInfo(Codec.NONE, rules.dtype, (opened.rows, count, self._width))
+            room_s = cost.seconds(opened.rows * count) + (rtt_s if is_step else 0.0)
+            codecs = LinkCodecs[PeerId](rules.allowed, demands=STEPS if is_step else PROMPT)
+            codec = codecs.choose(receiver, [states], bandwidth_bps, room_s).codec
+            self.schedule.change(at, codec)
+            news.append(LinkCodec(unit, at, codec))
         return news
-
-    @property
-    def _steps_from(self) -> int:
-        """Position at which the prompt ends. In DRIVEN mode only the client knows it: then `max_length`."""
-        opened = self._opened
-        return opened.max_length if opened.sampling is None else opened.sampling.prompt_length
-
-    def _choose(self, start: int, count: int, rtt_s: float, pass_s: float, *, is_step: bool) -> list[LinkCodec]:
-        opened, rules = self._opened, self._rules
-        bandwidth_bps = rules.bandwidth_bps(opened.route[opened.index + 1].peer)
-        if bandwidth_bps is None:
-            return []
-        states = TensorInfo(Codec.NONE, rules.dtype, (opened.rows, count, self._width))
-        codec = choose(states, LinkView(bandwidth_bps, rtt_s, pass_s), rules.allowed, is_step=is_step)
-        self.schedule.change(start, codec)
-        return [LinkCodec(self._unit, start, codec)]
 
 
 def codec_rules_of(host: Host, dtype: torch.dtype) -> CodecRules:

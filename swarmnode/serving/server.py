@@ -27,10 +27,9 @@ from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
-from swarmnode.serving.adapters import StageAdapters
+from swarmnode.serving.adapters import Grammars, StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.drafting.drafter import Drafting, no_drafting
-from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.link_codecs import CodecRules
 from swarmnode.serving.pipeline import GiveWay, Pipeline, Replicas
 from swarmnode.serving.session.opening import EarlyAttaches, check_sampling, draws_by_grammar, is_for, shape_of, text_of
@@ -238,7 +237,17 @@ class StageServer:
 
         Raises ProtocolError if the session cannot be had here, Busy if there is no room.
         """
-        self._check(channel.peer, body, text)
+        if not is_for(body, self.peer.network.peer_id, channel.peer):
+            raise ProtocolError("the route does not lead here from the sender")
+        hop, span = body.route[body.index], self._replicas.span
+        if not span.start <= hop.start < hop.end <= span.end:
+            raise ProtocolError("its layers are not here", code=ErrorCode.WRONG_SPAN)
+        wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
+        if wrong is not None:
+            raise ProtocolError("it does not fit the model, or the swarm's codecs", code=wrong)
+        self.adapters.admit(body, channel.peer)
+        if not self._has_adapter(body):
+            raise Busy("the adapter has gone again", retry_s=self.config.retry_s)
         session = self._sessions.get(body.session)
         if session is not None and body.epoch <= session.epoch:
             raise ProtocolError("another request for it came later", code=ErrorCode.STALE)
@@ -258,23 +267,6 @@ class StageServer:
         session.rebind(channel, body, text)
         for early, attach in self._early.take(body.session):
             self._attach(early, attach)
-
-    def _check(self, sender: PeerId, body: Open, text: Buffer) -> None:
-        """Raise ProtocolError if the session can never be served here as requested.
-
-        Raises Busy if its adapter was dropped again while the session waited.
-        """
-        if not is_for(body, self.peer.network.peer_id, sender):
-            raise ProtocolError("the route does not lead here from the sender")
-        hop, span = body.route[body.index], self._replicas.span
-        if not span.start <= hop.start < hop.end <= span.end:
-            raise ProtocolError("its layers are not here", code=ErrorCode.WRONG_SPAN)
-        wrong = check_sampling(body, text, self._replicas.vocab_size) or self.codec_rules.refusal(body)
-        if wrong is not None:
-            raise ProtocolError("it does not fit the model, or the swarm's codecs", code=wrong)
-        self.adapters.admit(body, sender)
-        if not self._has_adapter(body):
-            raise Busy("the adapter has gone again", retry_s=self.config.retry_s)
 
     def _new_session(self, claimant: Claimant, body: Open, grammar: GrammarMatcher | None) -> StageSession:
         """Make a session, if possible in the pipeline of the session that it begins like. Raises as `_admit` does."""

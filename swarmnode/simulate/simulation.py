@@ -10,10 +10,9 @@ from swarmnode.errors import UsageError
 from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.view import Span
 from swarmnode.plan.virtual_clock import VirtualClock
-from swarmnode.simulate.environment.devices import SimulatedDevice, device_of
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
-from swarmnode.simulate.environment.peers import Change, Peer, steady_churn
+from swarmnode.simulate.environment.peers import Change, Peer, SimulatedDevice, device_of, steady_churn
 from swarmnode.simulate.environment.world import SimulatedWorkload, World
 from swarmnode.simulate.results.measures import Measures
 from swarmnode.simulate.sessions.serving import Serving

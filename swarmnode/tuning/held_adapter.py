@@ -55,7 +55,8 @@ from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
 from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
-from swarmnode.plan.compression import Controller, Look
+from swarmnode.plan.compression import LinkCodecs
+from swarmnode.swarm.records.run import AUTO, Compression
 from swarmnode.tuning.adapter_parts import AdapterParts, pieces_of
 
 log = logging.getLogger(__name__)
@@ -116,9 +117,9 @@ class HopCodecs:
     """
 
     def __init__(self, opened: OpenAdapter, allowed: Collection[int]) -> None:
-        self._fixed = None if opened.adapts else Codec(opened.codec)
+        rule = AUTO if opened.adapts else Codec(opened.codec).name.lower()
         self._decoded = {int(Codec.NONE), *(allowed if opened.adapts else (opened.codec,))}
-        self._controllers = {direction: Controller(allowed) for direction in (FORWARD, BACKWARD)}
+        self._codecs = LinkCodecs[str](allowed, Compression(rule))  # by direction
         self._bandwidths_bps: dict[str, float | None] = {}
         self._counted_s: list[float] = []  # when the microbatches of the step were counted
         self._beat_s = 0.0  # between two microbatches in the last step
@@ -146,11 +147,9 @@ class HopCodecs:
         they follow from are at fault."""
         if not is_within(values, LARGEST_SENT):
             raise ProtocolError("values that overflow here", code=ErrorCode.NOT_FINITE)
-        codec = self._fixed
-        if codec is None:
-            look = Look(describe_values(values), self._bandwidths_bps.get(direction), self._beat_s)
-            codec = self._controllers[direction].look(look).codec
-        return encode_values(values, codec)
+        bandwidth_bps = self._bandwidths_bps.get(direction)
+        choice = self._codecs.choose(direction, describe_values(values), bandwidth_bps, self._beat_s)
+        return encode_values(values, choice.codec)
 
 
 class HeldAdapter:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.client.training.listener import TrainerMeter
+from swarmnode.client.training.client import TrainerMeter
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.data.samples import DataSummary

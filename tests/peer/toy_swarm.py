@@ -33,11 +33,10 @@ from swarmnode.peer.paths import ObservedLatency
 from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.plan.view import Span
-from swarmnode.serving.adapters import StageAdapters
+from swarmnode.serving.adapters import Grammars, StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.serving.client.router import Route, Router
-from swarmnode.serving.grammars import Grammars
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, drop_from
 from swarmnode.serving.pipeline import Pipeline
 from swarmnode.serving.server import StageServer

@@ -1,4 +1,4 @@
-"""The controller: no more compression than takes a link off the critical path, and no flapping."""
+"""The choice of codecs: no more compression than takes a link off the critical path, and no flapping."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.plan.compression import HURRY, LADDER, PATIENCE, Controller, Look, encoded_bytes
+from swarmnode.plan.compression import HURRY, LADDER, PATIENCE, LinkCodecs, encoded_bytes
 
 HIDDEN = TensorInfo(Codec.NONE, DType.FLOAT32, (4, 128, 512))  # 1 MiB
 IDS = TensorInfo(Codec.NONE, DType.INT64, (4, 128))
 
 
-def settled(controller: Controller, bandwidth_bps: float | None, beat_s: float, looks: int = 100) -> Codec:
+def settled(codecs: LinkCodecs[str], bandwidth_bps: float | None, beat_s: float, looks: int = 100) -> Codec:
     for _ in range(looks):
-        controller.look(Look((HIDDEN, IDS), bandwidth_bps, beat_s))
-    return controller.choice.codec
+        codecs.choose("link", (HIDDEN, IDS), bandwidth_bps, beat_s)
+    return codecs.choices["link"].codec
 
 
 @pytest.mark.parametrize(
@@ -34,45 +34,45 @@ def settled(controller: Controller, bandwidth_bps: float | None, beat_s: float, 
     ],
 )
 def test_the_mildest_that_keeps_up(bandwidth_bps: float | None, beat_s: float, codec: Codec) -> None:
-    assert settled(Controller(LADDER), bandwidth_bps, beat_s) == codec
+    assert settled(LinkCodecs[str](LADDER), bandwidth_bps, beat_s) == codec
 
 
 def test_stronger_soon_milder_late() -> None:
-    controller = Controller(LADDER)
-    assert settled(controller, 500e6, 0.3) == Codec.NONE
-    assert settled(controller, 8e6, 0.3, HURRY - 1) == Codec.NONE, "one slow transfer may be chance"
-    assert settled(controller, 8e6, 0.3, 1) == Codec.INT4
-    assert settled(controller, 500e6, 0.3, PATIENCE - 1) == Codec.INT4
-    assert settled(controller, 500e6, 0.3, 1) == Codec.INT8, "and then one rung at a time"
-    assert settled(controller, 500e6, 0.3, 2 * PATIENCE) == Codec.NONE
+    codecs = LinkCodecs[str](LADDER)
+    assert settled(codecs, 500e6, 0.3) == Codec.NONE
+    assert settled(codecs, 8e6, 0.3, HURRY - 1) == Codec.NONE, "one slow transfer may be chance"
+    assert settled(codecs, 8e6, 0.3, 1) == Codec.INT4
+    assert settled(codecs, 500e6, 0.3, PATIENCE - 1) == Codec.INT4
+    assert settled(codecs, 500e6, 0.3, 1) == Codec.INT8, "and then one rung at a time"
+    assert settled(codecs, 500e6, 0.3, 2 * PATIENCE) == Codec.NONE
 
 
 def test_a_link_that_wavers_does_not_flap() -> None:
-    controller = Controller(LADDER)
-    settled(controller, 25e6, 0.3)
+    codecs = LinkCodecs[str](LADDER)
+    settled(codecs, 25e6, 0.3)
     seen = set()
     for look in range(200):
-        seen.add(settled(controller, 25e6 if look % 3 else 60e6, 0.3, 1))
+        seen.add(settled(codecs, 25e6 if look % 3 else 60e6, 0.3, 1))
     assert len(seen) == 1
 
 
 def test_bounds_of_the_swarm() -> None:
-    assert settled(Controller((Codec.NONE, Codec.BF16)), 8e6, 0.3) == Codec.BF16
-    assert settled(Controller((Codec.INT8,)), 500e6, 0.3) == Codec.INT8
-    assert settled(Controller(()), 8e6, 0.3) == Codec.NONE
+    assert settled(LinkCodecs[str]((Codec.NONE, Codec.BF16)), 8e6, 0.3) == Codec.BF16
+    assert settled(LinkCodecs[str]((Codec.INT8,)), 500e6, 0.3) == Codec.INT8
+    assert settled(LinkCodecs[str](()), 8e6, 0.3) == Codec.NONE
 
 
 def test_the_reason_is_for_people() -> None:
-    controller = Controller(LADDER)
-    settled(controller, 8e6, 0.3)
-    assert controller.choice.reason == (
+    codecs = LinkCodecs[str](LADDER)
+    settled(codecs, 8e6, 0.3)
+    assert codecs.choices["link"].reason == (
         "1.05 MB at 8 Mbit/s take 1.05 s uncompressed, 0.152 s so; the slowest stage needs 0.3 s for a microbatch"
     )
 
 
 @given(st.floats(1e5, 1e10), st.floats(1e5, 1e10), st.floats(1e-3, 10))
 def test_a_slower_link_never_gets_less_compression(one_bps: float, other_bps: float, beat_s: float) -> None:
-    slow, fast = (settled(Controller(LADDER), bps, beat_s, 20) for bps in sorted((one_bps, other_bps)))
+    slow, fast = (settled(LinkCodecs[str](LADDER), bps, beat_s, 20) for bps in sorted((one_bps, other_bps)))
     assert encoded_bytes([HIDDEN], slow) <= encoded_bytes([HIDDEN], fast)
 
 

@@ -16,8 +16,7 @@ from swarmnode.compute.serving.sampling import Drawn, Guess, Sampler
 from swarmnode.links.hop import Entry, until
 from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.client.generation import drafts_in
-from swarmnode.serving.drafting.first_hop import DraftLead
-from swarmnode.serving.drafting.last_hop import GuessedJobs, TakenBack
+from swarmnode.serving.drafting.session_guesses import DraftLead, GuessedJobs, TakenBack
 from swarmnode.serving.job import ForwardHidden, Job, cut, drop_from, entries_of, merge, take
 from swarmnode.serving.session.session_streams import InputCursor, ids_in, ids_input, output_of
 from tests.serving.drafting import Oracle, Steady

@@ -13,7 +13,7 @@ from swarmnode.errors import ErrorCode
 from swarmnode.plan.compression import MAX_CHANGES
 from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.serving.client.client_session import ToldCodecs
-from swarmnode.serving.link_codecs import CodecRules, LinkCodecs
+from swarmnode.serving.link_codecs import CodecRules, SessionCodecs
 
 ROUTE = (HopSpec("a", 0, 3), HopSpec("b", 3, 6))
 PROMPT = 100
@@ -23,13 +23,13 @@ OPENED = Open(
 )
 
 
-def codecs(opened: Open = OPENED, bandwidth_bps: float | None = SLOW_BPS) -> LinkCodecs:
-    made = LinkCodecs(opened, CodecRules(bandwidth_bps=lambda _peer: bandwidth_bps), width=1024)
+def codecs(opened: Open = OPENED, bandwidth_bps: float | None = SLOW_BPS) -> SessionCodecs:
+    made = SessionCodecs(opened, CodecRules(bandwidth_bps=lambda _peer: bandwidth_bps), width=1024)
     made.rebound(opened, accepted=0)
     return made
 
 
-def look(of: LinkCodecs, start: int, end: int) -> list[LinkCodec]:
+def look(of: SessionCodecs, start: int, end: int) -> list[LinkCodec]:
     return of.look(start, end, rtt_s=0.0, cost=PassCost())
 
 

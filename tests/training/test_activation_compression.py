@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,9 +14,10 @@ from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.errors import UsageError
 from swarmnode.measuring.meters import FORWARD
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.compression import LinkDurations
 from swarmnode.swarm.records.manifest import DEFAULT_CODECS, TRAIN, TRAINING_CODECS, Manifest, ModelInfo
 from swarmnode.swarm.records.run import Compression
-from swarmnode.training.worker.activation_compressor import ActivationCompressor, LinkDurations, Way
+from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from tests.net.virtual import in_virtual_time
 from tests.peer.training_swarm import PATIENCE_S, TrainingSwarm, Volunteer, toy_batches, toy_run
 
@@ -31,14 +32,14 @@ class KnownDurations(LinkDurations):
         super().__init__()
         self._seconds = seconds
 
-    def note(self, way: Way, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
-        self._now_s[way] = self._seconds.get(way[0], 0.0)
-        return self._now_s[way]
+    def note(self, link: Hashable, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
+        self._now_s[link] = self._seconds.get(link[0], 0.0)  # type: ignore[index]
+        return self._now_s[link]
 
 
 def measured(volunteer: Volunteer, seconds: Mapping[PeerId, float]) -> None:
     compressor = ActivationCompressor("none", TRAINING_CODECS)
-    compressor._durations = KnownDurations(seconds)
+    compressor.codecs.durations = KnownDurations(seconds)
     volunteer.stage.compressor = compressor
 
 

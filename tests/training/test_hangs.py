@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from swarmnode.codec.training_messages import Done, Failed, StepReport
 from swarmnode.compute.training.datasets.batches import Batches, Microbatch
 from swarmnode.errors import ErrorCode, StepFailed
 from swarmnode.net.memory.virtual_time import run_virtual
+from swarmnode.plan.compression import LinkDurations
 from swarmnode.swarm.records.manifest import TRAINING_CODECS
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.worker.activation_compressor import ActivationCompressor, LinkDurations, Way
+from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL
 from tests.peer.training_swarm import (
     StallingExecutor,
@@ -38,8 +39,8 @@ LONGEST_S = 300.0  # of virtual time, for the whole training
 class EvenDurations(LinkDurations):
     """Of links that all take a second, so that top-k keeps as few elements as the run says."""
 
-    def note(self, way: Way, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
-        self._now_s[way] = 1.0
+    def note(self, link: Hashable, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
+        self._now_s[link] = 1.0
         return 1.0
 
 
@@ -60,7 +61,7 @@ class Scenario:
         for unit in units:
             volunteer = await self.swarm.join(unit, unit + 1)
             volunteer.stage.compressor = ActivationCompressor("none", TRAINING_CODECS)
-            volunteer.stage.compressor._durations = EvenDurations()
+            volunteer.stage.compressor.codecs.durations = EvenDurations()
 
     async def train(self, batches: Batches | None = None) -> None:
         """One trainer, until all steps are done; its losses are those of one process."""

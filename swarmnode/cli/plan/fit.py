@@ -146,7 +146,7 @@ def _models(
 def _cards(layer_parameters: int) -> list[dict[str, Any]]:
     """Return the speeds of known GPUs for layers of this size, the fastest first."""
     from swarmnode.plan.offline.gpus import known_gpus
-    from swarmnode.simulate.environment.devices import BACKWARD, CAPTURED_S, known_card
+    from swarmnode.simulate.environment.peers import BACKWARD, CAPTURED_S, known_card
 
     cards = []
     for gpu in known_gpus().values():

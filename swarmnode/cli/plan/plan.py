@@ -141,7 +141,7 @@ def _hardware(network: Scenario, model: Model, options: ModelOptions) -> DeviceR
     """Return each device's layers per second, forward and back, and the bytes of its memory that units may take."""
     from swarmnode.compute.capacity.capacity import usable_bytes
     from swarmnode.plan.offline.hosting import DeviceRates
-    from swarmnode.simulate.environment.devices import BACKWARD, device_of
+    from swarmnode.simulate.environment.peers import BACKWARD, device_of
 
     tokens = options.tokens_for(model)
     devices = [device_of(network, index, model) for index in range(network.devices)]

@@ -20,7 +20,7 @@ from swarmnode.terminal.console import HOME, LogOptions, command, joined, run_as
 from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
-    from swarmnode.client.training.listener import TrainerMeter
+    from swarmnode.client.training.client import TrainerMeter
     from swarmnode.data.samples import DataRules
     from swarmnode.swarm.records.run import Run
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -104,7 +104,7 @@ def train(
     work = TrainingWork(known, watch, data, rules, settings, patience)
     here = None if not alone.local else replace(alone, out=alone.out and alone.out.absolute())
 
-    from swarmnode.client.training.listener import EarlyStopping, TrainerMeter
+    from swarmnode.client.training.client import EarlyStopping, TrainerMeter
     from swarmnode.terminal.training_view import training_view
 
     with training_view(as_json=as_json, log=records.log, tensorboard=records.tensorboard) as view:
@@ -155,7 +155,7 @@ class TrainingWork:
     async def here(self, alone: LocalOptions, meter: TrainerMeter, stop: asyncio.Event) -> tuple[int, bool]:
         """Train in this process, and return the number of steps that are done and whether any was new. Raises as `train_here`
         does."""
-        from swarmnode.client.training.local import LocalDevice, OutputFolder, train_here
+        from swarmnode.client.local import LocalDevice, OutputFolder, train_here
 
         async with self.watch.over(self.swarm.name, meter.readings):
             done = await train_here(

@@ -215,10 +215,10 @@ class _Place:
 
 def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdapter:
     """Tune until the end or Ctrl-C."""
-    from swarmnode.client.training.listener import TrainerMeter
+    from swarmnode.client.local import tune_here
+    from swarmnode.client.training.client import TrainerMeter
     from swarmnode.client.tuning.client import TuningClient
     from swarmnode.client.tuning.job import TuningPlan
-    from swarmnode.client.tuning.local import tune_here
     from swarmnode.terminal.training_view import change_lines, plan_lines
 
     watch, name, plans = place.watch, place.swarm.name, list[TuningPlan]()

@@ -1,28 +1,34 @@
-"""Trainer of a swarm: joins it as a client, fetches the config and the tokenizer, and feeds the data."""
+"""Trainer of a swarm: joins it as a client, fetches the config and the tokenizer, and feeds the data.
+
+Listeners of a training's progress, and its metrics.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 from swarmnode.checkpoints.export import export, runs_by_votes
 from swarmnode.checkpoints.states import state_board, survey
 from swarmnode.checkpoints.votes import Electorate
 from swarmnode.client.observer import SwarmObserver
-from swarmnode.client.training.listener import Listener
 from swarmnode.client.training.preparation import as_older_versions, check_trains, prepare
 from swarmnode.codec.training_messages import NOT_EVALUATED, Lease
 from swarmnode.codec.training_messages import StepReport as SwarmReport
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.credit.receipts import ReceiptIssuer
-from swarmnode.data.samples import DataRules
+from swarmnode.data.samples import DataRules, DataSummary
 from swarmnode.errors import PeerError, UsageError
+from swarmnode.metrics import table
+from swarmnode.metrics.metric import Histogram, Reading, Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining
 from swarmnode.peer.questions import board_of
@@ -35,6 +41,115 @@ from swarmnode.training.coordinator.election import ready_peers
 from swarmnode.training.trainer import Trainer
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL
 from swarmnode.weights.weights import Weights
+
+
+class Listener(Protocol):
+    """Listener of a training's progress. Its methods are called in the event loop's thread and must not block."""
+
+    def begun(self, run: Run, data: DataSummary) -> None:
+        """Report that the data has been read.
+
+        Args:
+            run: All settings of the run.
+            data: What the data holds, and how often the run passes it.
+        """
+
+    def step(self, report: StepSummary) -> None:
+        """Report that a step is finished.
+
+        Args:
+            report: Loss, time and peers of the step.
+        """
+
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        """Report that the training waits.
+
+        Args:
+            why: A sentence that gives the reason.
+            missing: The layers without a holder; may be empty.
+        """
+
+
+class ListenerChain:
+    """Listener that passes everything on to another `listener`. Base class of listeners that act on some of it."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def begun(self, run: Run, data: DataSummary) -> None:
+        """Pass the settings on."""
+        self._listener.begun(run, data)
+
+    def step(self, report: StepSummary) -> None:
+        """Pass a finished step on."""
+        self._listener.step(report)
+
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        """Pass the reason on."""
+        self._listener.waiting(why, missing)
+
+
+class EarlyStopping(ListenerChain):
+    """Listener that passes everything on to another listener, and calls `stop` after `patience` evaluations without a lower loss of
+    held-out data (0: never). `stopped` says why, and is empty before."""
+
+    def __init__(self, listener: Listener, patience: int) -> None:
+        super().__init__(listener)
+        self.stopped = ""
+        self.stop: Callable[[], None] = lambda: None
+        self._patience = patience
+        self._best: tuple[float, int] = (math.inf, 0)  # loss, and its step
+        self._worse = 0
+
+    def step(self, report: StepSummary) -> None:
+        """Pass a step on, and stop if its held-out loss is one too many that is no lower."""
+        super().step(report)
+        if report.held_out_loss is None:
+            return
+        self._best = min(self._best, (report.held_out_loss, report.step))
+        self._worse = 0 if self._best[1] == report.step else self._worse + 1
+        if self._patience and self._worse >= self._patience and not self.stopped:
+            loss, step = self._best
+            self.stopped = f"the held-out loss was lowest, {loss:.4f}, at step {step}"
+            self.stop()
+
+
+class TrainerMeter(ListenerChain):
+    """Listener that passes everything on to another listener and counts it for Prometheus. `last` is the summary of the last
+    finished step; None before the first one."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__(listener)
+        self.last: StepSummary | None = None
+        self._waiting = False
+        self._step_s = Histogram()
+        self._tokens = 0
+
+    def step(self, report: StepSummary) -> None:
+        """Count a finished step, and pass the report on."""
+        self.last, self._waiting = report, False
+        self._tokens += report.tokens
+        if report.step_s:  # 0 if the coordinator was lost before it could report
+            self._step_s.observe(report.step_s)
+        super().step(report)
+
+    def waiting(self, why: str, missing: tuple[int, ...]) -> None:
+        """Note that the training waits, and pass the reason on."""
+        self._waiting = True
+        super().waiting(why, missing)
+
+    def readings(self) -> Readings:
+        """Yield the metrics of the trainer: waiting time, tokens and, after the first step, its results."""
+        yield Reading(table.TRAINER_WAITING, self._waiting)
+        yield Reading(table.TRAINER_TOKENS, self._tokens)
+        yield Reading(table.TRAINER_STEP_SECONDS, self._step_s)
+        if self.last is not None:
+            yield Reading(table.TRAINER_STEP, self.last.step)
+            yield Reading(table.TRAINER_LOSS, self.last.loss)
+            yield Reading(table.TRAINER_EXPERT_LOAD, self.last.expert_load)
+            yield Reading(table.TRAINER_PEERS, self.last.peers)
+            yield Reading(table.TRAINER_EXPECTED_SECONDS, self.last.expected_s)
+
 
 log = logging.getLogger(__name__)
 

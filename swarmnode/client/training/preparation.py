@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,12 +116,6 @@ def as_older_versions(manifest: Manifest, folder: Path, data: Path, settings: Ru
 def check_early(data: Path, settings: Run) -> None:
     """Run the checks that need no swarm. Raises UsageError if the data cannot be read or the settings are not
     valid."""
-    _check_data(data)
-    check_run(_with(settings, settings.sequence, settings.microbatch or 1))
-
-
-def _check_data(data: Path) -> None:
-    """Raise UsageError if the data is missing, unreadable or empty."""
     is_folder = data.is_dir()
     if not is_folder and not data.is_file():
         raise UsageError(f"{data}: no such file or folder; check its name")
@@ -129,6 +123,7 @@ def _check_data(data: Path) -> None:
         raise UsageError(f"{data} cannot be read: Permission denied; change its permissions")
     if not (any(data.iterdir()) if is_folder else data.stat().st_size):
         raise UsageError(f"{data} is empty: there is nothing to train on; give data with samples")
+    check_run(_with(settings, settings.sequence, settings.microbatch or 1))
 
 
 def check_trains(manifest: Manifest) -> None:
@@ -194,9 +189,14 @@ def _read_language(
     if answers:
         end = (own.separator if own.separator in stops else next(iter(stops), None)) if rules.ends_answers else None
         samples = with_ends(samples, stops, end, notes)
-    batches = SampleBatches(
-        make_rows(_showing(samples, rules.shown, decode, first), sequence, pack=pack), config.vocab_size
-    )
+
+    def showing() -> Iterator[TokenSample]:  # the first samples are also written down, as the model sees them
+        for number, sample in enumerate(samples, 1):
+            if number <= rules.shown:
+                first.append(f"Sample {number}, learnt in ⟦ ⟧: {shown(sample, decode)}")
+            yield sample
+
+    batches = SampleBatches(make_rows(showing(), sequence, pack=pack), config.vocab_size)
     batches.notes = (*first, *_noted(notes.passed_over))
     if answers and not notes.teaches_end:
         named = ", ".join(repr(own.decode_token(stop)) for stop in stops[:3])
@@ -211,16 +211,6 @@ def _noted(names: Iterable[str]) -> tuple[str, ...]:
     listed = sorted(names)
     rest = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
     return (f"Passed over: {', '.join(listed[:MOST_NAMED])}{rest}.",) if listed else ()
-
-
-def _showing(
-    samples: Iterable[TokenSample], count: int, decode: Callable[[Sequence[int]], str], into: list[str]
-) -> Iterator[TokenSample]:
-    """Yield samples, and write the first `count` ones `into` a list as the model sees them."""
-    for number, sample in enumerate(samples, 1):
-        if number <= count:
-            into.append(f"Sample {number}, learnt in ⟦ ⟧: {shown(sample, decode)}")
-        yield sample
 
 
 def _evaluated(run: Run, batches: Batches, rules: DataRules, read: Callable[[Path], Batches]) -> Prepared:

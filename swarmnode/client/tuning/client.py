@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from swarmnode.client.observer import SwarmObserver
-from swarmnode.client.training.listener import Listener
+from swarmnode.client.training.client import Listener
 from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, TuningPlan, check_tunes
 from swarmnode.codec.tensors import check_compression, codec_named
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarmnode.client.training.listener import EarlyStopping, Listener
+from swarmnode.client.training.client import EarlyStopping, Listener
 from swarmnode.client.training.preparation import NO_DATA, prepare_text
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tuning_messages import AdapterOpened
@@ -62,31 +62,6 @@ class TuningPlan:
     hops: tuple[PlannedHop, ...]
     step_s: float
     why: str = ""
-
-
-def plan_of(
-    recipe: AdapterRecipe,
-    run: Run,
-    step: int,
-    held: Sequence[tuple[HopSpec, AdapterOpened]],
-    peers: Mapping[PeerId, Announcement],
-    *,
-    window: int,
-    why: str = "",
-) -> TuningPlan:
-    """Return the plan for an adapter that is open at the hops of `held` for `step` and all after it.
-
-    `peers` are announcements by peer.
-    """
-    hops = []
-    for index, (hop, opened) in enumerate(held):
-        told = peers.get(hop.peer)
-        name = (told.name if told is not None else "") or (HERE if hop.peer == HERE else hop.peer[-8:])
-        ids, answers = ("token ids",) * (index == 0), ("answers",) * (index == len(held) - 1)
-        sees = () if hop.peer == HERE else ("activations", "gradients", *ids, *answers)
-        hops.append(PlannedHop(name, hop, opened, sees))
-    step_s = expected_step_s(run, [hop for hop, _ in held], peers, window)
-    return TuningPlan(recipe, run, step, tuple(hops), step_s, why)
 
 
 def expected_step_s(run: Run, hops: Sequence[HopSpec], peers: Mapping[PeerId, Announcement], window: int) -> float:
@@ -216,8 +191,15 @@ class TuningJob:
         listener.begun(run, self.batches.summary(run))
 
         def opened(route: AdapterRoute) -> None:
-            given = (settings.recipe, run, tuner.step, route.sizes, peers())
-            on_plan(plan_of(*given, window=settings.window, why=tuner.fault))
+            hops, announced = [], peers()
+            for index, (hop, sizes) in enumerate(route.sizes):
+                told = announced.get(hop.peer)
+                name = (told.name if told is not None else "") or (HERE if hop.peer == HERE else hop.peer[-8:])
+                ids, answers = ("token ids",) * (index == 0), ("answers",) * (index == len(route.sizes) - 1)
+                sees = () if hop.peer == HERE else ("activations", "gradients", *ids, *answers)
+                hops.append(PlannedHop(name, hop, sizes, sees))
+            step_s = expected_step_s(run, [hop for hop, _ in route.sizes], announced, settings.window)
+            on_plan(TuningPlan(settings.recipe, run, tuner.step, tuple(hops), step_s, tuner.fault))
 
         make = AdapterTuner if partners is None else partial(SharedTuner, partners=partners)
         tuner = make(

@@ -55,7 +55,14 @@ class SwarmBackbone(nn.Module):
         self._parameters_of: dict[str, nn.Parameter] = {}
         for name in sorted(weights.keys() - (here.keys() - own)):
             self._parameters_of[name] = parameter = nn.Parameter(weights[name].float())
-            _put(self.adapter, name, parameter)
+            module = self.adapter
+            # Register the parameter under its dotted path; modules on the way are made.
+            *path, last = name.split(".")
+            for part in path:
+                if part not in module._modules:
+                    module.add_module(part, nn.Module())
+                module = module.get_submodule(part)
+            module.register_parameter(last, parameter)
         self._there = sorted(self._parameters_of.keys() - own)
         if self.ends is not None:
             self.ends.use({**here, **self._parameters_of})
@@ -221,7 +228,12 @@ class TunedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
             NoRoute, Busy: No machines tune within the client's patience.
         """
         if self.model.ends is None:
-            return self._loss_alone(input_ids, attention_mask, labels, num_items_in_batch)
+            if input_ids is None or labels is None:
+                raise UsageError("the ends are in the swarm: give input_ids and labels, or leave out hold_ends=False")
+            self.model.check(input_ids, attention_mask)
+            labels_BT = _without_padding(labels.detach().cpu(), attention_mask)
+            count = int(num_items_in_batch or count_labels(labels_BT, self.model.recipe.prompt_positions))
+            return CausalLMOutput(loss=self.model.loss_in_swarm(input_ids, labels_BT, 1 / max(1, count)))
         hidden_BTH = self.model.states(input_ids, attention_mask, inputs_embeds, position_ids)
         logits_BTV = self.model.ends.logits(hidden_BTH).float()
         loss = None
@@ -233,20 +245,6 @@ class TunedCausalLM(PreTrainedModel):  # type: ignore[no-untyped-call]
             )
             loss = losses / (num_items_in_batch or max(1, len(labelled)))
         return CausalLMOutput(loss=loss, logits=logits_BTV[:, self.model.recipe.prompt_positions :])
-
-    def _loss_alone(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        labels: Tensor | None,
-        num_items_in_batch: int | Tensor | None,
-    ) -> CausalLMOutput:
-        if input_ids is None or labels is None:
-            raise UsageError("the ends are in the swarm: give input_ids and labels, or leave out hold_ends=False")
-        self.model.check(input_ids, attention_mask)
-        labels_BT = _without_padding(labels.detach().cpu(), attention_mask)
-        count = int(num_items_in_batch or count_labels(labels_BT, self.model.recipe.prompt_positions))
-        return CausalLMOutput(loss=self.model.loss_in_swarm(input_ids, labels_BT, 1 / max(1, count)))
 
     # -- as a model of transformers
 
@@ -336,13 +334,3 @@ def _without_padding(labels_BT: Tensor, attention_mask: Tensor | None) -> Tensor
     if attention_mask is None:
         return labels_BT
     return labels_BT.masked_fill(attention_mask.to(labels_BT.device) == 0, NO_LABEL)
-
-
-def _put(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under its dotted path. Modules on the way are made."""
-    *path, last = name.split(".")
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    module.register_parameter(last, parameter)

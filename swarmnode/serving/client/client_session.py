@@ -59,8 +59,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.peer.paths import Cadence, Timing
 from swarmnode.plan.compression import CodecSchedule
-from swarmnode.serving.client.blame import LEAVING_S, Blame, HopFault, Verdict, suspects_of
-from swarmnode.serving.client.router import Route, Router
+from swarmnode.serving.client.router import LEAVING_S, Blame, HopFault, Route, Router, Verdict, suspects_of
 from swarmnode.serving.client.session_spec import Received, ServedWork, SessionSpec, ids_entry
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 
@@ -396,7 +395,11 @@ class ClientSession:
             return
         code = ErrorCode(error.code)
         if code == ErrorCode.STALE or self._tainted:
-            self._start_over()
+            # A peer of an earlier route has moved this session to a newer epoch, or hops hold positions that the client
+            # did not send: take a new session id.
+            self._tainted = False
+            self.id = secrets.token_bytes(SESSION_ID_BYTES)
+            self.trace_id = trace_id(self.id)
         self.stats.faults.append((hop.peer, code.name))
         self._log.info("session %s: peer %s: %s", self.trace_id.hex()[:8], hop.peer, error)
         suspects = error.suspects if isinstance(error, HopFault) else ()
@@ -411,16 +414,6 @@ class ClientSession:
         if verdict is Verdict.UNDECIDED:
             text = f"the request fails again and again, and too few machines are there to tell why; lately {error}"
             raise PeerRefused(text, code=code, peer=hop.peer) if code in FINAL else NoRoute(text)
-
-    def _start_over(self) -> None:
-        """Take a new session id.
-
-        Needed if a peer of an earlier route has moved this session to a newer epoch, or if hops hold positions that the
-        client did not send.
-        """
-        self._tainted = False
-        self.id = secrets.token_bytes(SESSION_ID_BYTES)
-        self.trace_id = trace_id(self.id)
 
     async def _bind(self, error: SwarmnodeError | None = None) -> None:
         """Open the next epoch along the best route, trying others while peers fail, as long as the patience lasts.
@@ -438,10 +431,21 @@ class ClientSession:
                 if now_s >= deadline_s or reason.code in FINAL:
                     raise reason from None
                 pardon_s = self._blame.pardon_s
-                await self._news(min(deadline_s - now_s, 1.0 if pardon_s is None else pardon_s, 1.0))
+                timeout_s = min(deadline_s - now_s, 1.0 if pardon_s is None else pardon_s, 1.0)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self.router.changed(), max(0.05, timeout_s))
                 continue
             try:
-                await self._open_unless_faulty()
+                # Stop at the first reported fault: a hop may notice earlier than this client that another hop is gone.
+                opening = self._tasks.spawn(self._open(), "open", awaited=True)
+                faulty = self._tasks.spawn(self._next_fault(), "hear of faults", awaited=True)
+                try:
+                    await asyncio.wait([opening, faulty], return_when=asyncio.FIRST_COMPLETED)
+                    if faulty.done():  # though the epoch may be open by now: `_mend` does not hear of this fault again
+                        raise faulty.result()
+                    opening.result()
+                finally:
+                    await cancel_and_wait(opening, faulty)
                 return
             except PeerError as failure:
                 error = failure
@@ -450,19 +454,6 @@ class ClientSession:
                 self._judge(error)
             if self.clock() >= deadline_s:
                 raise NoRoute(f"no route through the swarm for {self.config.patience_s:.0f} s; the last error: {error}")
-
-    async def _open_unless_faulty(self) -> None:
-        """Open an epoch, but stop at the first reported fault: a hop may notice earlier than this client that another
-        hop is gone."""
-        opening = self._tasks.spawn(self._open(), "open", awaited=True)
-        faulty = self._tasks.spawn(self._next_fault(), "hear of faults", awaited=True)
-        try:
-            await asyncio.wait([opening, faulty], return_when=asyncio.FIRST_COMPLETED)
-            if faulty.done():  # though the epoch may be open by now: `_mend` does not hear of this fault again
-                raise faulty.result()
-            opening.result()
-        finally:
-            await cancel_and_wait(opening, faulty)
 
     async def _next_fault(self) -> PeerError:
         """Wait for a fault of the current epoch and return its error."""
@@ -482,10 +473,6 @@ class ClientSession:
         if isinstance(error, PeerLost):
             return NoRoute(f"{no_route}; the last error: {error}")
         return error if told and error is not None else no_route
-
-    async def _news(self, timeout_s: float) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self.router.changed(), max(0.05, timeout_s))
 
     async def _open(self) -> None:
         if self._complete:  # the last output came while a route was looked for

@@ -304,7 +304,9 @@ class RingStream:
         started_s = self.session.clock()
         ending, final, is_audited = "failed", False, False
         try:
-            self._send_prompt(await self._begin())
+            begin = await self._begin()
+            for entry in self._entries(begin, len(self.prompt)):
+                self.session.send(entry, expect=len(self.prompt))
             while not final and len(self.result.ids) < self.options.max_new_tokens:
                 received = await self.session.receive()
                 if self._under_way is not None:
@@ -357,10 +359,6 @@ class RingStream:
         size = self.session.config.prompt_chunk_tokens
         starts = range(begin, end, size)
         return [ids_entry(start, [self.prompt[start : min(start + size, end)]], Want.NOTHING) for start in starts]
-
-    def _send_prompt(self, begin: int) -> None:
-        for entry in self._entries(begin, len(self.prompt)):
-            self.session.send(entry, expect=len(self.prompt))
 
     def _note(self, output: Output, elapsed_s: float) -> None:
         result, meter = self.result, self.session.meter

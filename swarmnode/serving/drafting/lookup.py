@@ -126,14 +126,25 @@ class LookupDrafter:
             for token in ids:
                 self._follow(token)
         if len(self._text) > self._max_tokens:
-            self._forget_half()
+            kept = self._text[len(self._text) - self._max_tokens // 2 :]
+            self._forgotten += len(self._text) - len(kept)
+            self._text, self._before, self._places = array("q"), array("q"), {}
+            self._index(kept)
+            self._match, self._left = None, None
         if self._match is None:
             self._match = self._find(())
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length` accepted tokens."""
         while len(self._text) > max(0, self._begin + length - self._forgotten):
-            self._unlink()
+            # The last token's place leaves its chain.
+            end, before = len(self._text), self._before.pop()
+            if end >= GRAM:
+                name = self._name(end)
+                if before < 0:
+                    del self._places[name]
+                else:
+                    self._places[name] = before
             self._text.pop()
         self._forgotten = min(self._forgotten, self._begin + length)
         self._left = None
@@ -180,25 +191,8 @@ class LookupDrafter:
             self._before.append(self._places.get(name, -1))
             self._places[name] = end
 
-    def _unlink(self) -> None:
-        """Take the last token's place out of its chain."""
-        end, before = len(self._text), self._before.pop()
-        if end >= GRAM:
-            name = self._name(end)
-            if before < 0:
-                del self._places[name]
-            else:
-                self._places[name] = before
-
     def _name(self, end: int) -> int:
         return hash(tuple(self._text[end - GRAM : end]))
-
-    def _forget_half(self) -> None:
-        kept = self._text[len(self._text) - self._max_tokens // 2 :]
-        self._forgotten += len(self._text) - len(kept)
-        self._text, self._before, self._places = array("q"), array("q"), {}
-        self._index(kept)
-        self._match, self._left = None, None
 
     def _at(self, place: int, ahead: Sequence[int]) -> int:
         """Return the token at a place of the text and then `ahead`; SEPARATOR behind both."""
@@ -229,7 +223,10 @@ class LookupDrafter:
         self._index((token,))
         if match is not None:
             right = self._token(match, ()) == token
-            self._judge(match.kind, right)
+            rights, count = self._judged[match.kind]
+            if count >= LEARNT:
+                rights, count = rights / 2, count / 2
+            self._judged[match.kind] = rights + right, count + 1
             if right:
                 self._matched = True
                 self._match = match.moved()
@@ -257,12 +254,6 @@ class LookupDrafter:
         instead = tuple(self._text[since : end - length])
         if 0 < len(replaced) <= MAX_EDIT and 0 < len(instead) <= MAX_EDIT and len(self._edits) < MAX_EDITS:
             self._edits[replaced[0]] = (replaced, instead)
-
-    def _judge(self, kind: MatchKind, right: bool) -> None:
-        rights, count = self._judged[kind]
-        if count >= LEARNT:
-            rights, count = rights / 2, count / 2
-        self._judged[kind] = rights + right, count + 1
 
     def _held(self, match: Match) -> float:
         rights, count = self._judged[match.kind]

@@ -49,10 +49,9 @@ from swarmnode.measuring.trace import SessionTrace
 from swarmnode.net.interfaces import Buffer
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.paths import Timing
-from swarmnode.serving.drafting.first_hop import DraftLead
-from swarmnode.serving.drafting.last_hop import GuessedJobs, TakenBack
+from swarmnode.serving.drafting.session_guesses import DraftLead, GuessedJobs, TakenBack
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample, entries_of
-from swarmnode.serving.link_codecs import LinkCodecs
+from swarmnode.serving.link_codecs import SessionCodecs
 from swarmnode.serving.session.opening import check_input, is_last, text_of, units_of
 from swarmnode.serving.session.session_host import SessionHost, SessionPipeline
 from swarmnode.serving.session.session_streams import (
@@ -81,7 +80,7 @@ class StageSession:
     def __post_init__(self, grammar: GrammarMatcher | None) -> None:
         self.trace_id = trace_id(self.opened.session)
         self.cursor = InputCursor(self.opened.known)
-        self._codecs = LinkCodecs(self.opened, self.host.codec_rules, self.pipeline.hidden_size)
+        self._codecs = SessionCodecs(self.opened, self.host.codec_rules, self.pipeline.hidden_size)
         self._sampler = self._new_sampler(grammar)
         self.moved_s = asyncio.get_running_loop().time()  # time of the last OPEN or input
         self._upstream: Channel | None = None
@@ -258,7 +257,18 @@ class StageSession:
                 self.opened, body, frame.seq, self.cursor.accepted, self.pipeline.hidden_size
             )
             if code is None:
-                self._accept(frame.seq, body, frame.payload)
+                end = frame.seq + body.tensor.shape[1]
+                skip = self.cursor.accepted - frame.seq
+                if skip >= body.tensor.shape[1] or (self.lead is not None and frame.seq >= self._first_drawn):
+                    return  # tokens drawn in this epoch come round the ring
+                want = Want(body.want) if end >= self.cursor.known else Want.NOTHING
+                if self.lead is not None and (ids := ids_in(body.tensor, frame.payload)) is not None:
+                    self.lead.know(ids[skip:])
+                else:
+                    self._end_lead()  # the worker refuses the input
+                reorder = body.reorder if not skip else ()
+                self._submit(end, ((body.tensor, frame.payload),), want, reorder, skip, guessed=body.guessed)
+                self._feed_what_waits()
             else:
                 self._refuse(code)
         elif isinstance(body, End):
@@ -294,20 +304,6 @@ class StageSession:
                 self._taken_back.note(self.cursor.turn, truncate.to)
             if self.lead is not None:
                 self.lead.cut(truncate.to)
-
-    def _accept(self, start: int, body: Input, payload: Buffer) -> None:
-        end = start + body.tensor.shape[1]
-        skip = self.cursor.accepted - start
-        if skip >= body.tensor.shape[1] or (self.lead is not None and start >= self._first_drawn):
-            return  # tokens drawn in this epoch come round the ring
-        want = Want(body.want) if end >= self.cursor.known else Want.NOTHING
-        if self.lead is not None and (ids := ids_in(body.tensor, payload)) is not None:
-            self.lead.know(ids[skip:])
-        else:
-            self._end_lead()  # the worker refuses the input
-        reorder = body.reorder if not skip else ()
-        self._submit(end, ((body.tensor, payload),), want, reorder, skip, guessed=body.guessed)
-        self._feed_what_waits()
 
     def _submit(
         self,
@@ -359,7 +355,19 @@ class StageSession:
     def _feed(self, position: int, output: Output) -> None:
         """Take a token that the last hop drew as the next input, unless the text ends with it."""
         if self.lead is not None:
-            self._judge(self.lead, position, output)
+            # Compare the guess in flight at `position`, if there is one, with the token that was drawn for it.
+            self.lead.heard(position)
+            if (
+                max((*output.forced, *output.guesses), default=0) < self.pipeline.vocab_size
+            ):  # else an input of them fails here
+                self.lead.foresee(position + 1, output.forced, output.guesses)
+            if output.final:
+                self.lead.pause()
+            elif position == self.cursor.sure < self.cursor.accepted:
+                if self.lead.judge(output.ids[0]):
+                    self.cursor.confirm(position + 1)
+                else:
+                    self._take_back(self.cursor.turn + 1, position)
         if position < self.opened.max_length and not output.final:
             self.cursor.hold(position, output.ids[0])
         if self.lead is None:
@@ -372,21 +380,6 @@ class StageSession:
         if not self._feeding:
             self._feeding = True
             asyncio.get_running_loop().call_soon(self._feed_what_waits)
-
-    def _judge(self, lead: DraftLead, position: int, output: Output) -> None:
-        """Compare the guess in flight at `position`, if there is one, with the token that was drawn for it."""
-        lead.heard(position)
-        if (
-            max((*output.forced, *output.guesses), default=0) < self.pipeline.vocab_size
-        ):  # else an input of them fails here
-            lead.foresee(position + 1, output.forced, output.guesses)
-        if output.final:
-            lead.pause()
-        elif position == self.cursor.sure < self.cursor.accepted:
-            if lead.judge(output.ids[0]):
-                self.cursor.confirm(position + 1)
-            else:
-                self._take_back(self.cursor.turn + 1, position)
 
     def _feed_what_waits(self) -> None:
         self._feeding = False
@@ -479,7 +472,11 @@ class StageSession:
         if not self._freed:
             self._note_computed(job, run)
             if job.count == 1 and not job.guessed:
-                self._tell_ran(job.end)
+                # Report to the hops that sent a step how long it took here.
+                ran = self._timing.step()
+                for channel in (self._upstream, self._ring.channel):
+                    if ran is not None and channel is not None and channel.open:
+                        channel.send(ran, seq=job.end)
 
     def _note_computed(self, job: Job, run: Pass) -> None:
         """Count the work done for the client, and tell the pipeline that its devices make progress."""
@@ -490,13 +487,6 @@ class StageSession:
         positions = self.opened.rows * job.count
         self.host.peer.completed.note(self.id, (end - start) * positions, positions)
         self.pipeline.computed(job, run)
-
-    def _tell_ran(self, end: int) -> None:
-        """Report to the hops that sent a step how long it took here."""
-        ran = self._timing.step()
-        for channel in (self._upstream, self._ring.channel):
-            if ran is not None and channel is not None and channel.open:
-                channel.send(ran, seq=end)
 
     def _publish(self, position: int, output: Output, payload: tuple[Buffer, ...], *, at_once: bool) -> None:
         self._timing.sent(position + 1)  # in a ring this leads to the first hop's next step

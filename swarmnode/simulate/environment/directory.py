@@ -116,7 +116,10 @@ class Outlook:
     def all_stay(self) -> bool:
         """Return whether no move can be worthwhile, so that no peer needs to be asked."""
         if self._revision != self.directory.revision:
-            self._look_anew()
+            self._revision = self.directory.revision
+            self._staying.clear()
+            self._moves.clear()
+            self._gain_is_possible = self._can_gain()
         return not self._gain_is_possible
 
     def move(self, peer: Peer) -> Move | None:
@@ -127,7 +130,9 @@ class Outlook:
         if kind in self._staying:
             return None
         if peer.peer not in self._moves:
-            move = self._ask(peer)
+            view, joiner = self.directory.view(), peer.joiner()
+            move_policy = replace(self.move_policy, move_s=peer.move_s)
+            move = self.measures.timed("reconsider", lambda: self.rule.reconsider(view, joiner, move_policy))
             self._moves[peer.peer] = move
             if move is None:
                 self._staying.add(kind)
@@ -137,17 +142,6 @@ class Outlook:
         """Return a key that is equal for peers with the same wish; under a rule other than BY_THROUGHPUT it is the peer's own."""
         kind = (peer.span, peer.capacity_units, peer.device.decode_units_per_s, peer.up_bps, peer.down_bps, peer.move_s)
         return kind if self.rule is BY_THROUGHPUT else (peer.peer, *kind)
-
-    def _ask(self, peer: Peer) -> Move | None:
-        view, joiner = self.directory.view(), peer.joiner()
-        move_policy = replace(self.move_policy, move_s=peer.move_s)
-        return self.measures.timed("reconsider", lambda: self.rule.reconsider(view, joiner, move_policy))
-
-    def _look_anew(self) -> None:
-        self._revision = self.directory.revision
-        self._staying.clear()
-        self._moves.clear()
-        self._gain_is_possible = self._can_gain()
 
     def _can_gain(self) -> bool:
         """Return whether a move may fill a gap, or gain more than the hysteresis.

@@ -1,18 +1,163 @@
-"""Simulated peer: its device, span and state; and the times at which peers leave and return."""
+"""Simulated peer: its device, span and state; and the times at which peers leave and return.
+
+Simulated devices: how long a device computes a pass.
+
+If Helix measured the card (arXiv 2406.01566), its times of a layer count, scaled by the size of the model's layers. Otherwise a
+roofline (Williams et al., 2009) counts: a pass takes as long as reading the weights or as the arithmetic, whichever is longer.
+The shares of the datasheet's peaks that are reached are near the lower end of Helix's measurements (A100, V100, L4, T4): 0.4 of
+the arithmetic for prompts (measured: 0.4 to 0.8) and 0.7 of the memory's bandwidth for decoding (0.66 to 0.83). A speed that
+the scenario gives for a device takes precedence over both, and has the meaning of a live node's speed limit.
+"""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from swarmnode.compute.stopwatch import Throttle
 from swarmnode.errors import UsageError
 from swarmnode.files import parse_json, read_bounded
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.offline.gpus import LayerTimes, find_gpu, layer_times
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy
 from swarmnode.plan.view import PeerView, Span
-from swarmnode.simulate.environment.devices import SimulatedDevice
+from swarmnode.simulate.environment.model import WEIGHT_BYTES, GraphModel, Model
 from swarmnode.swarm.records.announcement import State
+
+FLOPS_SHARE = 0.4
+BANDWIDTH_SHARE = 0.7
+PASS_S = 0.0005  # least time of a unit's pass on any card: a dozen kernels to launch, and Python around them
+CAPTURED_S = 36e-6  # the same when a CUDA graph is replayed: a dozen kernels, 3 us each
+CALL_S = PASS_S / 12  # least time of one operator, likewise
+FLOPS_PER_PARAMETER = 2  # a multiplication and an addition, for each token
+FLOPS_PER_BYTE = (
+    100  # arithmetic per byte of memory traffic for an unknown card: about the ratio of consumer cards in the table
+)
+BACKWARD = 2.0  # time relative to the forward pass: gradients of the inputs and of the weights
+DEFAULT_MEMORY_BYTES = 16 * 10**9
+
+Seconds = Callable[[float], float]
+"""Function from the tokens of a pass to its seconds per layer."""
+
+
+@dataclass(frozen=True)
+class SimulatedDevice:
+    """Speed and memory of a device for one model. Times are per layer. Units other than layers count by their parameters; with
+    `by_units` every unit counts as one layer."""
+
+    name: str
+    memory_bytes: int
+    decode_layer_s: Seconds
+    prompt_layer_s: Seconds
+    by_units: bool = False
+
+    def __repr__(self) -> str:
+        return f"<SimulatedDevice {self.name}: {self.decode_units_per_s:.0f} units/s, {self.memory_bytes / 1e9:.0f} GB>"
+
+    @property
+    def decode_units_per_s(self) -> float:
+        """Units per second that the device computes for decode steps of a single session, as nodes measure and announce it."""
+        return 1 / self.decode_layer_s(1)
+
+    def layers(self, model: Model, span: Span) -> float:
+        """Return the work of `span` in layers of `model`; with `by_units` its number of units."""
+        return span.units if self.by_units else model.layers(span)
+
+    def decode_s(self, layers: float, batch: int) -> float:
+        """Return the seconds of a pass with one token of each of `batch` sessions through `layers` layers."""
+        return layers * self.decode_layer_s(batch)
+
+    def prompt_s(self, layers: float, tokens: int) -> float:
+        """Return the seconds of a pass with `tokens` tokens of a prompt, or of a microbatch's forward pass, through `layers`
+        layers."""
+        return layers * self.prompt_layer_s(tokens)
+
+    def backward_s(self, layers: float, tokens: int) -> float:
+        """Return the seconds of a microbatch's backward pass with `tokens` tokens through `layers` layers."""
+        return BACKWARD * self.prompt_s(layers, tokens)
+
+
+def device_of(scenario: Scenario, index: int, model: Model) -> SimulatedDevice:
+    """Return device `index` of `scenario` with its speed for `model`. Raises UsageError if its speed is unknown."""
+    gpu = scenario.gpus[index]
+    known = find_gpu(gpu)
+    name = gpu or f"device {index}"
+    memory_bytes = scenario.memory_bytes[index] or (known.memory_bytes if known else DEFAULT_MEMORY_BYTES)
+    given = scenario.decode_units_per_s[index] if scenario.decode_units_per_s else None
+    trained = scenario.training_units_per_s[index] if scenario.training_units_per_s else None
+    if given is not None or trained is not None:
+        return SimulatedDevice(name, memory_bytes, *_measured(given, trained), True)
+    flops = scenario.peak_flops[index]
+    if isinstance(model, GraphModel) and (known is not None or flops is not None):
+        peaks = (known.flops, known.memory_bytes_per_s) if known else (flops or 0.0, (flops or 0.0) / FLOPS_PER_BYTE)
+        return SimulatedDevice(name, memory_bytes, *_graph_roofline(model, *peaks))
+    card = known_card(gpu, model.layer_parameters)
+    if card is not None:
+        return replace(card, name=name, memory_bytes=memory_bytes)
+    if flops is None:
+        raise UsageError(
+            f"the speed of device {index} of {scenario.name} is not known: give it gpu, peak_tflops or "
+            "decode_units_per_s in the scenario, or name a card for all such devices with --gpu"
+        )
+    return SimulatedDevice(name, memory_bytes, *_roofline(model.layer_parameters, flops, flops / FLOPS_PER_BYTE))
+
+
+def known_card(name: str | None, layer_parameters: int, least_s: float = PASS_S) -> SimulatedDevice | None:
+    """Return the card `name` with its speed for layers of `layer_parameters` parameters; None if the table of cards has no such
+    card. No pass through a layer takes less than `least_s`."""
+    known, measured = find_gpu(name), layer_times(name, layer_parameters)
+    if known is None:
+        return None
+    speeds = (
+        _roofline(layer_parameters, known.flops, known.memory_bytes_per_s, least_s)
+        if measured is None
+        else _scaled(measured, layer_parameters, least_s)
+    )
+    return SimulatedDevice(known.name, known.memory_bytes, *speeds)
+
+
+def _measured(decode_units_per_s: float | None, training_units_per_s: float | None) -> tuple[Seconds, Seconds]:
+    """Return the times (decoding, prompt) of a node with at least one speed given. A prompt takes as long as the forward part of
+    training, or without a training speed as on a node that is throttled to `decode_units_per_s`."""
+    if training_units_per_s is None:
+        throttle = Throttle(decode_units_per_s or 0.0)
+        return lambda _: throttle.least_s(1, 1), lambda tokens: throttle.least_s(1, int(tokens))
+    token_s = 1 / ((1 + BACKWARD) * training_units_per_s)
+    step_s = 1 / decode_units_per_s if decode_units_per_s else token_s
+    return lambda _: step_s, lambda tokens: tokens * token_s
+
+
+def _scaled(measured: LayerTimes, layer_parameters: int, least_s: float) -> tuple[Seconds, Seconds]:
+    ratio = layer_parameters / measured.parameters
+    return (
+        lambda batch: max(least_s, ratio * measured.decode_s(batch)),
+        lambda tokens: max(least_s, ratio * measured.prompt_s(tokens)),
+    )
+
+
+def _roofline(
+    layer_parameters: int, flops: float, bytes_per_s: float, least_s: float = PASS_S
+) -> tuple[Seconds, Seconds]:
+    arithmetic_s = FLOPS_PER_PARAMETER * layer_parameters / (flops * FLOPS_SHARE)
+    reading_s = WEIGHT_BYTES * layer_parameters / (bytes_per_s * BANDWIDTH_SHARE)
+
+    def pass_s(tokens: float) -> float:
+        return max(least_s, reading_s, arithmetic_s * tokens)
+
+    return pass_s, pass_s
+
+
+def _graph_roofline(model: GraphModel, flops: float, bytes_per_s: float) -> tuple[Seconds, Seconds]:
+    """Return the times (decoding, prompt) of a graph's middle unit: arithmetic, memory traffic of the other operators, and
+    calls."""
+    step_s = model.flops / (flops * FLOPS_SHARE) + model.moved_bytes / (bytes_per_s * BANDWIDTH_SHARE)
+    step_s += model.calls * CALL_S
+    sample_s = step_s / ((1 + BACKWARD) * sum(model.unit_layers) * model.samples)
+    return lambda samples: samples * sample_s, lambda samples: samples * sample_s
+
 
 NOTHING = Span(0, 0)
 MAX_FILE_BYTES = 64 << 20

@@ -113,7 +113,11 @@ class World:
                 peer.span = self.peers[number % choosers].span
             self._announce_place(peer)
         if spans is None and self.trains:
-            self._find_places()
+            # All peers choose again, one after another, until none changes its span.
+            for _ in range(DECISIONS - 1):
+                turns = self.chance.sample(list(self.by_id.values()), len(self.by_id))
+                if not sum(self._chooses_anew(peer) for peer in turns):
+                    break
         for peer in self.by_id.values():
             if peer.span.units:
                 self._serve(peer)
@@ -130,14 +134,6 @@ class World:
         peer.state = State.READY if peer.span.units else State.JOINING
         self.directory.announce(peer.view())
         self.directory.know_now()
-
-    def _find_places(self) -> None:
-        """Let all peers choose their spans again, one after another, until none changes its span or each has decided `DECISIONS`
-        times."""
-        for _ in range(DECISIONS - 1):
-            turns = self.chance.sample(list(self.by_id.values()), len(self.by_id))
-            if not sum(self._chooses_anew(peer) for peer in turns):
-                break
 
     def _chooses_anew(self, peer: Peer) -> bool:
         before, peer.span = peer.span, self._choose(peer)
@@ -205,7 +201,16 @@ class World:
     def _load(self, peer: Peer, loaded: Action) -> None:
         peer.state = State.LOADING
         self.directory.announce(peer.view())
-        self._later(peer, self._loading_s(peer), loaded)
+        # The weights come over the fastest path from a holder of some of them; if none is found, the fastest path here counts.
+        size_bytes = self.model.loaded_bytes(peer.span, trains=self.trains, learnt=self.workload.has_learnt)
+        asked = self.chance.sample(list(self.by_id.values()), min(MAX_ASKED, len(self.by_id)))
+        holders = [
+            other.index for other in asked if other.serves and other is not peer and other.span.overlaps(peer.span)
+        ]
+        fastest_bps = max((self.links.bandwidth_bps(other, peer.index) for other in holders), default=None)
+        download_s = size_bytes * 8 / (fastest_bps or self.links.best_bps(peer.index))
+        self.measures.count("weights downloaded, bytes", size_bytes)
+        self._later(peer, download_s + size_bytes / self.settings.load_bytes_per_s, loaded)
 
     def _loaded(self, peer: Peer) -> None:
         self._serve(peer)
@@ -216,19 +221,6 @@ class World:
         sizes = self.model.training_sizes if self.trains else self.model.serving_sizes
         peer.cache_free_bytes = self.model.free_bytes(peer.device.memory_bytes, peer.span, sizes)
         self.workload.ready(peer)
-
-    def _loading_s(self, peer: Peer) -> float:
-        """Return the seconds to download the weights over the fastest path from a holder of some of them, and to load them. If
-        no holder is found the fastest path to the peer counts."""
-        size_bytes = self.model.loaded_bytes(peer.span, trains=self.trains, learnt=self.workload.has_learnt)
-        asked = self.chance.sample(list(self.by_id.values()), min(MAX_ASKED, len(self.by_id)))
-        holders = [
-            other.index for other in asked if other.serves and other is not peer and other.span.overlaps(peer.span)
-        ]
-        fastest_bps = max((self.links.bandwidth_bps(other, peer.index) for other in holders), default=None)
-        download_s = size_bytes * 8 / (fastest_bps or self.links.best_bps(peer.index))
-        self.measures.count("weights downloaded, bytes", size_bytes)
-        return download_s + size_bytes / self.settings.load_bytes_per_s
 
     # -- looking
 
@@ -247,7 +239,8 @@ class World:
 
     def _look(self) -> None:
         """Ask all ready peers for a move, on the same picture. A peer moves if its wish is the same after the move's delay."""
-        for peer in self._ready_peers():
+        ready = [peer for peer in self.by_id.values() if peer.state is State.READY]
+        for peer in [] if self._outlook.all_stay() else ready:
             move = self._outlook.move(peer)
             if move is None:
                 peer.wish = None
@@ -261,11 +254,6 @@ class World:
         move = self._outlook.move(peer) if peer.wish is wish and peer.state is State.READY else None
         if move is not None and move.is_same_wish(wish):
             self.move(peer, move.span)
-
-    def _ready_peers(self) -> list[Peer]:
-        if self._outlook.all_stay():
-            return []
-        return [peer for peer in self.by_id.values() if peer.state is State.READY]
 
     def move(self, peer: Peer, span: Span) -> None:
         """Drain `peer`, then load `span`, or stand by if `span` is empty."""

@@ -8,8 +8,18 @@ from typing import Any
 
 from swarmnode.counting import counted
 from swarmnode.simulate.results.measures import PERCENTILES, percentile
-from swarmnode.simulate.results.network_map import IDLE, Machines, network_map, network_matrix
-from swarmnode.simulate.results.page import bars, curves, legend, page, spans, table
+from swarmnode.simulate.results.page import (
+    IDLE,
+    Machines,
+    bars,
+    curves,
+    legend,
+    network_map,
+    network_matrix,
+    page,
+    spans,
+    table,
+)
 from swarmnode.simulate.simulation import SimulationResult
 
 MAX_ROWS = 64  # most peers whose units are drawn
@@ -29,6 +39,12 @@ def summary(result: SimulationResult) -> dict[str, Any]:
     """Return all results as data for JSON. For the same settings everything but "decisions" (CPU times) is the same, bit for
     bit."""
     settings, measures = result.settings, result.measures
+    places = result.world.links.places
+    carried: dict[tuple[int, int], float] = {}
+    for (sender, receiver), size_bytes in result.world.links.bytes_sent.items():
+        link = places[sender], places[receiver]
+        carried[link] = carried.get(link, 0.0) + size_bytes
+    busiest = sorted(carried.items(), key=lambda item: (-item[1], item[0]))[:BUSIEST]
     return {
         "scenario": result.scenario.name,
         "model": result.model.name,
@@ -42,7 +58,7 @@ def summary(result: SimulationResult) -> dict[str, Any]:
         "totals": dict(sorted(measures.totals.items())),
         "latencies": {name: _spread(values) for name, values in sorted(measures.values.items())},
         "utilisation": result.world.utilisation(),
-        "links": _links(result),
+        "links": [{"from": sender, "to": receiver, "bytes": size_bytes} for (sender, receiver), size_bytes in busiest],
         "bytes": sum(result.world.links.bytes_sent.values()),
         "curves": {"seconds": measures.times_s, **measures.curves},
         "decisions": {name: _spread(values) for name, values in sorted(measures.decision_s.items())},
@@ -60,27 +76,19 @@ def _spread(values: list[float]) -> dict[str, float]:
     return {"count": len(values), "mean": sum(values) / len(values), **spread, "max": max(values)}
 
 
-def _links(result: SimulationResult) -> list[dict[str, Any]]:
-    """Return the `BUSIEST` links between places of the scenario that carried most bytes."""
-    places = result.world.links.places
-    carried: dict[tuple[int, int], float] = {}
-    for (sender, receiver), size_bytes in result.world.links.bytes_sent.items():
-        link = places[sender], places[receiver]
-        carried[link] = carried.get(link, 0.0) + size_bytes
-    busiest = sorted(carried.items(), key=lambda item: (-item[1], item[0]))[:BUSIEST]
-    return [{"from": sender, "to": receiver, "bytes": size_bytes} for (sender, receiver), size_bytes in busiest]
-
-
 def report(result: SimulationResult) -> str:
     """Build the report page as HTML."""
     figures = summary(result)
     title = f"A swarm that {figures['workload']}s {figures['model']} on {figures['scenario']}"
+    latencies = figures["latencies"]
+    columns = ("count", "mean", "p50", "p90", "p99", "max")
+    rows = [(name, *(f"{spread[column]:,.4g}" for column in columns)) for name, spread in latencies.items()]
     sections = [
         table(("", ""), _facts(figures, result.model.counted), numbers=[1]),
         "<h2>Over time</h2>",
         *_plots(result),
         "<h2>Latencies in seconds</h2>",
-        _latencies(figures["latencies"]),
+        table(("", *columns), rows, numbers=range(1, len(columns) + 1)),
         "<h2>Layers of each peer at the end</h2>",
         _holders(result),
         "<h2>The network and its traffic</h2>",
@@ -118,12 +126,6 @@ def _plots(result: SimulationResult) -> list[str]:
         if lines:
             drawn.append(curves(title, measures.times_s, lines))
     return drawn
-
-
-def _latencies(latencies: dict[str, dict[str, float]]) -> str:
-    columns = ("count", "mean", "p50", "p90", "p99", "max")
-    rows = [(name, *(f"{spread[column]:,.4g}" for column in columns)) for name, spread in latencies.items()]
-    return table(("", *columns), rows, numbers=range(1, len(columns) + 1))
 
 
 def _holders(result: SimulationResult) -> str:

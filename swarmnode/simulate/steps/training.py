@@ -5,20 +5,25 @@ Microbatches of a lost peer are sent again. When all are counted the replicas av
 actions, also after the loss of the coordinator, follows the state table of nodes (`plan/training/coordination.py`). Passes
 follow the model of a step (`plan/training/step_forecast.py`), on peers that may be lost and links that compress.
 
-Rule for the choice of layers by simulated peers that train, and shares of the pipelines of a plan.
+Here are also the encoder of messages on the links, and the rule by which simulated peers that train choose layers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
+from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
 from swarmnode.codec.training_messages import How
 from swarmnode.compute.capacity.capacity import STATE_BYTES
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.compression import LADDER, SPARSE_RULES, LinkCodecs, encoded_bytes
+from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.averaging import (
     AveragingClusters,
@@ -32,15 +37,131 @@ from swarmnode.plan.training.averaging import (
 )
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
-from swarmnode.plan.training.step_forecast import Bench, ExpectedStep, TrainingLoad, TrainingNetwork, passing_s
+from swarmnode.plan.training.step_forecast import (
+    Bench,
+    ExpectedStep,
+    Passage,
+    TrainingLoad,
+    TrainingNetwork,
+    Way,
+    passing_s,
+)
 from swarmnode.plan.training.step_ledger import StepLedger
 from swarmnode.plan.training.wiring import Replica, Transfers, book, keep_busy, wire
-from swarmnode.plan.view import PeerView, View
+from swarmnode.plan.view import PeerView, Span, View
+from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
 from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_ends_s, vector_bytes
-from swarmnode.simulate.steps.microbatch import Encoder, SimulatedMicrobatch, SimulatedStage
+from swarmnode.swarm.records.run import AUTO, Compression
+
+FIXED = tuple(codec.name.lower() for codec in Codec if codec not in SPARSE_CODECS)
+
+Direction = tuple[int, int, Way]
+"""(sender, receiver, forward or backward): one direction of a link, with peers by index."""
+
+
+class Encoder:
+    """Choice of the codec for each direction of a link. `mode` is auto, the name of a codec for all links, or a rule of top-k
+    (`plan/compression.py`). Values are float32, as on stages. Raises UsageError if `mode` is unknown."""
+
+    def __init__(self, links: Links, mode: str) -> None:
+        if mode not in (AUTO, *SPARSE_RULES, *FIXED):
+            raise UsageError(f"--compress {mode}: choose {', '.join((AUTO, *FIXED, *SPARSE_RULES))}")
+        self._beat_s = 0.0
+        self._links = links
+        self._mode = mode
+        self.codecs = LinkCodecs[Direction](LADDER, Compression(mode))
+        self._last_bytes: dict[tuple[int, int], int] = {}  # size of the last message between two peers
+
+    def begin_step(self, beat_s: float) -> None:
+        """Begin a step with the coordinator's seconds between two microbatches."""
+        self._beat_s = beat_s
+        self.codecs.durations.end_step()
+
+    def size_bytes(self, link: Direction, shape: tuple[int, ...]) -> int:
+        """Return the bytes of values of `shape`, encoded for the direction `link`."""
+        values = [TensorInfo(Codec.NONE, DType.FLOAT32, shape)]
+        directions = 2  # a stage in the middle sends both ways
+        bandwidth_bps = self._links.bandwidth_bps(*link[:2])
+        choice = self.codecs.choose(link, values, bandwidth_bps, self._beat_s, directions=directions)
+        self._last_bytes[link[:2]] = size_bytes = encoded_bytes(values, choice.codec, choice.keep)
+        return size_bytes
+
+    def expected_bytes(self, peers: Sequence[int], shape: tuple[int, ...]) -> Floats:
+        """Return [N, N] bytes of values between `peers`: the size of the last message from row to column. If there was none,
+        the size of `shape` with the fixed codec, or uncompressed."""
+        fixed = Codec.NONE if self._mode not in FIXED else Codec[self._mode.upper()]
+        size_NN = np.full((len(peers), len(peers)), encoded_bytes([TensorInfo(fixed, DType.FLOAT32, shape)], fixed))
+        places = {peer: number for number, peer in enumerate(peers)}
+        for (sender, receiver), size_bytes in self._last_bytes.items():
+            if sender in places and receiver in places:
+                size_NN[places[sender], places[receiver]] = size_bytes
+        return size_NN.astype(float)
+
+
+@dataclass(eq=False)
+class SimulatedStage:
+    """Training stage of a simulated peer, from the peer's start until it vanishes or loads other layers."""
+
+    peer: Peer
+    name: PeerId
+    bench: Bench
+    life: int
+    layers: Callable[[Span], float]
+
+    @property
+    def lives(self) -> bool:
+        """Whether the peer has neither vanished nor moved to other layers since, so that this stage still answers."""
+        return self.peer.life == self.life
+
+
+class SimulatedMicrobatch(Passage):
+    """Attempt at a simulated microbatch `number` along a `route` of stages."""
+
+    def __init__(self, training: Training, number: int, route: Sequence[tuple[SimulatedStage, Span]]) -> None:
+        super().__init__([stage.bench for stage, _ in route])
+        self.number = number
+        self.route = list(route)
+        self._training = training
+
+    def start(self, place: int) -> None:
+        """Send the samples from the trainer, whose index in the links is `place`, to the first hop."""
+        settings, model = self._training.settings, self._training.world.model
+        self._travel(place, 0, model.input_bytes(settings.microbatch, settings.sequence), Way.FORWARD)
+
+    def passes(self, name: PeerId) -> bool:
+        """Return whether the peer `name` is on the route."""
+        return any(stage.name == name for stage, _ in self.route)
+
+    def takes_s(self, way: Way, hop: int) -> float:
+        """Return the seconds that the device of hop `hop` takes for a pass in direction `way`."""
+        stage, span = self.route[hop]
+        device = stage.peer.device
+        computes_s = device.prompt_s if way is Way.FORWARD else device.backward_s
+        return computes_s(stage.layers(span), self._training.settings.tokens)
+
+    def hand_on(self, way: Way, sender: int, receiver: int) -> None:
+        """Send the values or gradients from hop `sender` to hop `receiver`, encoded for that link."""
+        settings, model = self._training.settings, self._training.world.model
+        here, there = (self.route[hop][0].peer.index for hop in (sender, receiver))
+        unit = self.route[max(sender, receiver)][1].start
+        shape = model.crossing(unit, settings.microbatch, settings.sequence, back=way is Way.BACKWARD)
+        self._travel(here, receiver, self._training.encoder.size_bytes((here, there, way), shape), way)
+
+    def done(self) -> None:
+        """Report the end of the microbatch to the training."""
+        self._training.done(self)
+
+    def _travel(self, sender: int, hop: int, size_bytes: float, way: Way) -> None:
+        clock, links = self._training.clock, self._training.world.links
+        arrives_s = links.send(clock.now_s, sender, self.route[hop][0].peer.index, size_bytes)
+        clock.at(arrives_s, partial(self._came, way, hop))
+
+    def _came(self, way: Way, hop: int) -> None:
+        if self.route[hop][0].lives and not self.called_back:
+            self.arrived(way, hop)
 
 
 def beat_s(pipeline: Sequence[PeerId], workers: Mapping[PeerId, Replica]) -> float:
@@ -198,7 +319,14 @@ class Training:
             self.world.links.drop_waiting(self.clock.now_s)  # only the all-reduce is under way in this phase
             self._happen(Event.DISAGREED)
         if name == self._coordinator:
-            self._elect()
+            # The peer that joined first among the remaining stages replaces it; without stages a newcomer does.
+            self.world.measures.count("coordinators lost", 1)
+            self._coordinator = None
+            self._machine = Coordination(Phase.FOLLOWING)
+            self._turn += 1
+            self._happen(Event.DESERTED)
+            if self._stages:
+                self._happen(Event.OUR_TURN)
         self._advance()
 
     def _call_back(self, flight: SimulatedMicrobatch) -> None:
@@ -213,17 +341,6 @@ class Training:
     def _eldest(self) -> PeerId | None:
         eldest = min(self._stages.values(), key=lambda stage: (stage.peer.started_at, stage.name), default=None)
         return None if eldest is None else eldest.name
-
-    def _elect(self) -> None:
-        """Replace the lost coordinator by the peer that joined first among the remaining stages; without stages wait for a
-        newcomer."""
-        self.world.measures.count("coordinators lost", 1)
-        self._coordinator = None
-        self._machine = Coordination(Phase.FOLLOWING)
-        self._turn += 1
-        self._happen(Event.DESERTED)
-        if self._stages:
-            self._happen(Event.OUR_TURN)
 
     def _advance(self) -> None:
         """Handle all events that are due, and lease microbatches while a step runs."""
@@ -297,11 +414,10 @@ class Training:
             named = [[self.world.peers[index].peer for index in pipeline] for pipeline in self._pipelines]
             beats_s = [beat_s(pipeline, self._workers) for pipeline in named]
             self._pipeline_of = share_out(self.settings.microbatches, beats_s)
-        self.encoder.beat_s = max((worker.span.units * worker.unit_s for worker in self._workers.values()), default=0.0)
-        self._expect()
-
-    def _expect(self) -> None:
-        """Forecast the step's duration as the coordinator does, anew if the stages have changed."""
+        self.encoder.begin_step(
+            max((worker.span.units * worker.unit_s for worker in self._workers.values()), default=0.0)
+        )
+        # Forecast the step's duration as the coordinator does, anew if the stages have changed.
         stages = tuple(self._workers)
         if stages != self._forecast_of:
             self._forecast_of, self._forecast_s = stages, self._forecast() if stages else 0.0
@@ -326,10 +442,7 @@ class Training:
             self._stages[stage.name] = stage
             self._workers[stage.name] = Replica(peer.span, there_and_back_s / peer.span.units)
         self._coming = []
-        self._know_links()
-
-    def _know_links(self) -> None:
-        """Update the transfer times between the stages, from the links and the current size of messages."""
+        # Update the transfer times between the stages, from the links and the current size of messages.
         indexes = [stage.peer.index for stage in self._stages.values()]
         delay_NN, bandwidth_NN = self.world.links.between(indexes)
         values = (self.settings.microbatch, self.settings.sequence, self.world.model.hidden)

@@ -1,6 +1,6 @@
-"""Activation compressor: it chooses the codec of a stage's values for each link and direction.
+"""Activation compressor: it encodes a stage's values for each link and direction, with the error feedback of top-k.
 
-It also keeps the time that each link takes for them, and the error feedback of top-k.
+The choice of the codec is that of `plan/compression.py`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from swarmnode.codec.tensors import Codec, TensorInfo
+from swarmnode.codec.tensors import TensorInfo
 from swarmnode.compress.codecs import Encoded, decode, describe_values, encode_values, largest_of
 from swarmnode.compute.training.saved_activations import LARGEST_SENT, is_finite, is_within
 from swarmnode.errors import UsageError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.compression import (
-    SPARSE_RULES,
-    Choice,
-    Controller,
-    Look,
-    codec_of,
-    encoded_bytes,
-    is_allowed,
-    topk_ratio,
-)
+from swarmnode.plan.compression import UNKNOWN, Choice, LinkCodecs, is_allowed
 from swarmnode.swarm.records.run import AUTO, Compression
 
 log = logging.getLogger(__name__)
-
-UNKNOWN = Choice(Codec.NONE, "nothing is known of the link yet")
 
 FAR = 64.0  # what top-k leaves out is smaller than what it sends, but adds up over microbatches
 
@@ -45,35 +34,6 @@ MAX_LINKS = 64  # the least recently used are forgotten
 
 Link = tuple[PeerId, str]
 """Receiver, and direction through the model."""
-
-Way = tuple[PeerId, str, bool]
-"""Peer, direction through the model, and whether values are sent (else received)."""
-
-
-class LinkDurations:
-    """Seconds that a microbatch's values take uncompressed over each link of a stage, in both directions. They are kept for the
-    current and the previous step, so that peers of earlier steps are forgotten."""
-
-    def __init__(self) -> None:
-        self._now_s: dict[Way, float] = {}
-        self._before_s: dict[Way, float] = {}
-
-    @property
-    def slowest_s(self) -> float:
-        """The longest time of a link, in seconds; 0 if none is known."""
-        return max((*self._now_s.values(), *self._before_s.values()), default=0.0)
-
-    def note(self, way: Way, values: Sequence[TensorInfo], bandwidth_bps: float | None) -> float | None:
-        """Record that `values`, in any encoding, cross a link. Returns the seconds that they would take uncompressed, or
-        None if the bandwidth is unknown."""
-        if not bandwidth_bps:
-            return None
-        self._now_s[way] = found_s = encoded_bytes(values, Codec.NONE) * 8 / bandwidth_bps
-        return found_s
-
-    def end_step(self) -> None:
-        """Begin a new step, and forget the links of the step before the last one."""
-        self._before_s, self._now_s = self._now_s, {}
 
 
 @dataclass(frozen=True)
@@ -143,7 +103,7 @@ class ErrorFeedback:
 class ActivationCompressor:
     """The codecs of a stage's values. `mode` is the node's own setting, used if the run leaves the choice to the nodes.
 
-    "auto" chooses among the codecs that the swarm allows, with one controller for each link and direction. The name of a
+    "auto" chooses among the codecs that the swarm allows, for each link and direction by itself. The name of a
     codec fixes it. "topk", "adatopk" and "slowest" are rules of `plan/compression.py`. Raises UsageError if the swarm does
     not allow `mode`.
     """
@@ -152,60 +112,63 @@ class ActivationCompressor:
         if not is_allowed(mode, allowed):
             raise UsageError(f"--compress {mode}: this swarm does not allow it; choose {AUTO}")
         self.on_choice: OnChoice = lambda _peer, _direction, _choice: None
-        self._lock = threading.Lock()  # each device of the node has a thread
-        self._own = Compression(mode)
         self.allowed = frozenset(allowed)  # codecs of the swarm
+        self._lock = threading.Lock()  # each device of the node has a thread
+        self._own = self._asked = self._in_force = Compression(mode)
+        self.codecs = LinkCodecs[Link](allowed, self._own)
         self._feedback = ErrorFeedback(ledger or MemoryLedger())
-        self._durations = LinkDurations()
         self._beat_s = 0.0  # seconds that the slowest stage computes
         self._slowest_s = 0.0  # seconds that the swarm's slowest link takes
-        self._asked = self._in_force = self._own
-        self._controllers: dict[Link, Controller] = {}
-        self._choices: dict[Link, Choice] = {}
 
     @property
     def choices(self) -> Mapping[Link, Choice]:
         """The latest choice of a codec, by peer and direction."""
-        return self._choices.copy()  # at once: the executor adds links meanwhile
+        return self.codecs.choices.copy()  # at once: the executor adds links meanwhile
 
     @property
     def slowest_link_s(self) -> float:
         """Seconds that a microbatch's values take uncompressed over the slowest of this stage's links; 0 if unknown. Must
         run on the executor."""
         with self._lock:
-            return self._durations.slowest_s
+            return self.codecs.durations.slowest_s
 
     def hear(self, beat_s: float, slowest_link_s: float) -> None:
         """Begin a new step, with the coordinator's seconds of the slowest stage and the slowest link (0: unknown)."""
         with self._lock:
             self._beat_s, self._slowest_s = beat_s, slowest_link_s
-            self._durations.end_step()
+            self.codecs.durations.end_step()
 
     def adopt(self, asked: Compression) -> None:
         """Follow the run's setting. If it is auto, or the swarm does not allow it, the node's own counts. Must run on the
         executor."""
         with self._lock:
-            if asked != self._asked:
-                self._adopt(asked)
-
-    def _adopt(self, asked: Compression) -> None:
-        self._asked = asked
-        self._in_force = asked if asked.rule != AUTO and is_allowed(asked.rule, self.allowed) else self._own
-        if asked.rule not in (AUTO, self._in_force.rule):
-            log.warning("the run asks for --compress %s, which this swarm forbids; your node uses its own", asked.rule)
-        self._controllers.clear()
-        self._feedback.clear()
+            if asked == self._asked:
+                return
+            self._asked = asked
+            self._in_force = asked if asked.rule != AUTO and is_allowed(asked.rule, self.allowed) else self._own
+            if asked.rule not in (AUTO, self._in_force.rule):
+                log.warning(
+                    "the run asks for --compress %s, which this swarm forbids; your node uses its own", asked.rule
+                )
+            self.codecs.adopt(self._in_force)
+            self._feedback.clear()
 
     def arrived(self, values: Sequence[TensorInfo], peer: PeerId, direction: str, bandwidth_bps: float | None) -> None:
         """Record that values arrived from `peer` at `bandwidth_bps` (None: unknown). Must run on the executor."""
         with self._lock:
-            self._durations.note((peer, direction, False), values, bandwidth_bps)
+            self.codecs.durations.note((peer, direction, "received"), values, bandwidth_bps)
 
     def encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
         """Encode values for `peer` with the codec of its link. Returns descriptors and payloads. Must run on the executor."""
-        link = (peer, direction)
+        link, infos = (peer, direction), describe_values(values)
         with self._lock:
-            choice = self._choose(describe_values(values), link, bandwidth_bps)
+            before = self.codecs.choices.get(link, UNKNOWN)
+            directions = len({direction, *(other for _, other in self.codecs.choices)})
+            choice = self.codecs.choose(
+                link, infos, bandwidth_bps, self._beat_s, directions=directions, slowest_s=self._slowest_s
+            )
+            if choice.codec != before.codec:
+                self.on_choice(*link, choice)
             if self._in_force.feedback:
                 return self._feedback.encode(values, link, choice)
         return encode_values(values, choice.codec, choice.keep)
@@ -213,35 +176,3 @@ class ActivationCompressor:
     def close(self) -> None:
         """Free the memory of the error feedback."""
         self._feedback.clear()
-
-    def _choose(self, infos: Sequence[TensorInfo], link: Link, bandwidth_bps: float | None) -> Choice:
-        link_s = self._durations.note((*link, True), infos, bandwidth_bps)
-        before = self._choices.get(link, UNKNOWN)
-        if self._in_force.rule in SPARSE_RULES:
-            choice = self._sparse(link_s)
-        else:
-            controller = self._controllers.setdefault(link, Controller(self._ladder))
-            directions = len({direction for _, direction in self._controllers})
-            choice = controller.look(Look(infos, bandwidth_bps, self._beat_s, directions))
-        self._choices[link] = choice
-        if choice.codec != before.codec:
-            self.on_choice(*link, choice)
-        return choice
-
-    @property
-    def _ladder(self) -> Collection[int]:
-        rule = self._in_force.rule
-        return self.allowed if rule == AUTO else {codec_of(rule)}
-
-    def _sparse(self, link_s: float | None) -> Choice:
-        """Choose top-k's ratio by comparison with the swarm's slowest link, or with this stage's slowest link if the
-        coordinator named none."""
-        if link_s is None:
-            return UNKNOWN
-        rule = self._in_force.rule
-        slowest_s = self._slowest_s or self._durations.slowest_s
-        ratio = topk_ratio(rule, link_s, slowest_s, self._in_force.ratio)
-        if ratio <= 1:
-            return Choice(Codec.NONE, f"{rule}: {link_s:.3g} s, while the slowest link takes {slowest_s:.3g} s")
-        told = f"{rule} keeps 1 / {ratio:.3g} of the elements: {link_s:.3g} s, while the slowest link takes {slowest_s:.3g} s"
-        return Choice(Codec.TOPK, told, 1 / ratio)

@@ -23,8 +23,7 @@ from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, NotFinite, P
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routes.routing import SessionSize
-from swarmnode.serving.client.blame import MILD, Blame, HopFault, Verdict
-from swarmnode.serving.client.router import Router
+from swarmnode.serving.client.router import MILD, Blame, HopFault, Router, Verdict
 from swarmnode.tuning.adapter_parts import encode_recipe
 from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedRoute

@@ -41,7 +41,7 @@ from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, Protoc
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
-from swarmnode.serving.client.blame import HopFault
+from swarmnode.serving.client.router import HopFault
 from swarmnode.tuning.adapter_parts import pieces_of
 from swarmnode.tuning.client.state_shapes import ComingState, StateShapes
 

@@ -12,9 +12,9 @@ from swarmnode.codec.messages import Fault, Output
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.errors import ErrorCode, NoRoute
 from swarmnode.net.identity import Identity
-from swarmnode.serving.client.blame import MOST_CLAIMS, Blame, Verdict, suspects_of
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
+from swarmnode.serving.client.router import MOST_CLAIMS, Blame, Verdict, suspects_of
 from swarmnode.serving.job import Job, JobResult
 from swarmnode.serving.session.session_streams import OutputStream
 from tests.net.virtual import in_virtual_time

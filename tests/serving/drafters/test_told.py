@@ -6,8 +6,8 @@ from collections import Counter
 
 from swarmnode.measuring.meters import ACCEPTED, WASTED
 from swarmnode.serving.drafting.drafter import ForcedDrafter
-from swarmnode.serving.drafting.first_hop import DraftLead
 from swarmnode.serving.drafting.lookup import LookupDrafter
+from swarmnode.serving.drafting.session_guesses import DraftLead
 
 
 def suggested() -> ForcedDrafter:

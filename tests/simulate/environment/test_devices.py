@@ -6,7 +6,7 @@ from swarmnode.compute.stopwatch import Throttle
 from swarmnode.errors import UsageError
 from swarmnode.plan.offline.gpus import LAYER_PARAMETERS, find_gpu, layer_times
 from swarmnode.plan.view import Span
-from swarmnode.simulate.environment.devices import BACKWARD, BANDWIDTH_SHARE, FLOPS_SHARE, device_of
+from swarmnode.simulate.environment.peers import BACKWARD, BANDWIDTH_SHARE, FLOPS_SHARE, device_of
 from tests.simulate.worlds import model, scenario
 
 LAYER = LAYER_PARAMETERS["llama2_70b"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.offline.planner_files import Scenario
-from swarmnode.simulate.results.network_map import (
+from swarmnode.simulate.results.page import (
     MOST,
     Machines,
     coordinates,

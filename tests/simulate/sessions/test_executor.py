@@ -2,9 +2,8 @@ import itertools
 
 from swarmnode.plan.view import Span
 from swarmnode.plan.virtual_clock import VirtualClock
-from swarmnode.simulate.environment.devices import device_of
-from swarmnode.simulate.environment.peers import Peer
-from swarmnode.simulate.sessions.session import SimulatedExecutor, SimulatedJob
+from swarmnode.simulate.environment.peers import Peer, device_of
+from swarmnode.simulate.sessions.serving import SimulatedExecutor, SimulatedJob
 from tests.simulate.worlds import model, scenario
 
 HALF, WHOLE = Span(0, 4), Span(0, 8)

@@ -113,7 +113,7 @@ def test_a_slow_link_is_compressed_and_a_fast_one_left_alone():
     def choices(bandwidth_bps):
         network = scenario([80.0, 80.0], delay_s=0.001, bandwidth_bps=bandwidth_bps)
         result = run(network, model(8), settings(compress="auto"), spans=HALVES)
-        return set(result.workload.encoder.choices().values())
+        return {choice.codec for choice in result.workload.encoder.codecs.choices.values()}
 
     assert choices(1e10) == {Codec.NONE}
     assert choices(1e6) == {Codec.INT4}

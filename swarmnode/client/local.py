@@ -1,24 +1,27 @@
-"""Training of a swarm's model in this process alone: the same data and settings give the same curve."""
+"""Training of a swarm's model, or tuning of an adapter on it, in this process alone: the same settings give the same curve."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
+import torch
 
 from swarmnode.checkpoints.export import write_checkpoint
-from swarmnode.client.training.client import TrainingClient
-from swarmnode.client.training.listener import Listener
+from swarmnode.client.training.client import Listener, TrainingClient
 from swarmnode.client.training.preparation import check_trains, prepare
+from swarmnode.client.tuning.client import TuningClient
+from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, TuningPlan, check_tunes
 from swarmnode.compute.device import probe_device, set_threads
+from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph import segment as graphs
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.training import lm
-from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.local import StepSummary, local_learner, train_steps
 from swarmnode.compute.training.segment import Segment
 from swarmnode.compute.training.snapshot import LocalState
@@ -29,6 +32,7 @@ from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.content import verify_file
 from swarmnode.swarm.storage.small_files import check_free
 from swarmnode.swarm.storage.swarmfile import Swarm
+from swarmnode.tuning.client.local_route import LocalOpener
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,14 @@ async def train_here(
     """
     if output is not None:
         check_free(output.folder, force=output.force)
-    manifest, folder = await _founded(swarm, home, patience_s)
+    manifest, folder = await founded_files(swarm, home, patience_s, TrainingClient, check_trains)
     run, batches = await asyncio.to_thread(prepare, manifest, folder, data, settings, rules)
     set_threads(place.threads)
-    segment = await asyncio.to_thread(_load, manifest, folder, place.device)
+    where, units = probe_device(place.device).torch_device, (0, manifest.model.units)
+    if manifest.kind == CAUSAL_LM:
+        segment: Segment = await asyncio.to_thread(lm.load_segment, Checkpoint(folder), *units, device=where)
+    else:
+        segment = await asyncio.to_thread(graphs.load_segment, folder, *units, device=where)
     learner = await asyncio.to_thread(local_learner, segment, run, batches)
     listener.begun(run, batches.summary(run))
     done = 0
@@ -84,7 +92,10 @@ async def train_here(
     except NotFinite as error:
         bad = error
     if output is not None:
-        tensors = _tensors(learner)
+        # The parameters, or their average if the run keeps one, and the buffers, by their names in the state dict.
+        blocks = [learner.block(number) for number in learner.blocks]
+        parts = (part for block in blocks for part in (block.parameters, block.buffers, block.ema))
+        tensors = {name: tensor.detach().cpu() for part in parts for name, tensor in part.items()}
         language = manifest.kind == CAUSAL_LM
         await asyncio.to_thread(write_checkpoint, language, tensors, folder, output.folder, force=output.force)
     if bad is not None:
@@ -110,44 +121,53 @@ async def _listen(
     return done
 
 
-async def _founded(swarm: Swarm, home: Path, patience_s: float) -> tuple[Manifest, Path]:
-    """Return the manifest and the folder with all files: the founder's own folder if it is here, else files from peers."""
+async def founded_files(
+    swarm: Swarm,
+    home: Path,
+    patience_s: float,
+    client: type[TrainingClient] | type[TuningClient],
+    check: Callable[[Manifest], None],
+) -> tuple[Manifest, Path]:
+    """Return the manifest and the folder with all files: the founder's own folder if it is here, else files from peers, to which
+    a `client` joins. Raises CheckpointError if a file here has changed, and what `check` raises."""
     if swarm.manifest is not None:
-        check_trains(swarm.manifest)
-    folder = await founders_folder(swarm)
-    if folder is not None and swarm.manifest is not None:
-        return swarm.manifest, folder
-    async with await TrainingClient.join(swarm, home, patience_s=patience_s) as client:
-        return client.manifest, await client.founded()
+        check(swarm.manifest)
+        folder = swarm.checkpoint
+        if folder is not None and folder.is_dir():
+            for file in swarm.manifest.files:
+                path = folder / file.name
+                if not path.is_file() or not await asyncio.to_thread(verify_file, path, file):
+                    raise CheckpointError(
+                        f"{path} has been changed, damaged or removed since the swarm was founded: restore it"
+                    )
+            return swarm.manifest, folder
+    async with await client.join(swarm, home, patience_s=patience_s) as joined:
+        return joined.manifest, await joined.founded()
 
 
-async def founders_folder(swarm: Swarm) -> Path | None:
-    """Return the folder that the swarm was founded on; None if it is not here. Raises CheckpointError if a file has changed."""
-    if swarm.manifest is None or swarm.checkpoint is None or not swarm.checkpoint.is_dir():
-        return None
-    await asyncio.to_thread(_verify, swarm.manifest, swarm.checkpoint)
-    return swarm.checkpoint
-
-
-def _verify(manifest: Manifest, folder: Path) -> None:
-    """Raise CheckpointError if a file differs from the one that the swarm was founded on."""
-    for file in manifest.files:
-        path = folder / file.name
-        if not path.is_file() or not verify_file(path, file):
-            raise CheckpointError(
-                f"{path} has been changed, damaged or removed since the swarm was founded: restore it"
-            )
-
-
-def _load(manifest: Manifest, folder: Path, device: str) -> Segment:
-    where = probe_device(device).torch_device
-    if manifest.kind == CAUSAL_LM:
-        return lm.load_segment(Checkpoint(folder), 0, manifest.model.units, device=where)
-    return graphs.load_segment(folder, 0, manifest.model.units, device=where)
-
-
-def _tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return the parameters, or their average if the run keeps one, and the buffers, by their names in the state dict."""
-    blocks = [learner.block(number) for number in learner.blocks]
-    parts = (part for block in blocks for part in (block.parameters, block.buffers, block.ema))
-    return {name: tensor.detach().cpu() for part in parts for name, tensor in part.items()}
+async def tune_here(
+    swarm: Swarm,
+    home: Path,
+    settings: TuneSettings,
+    listener: Listener,
+    stop: asyncio.Event,
+    on_plan: Callable[[TuningPlan], None] = lambda _plan: None,
+    *,
+    threads: int | None = None,
+    patience_s: float = 60.0,
+) -> TunedAdapter:
+    """Tune an adapter on the whole model in this process; see `TuningClient.tune`. Also raises Full if there is no memory."""
+    settings.check()
+    manifest, folder = await founded_files(swarm, home, patience_s, TuningClient, check_tunes)
+    job = await asyncio.to_thread(TuningJob.prepare, swarm, manifest, folder, settings)
+    set_threads(threads)
+    where = probe_device("auto").torch_device
+    span = await asyncio.to_thread(
+        load_span, Checkpoint(folder), 0, manifest.model.units, device=where, dtype=torch.float32
+    )
+    executor = Executor(threads=threads)
+    try:
+        opener = LocalOpener(span, executor, settings.recipe, job.size)
+        return await job.run_on(opener, listener, stop, on_plan, dict, time.monotonic)
+    finally:
+        await executor.close()

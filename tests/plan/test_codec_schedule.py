@@ -5,10 +5,24 @@ from __future__ import annotations
 import pytest
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.plan.compression import MAX_CHANGES, CodecSchedule, LinkView, choose, coarsest
+from swarmnode.plan.compression import (
+    MAX_CHANGES,
+    PROMPT,
+    STEPS,
+    CodecSchedule,
+    Demands,
+    LinkCodecs,
+    coarsest,
+)
 
 SWARM = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8, Codec.INT4)
 CHUNK, STEP = (TensorInfo(Codec.NONE, DType.FLOAT32, (1, count, 4096)) for count in (128, 1))
+
+
+def chosen(
+    states: TensorInfo, demands: Demands, bandwidth_bps: float, room_s: float, allowed: tuple[Codec, ...] = SWARM
+) -> Codec:
+    return LinkCodecs[str](allowed, demands=demands).choose("link", [states], bandwidth_bps, room_s).codec
 
 
 @pytest.mark.parametrize(
@@ -16,20 +30,17 @@ CHUNK, STEP = (TensorInfo(Codec.NONE, DType.FLOAT32, (1, count, 4096)) for count
     [(10e9, Codec.NONE), (200e6, Codec.BF16), (100e6, Codec.INT8), (20e6, Codec.INT4), (1e3, Codec.INT4)],
 )
 def test_a_prompt_is_compressed_until_the_link_keeps_up_with_the_passes(bandwidth_bps: float, codec: Codec) -> None:
-    link = LinkView(bandwidth_bps, rtt_s=0.02, pass_s=0.06)
-    assert choose(CHUNK, link, SWARM, is_step=False) is codec
+    assert chosen(CHUNK, PROMPT, bandwidth_bps, room_s=0.06) is codec
 
 
 @pytest.mark.parametrize(("bandwidth_bps", "codec"), [(200e6, Codec.NONE), (20e6, Codec.BF16), (2e6, Codec.INT8)])
 def test_a_step_is_compressed_where_its_transfer_is_noticed(bandwidth_bps: float, codec: Codec) -> None:
-    link = LinkView(bandwidth_bps, rtt_s=0.03, pass_s=0.01)
-    assert choose(STEP, link, SWARM, is_step=True) is codec
+    assert chosen(STEP, STEPS, bandwidth_bps, room_s=0.01 + 0.03) is codec
 
 
 def test_only_what_the_swarm_allows_is_chosen() -> None:
-    link = LinkView(1e6, rtt_s=0.0, pass_s=0.0)
-    assert choose(CHUNK, link, (Codec.NONE, Codec.BF16), is_step=False) is Codec.BF16
-    assert choose(CHUNK, link, (Codec.TOPK,), is_step=False) is Codec.NONE
+    assert chosen(CHUNK, PROMPT, 1e6, 0.0, (Codec.NONE, Codec.BF16)) is Codec.BF16
+    assert chosen(CHUNK, PROMPT, 1e6, 0.0, (Codec.TOPK,)) is Codec.NONE
 
 
 def test_positions_are_cut_where_the_codec_changes() -> None:
