@@ -118,14 +118,15 @@ class QuantisedTensors:
 
     def slices(self, tensors: Mapping[str, Any], names: Iterable[str]) -> dict[str, LazyTensor]:
         """Return the parameters that these packed tensors make, to be dequantised when they are read."""
-        return {
-            self.parameter(name): LazyTensor(
+
+        def lazy(name: str) -> LazyTensor:
+            return LazyTensor(
                 "F32",
-                lambda name=name: plain_shape(self.method, self.matrix(name, tensors)),
-                lambda name=name: dequantised(self.method, self.matrix(name, tensors)),
+                lambda: plain_shape(self.method, self.matrix(name, tensors)),
+                lambda: dequantised(self.method, self.matrix(name, tensors)),
             )
-            for name in names
-        }
+
+        return {self.parameter(name): lazy(name) for name in names}
 
 
 def dequantised(method: Method, matrix: PackedMatrix) -> Tensor:
@@ -269,7 +270,8 @@ def _places(model: Any, names: Iterable[str]) -> dict[str, _Place]:
             converter = by_pattern[pattern]
             order = [sources.get(pattern, []) for pattern in converter.source_patterns]
             # Matrices of experts are stacked, and the parts of each joined one above the other.
-            stacking, *joining = converter.operations or [None]
+            operations: list[Any] = converter.operations or [None]
+            stacking, *joining = operations
             stacks = isinstance(stacking, MergeModulelist) and stacking.dim == 0
             joins = len(joining) == 1 and isinstance(joining[0], Concatenate) and joining[0].dim == 1
             is_known = stacks and (joins if len(order) > 1 else not joining)

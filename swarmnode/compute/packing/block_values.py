@@ -56,12 +56,12 @@ def _bits(bytes_NB: Tensor) -> Tensor:
 def _of_32(b: Tensor, bits: int, *, least: bool) -> Tensor:
     """Return the values of Q4_0, Q5_0, Q4_1 and Q5_1: codes of `bits`, with an offset of half their range or a `least` value."""
     place = 4 if least else 2
-    codes = _shifted(b[:, -16:], 16, 4)
+    codes: Tensor = _shifted(b[:, -16:], 16, 4)
     if bits == 5:
-        codes = codes | (_bits(b[:, place : place + 4]) << 4)
+        codes |= _bits(b[:, place : place + 4]) << 4
     if least:
         return _half(b, 0) * codes.float() + _half(b, 2)
-    return _half(b, 0) * (codes.float() - 2 ** (bits - 1))
+    return _half(b, 0) * (codes.float() - (1 << bits - 1))
 
 
 def _q8_0(b: Tensor) -> Tensor:

@@ -282,16 +282,8 @@ class FolderPack:
                 tensor = self._new[name]
                 rows_OI = values[name].reshape(-1, tensor.shape[-1])
                 form = self.choice.forms[name]
-                writer.add(
-                    tensor,
-                    quantised_tiles(
-                        len(rows_OI),
-                        tensor.shape[-1],
-                        lambda first, end, rows_OI=rows_OI: rows_OI[first:end].float(),
-                        form,
-                        name,
-                    ),
-                )
+                read = partial(_float_rows, rows_OI)
+                writer.add(tensor, quantised_tiles(len(rows_OI), tensor.shape[-1], read, form, name))
                 del left[name]
                 done += tensor.nbytes
                 if progress is not None:
@@ -309,6 +301,10 @@ class FolderPack:
         model = assemble(self._family, self._checkpoint.open_slices(names), unit, unit + 1, dtype=dtype)
         state: dict[str, Tensor] = model.state_dict()
         return state
+
+
+def _float_rows(rows_OI: Tensor, first: int, end: int) -> Tensor:
+    return rows_OI[first:end].float()
 
 
 def _packable(model: nn.Module) -> Iterator[str]:
