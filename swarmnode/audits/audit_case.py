@@ -326,8 +326,9 @@ class AuditCase:
         found = self._compare(original, second)
         agreed = found.judgements if found.false_hop is None else found.judgements[:-1]
         near = found.near_hop
-        for judgement, hop, other in zip(agreed, original.route, second.route, strict=False):
-            for peer in {hop.peer, other.peer} if hop.peer != other.peer and judgement.proves else ():
+        for judgement, first_hop, second_hop in zip(agreed, original.route, second.route, strict=False):
+            asked = {first_hop.peer, second_hop.peer}
+            for peer in asked if len(asked) == 2 and judgement.proves else ():
                 self._referee.standing.pass_audit(peer, judgement.compared)
                 self._referee.note(
                     "finds it right", peer, f"two peers agree on {judgement.compared} positions of {self._name}"

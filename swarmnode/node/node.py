@@ -279,7 +279,7 @@ class Node:
                     error = ended.exception()
                     if isinstance(error, Exception) and not isinstance(error, SwarmnodeError):
                         for executor in self._executors:
-                            await executor.look(error)
+                            await executor.check_device(error)
                     ended.result()
         finally:
             await cancel_and_wait(stopped, *watching, broken)

@@ -134,7 +134,7 @@ class TrainingWork:
 
     swarm: Swarm
     watch: Watch
-    data: Path | None
+    data: Path
     rules: DataRules
     settings: Run
     patience_s: float

@@ -160,7 +160,7 @@ class MessagesRequest(SamplingFields):
 
     @property
     def form(self) -> ResponseFormat | None:
-        return self.output_format or (self.output_config and self.output_config.format)
+        return self.output_format or (None if self.output_config is None else self.output_config.format)
 
     @property
     def ending(self) -> ChatEnding:

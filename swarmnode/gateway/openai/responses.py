@@ -329,11 +329,13 @@ class _ResponseStyle:
         """Return the events of a part. A text or reasoning is the only content of its item; a call has none."""
         step, part, text = event
         place: dict[str, Any] = {"item_id": self._item_id(part), "output_index": part.index}
+        told: dict[str, Any] = {}
         if part.call is not None:
-            told, whole = {}, {"arguments": part.text, "name": part.call.name}
+            whole = {"arguments": part.text, "name": part.call.name}
         else:
             place["content_index"] = 0
-            told = {"logprobs": []} if part.kind is PartKind.TEXT else {}
+            if part.kind is PartKind.TEXT:
+                told["logprobs"] = []
             whole = {"text": part.text, **told}
         if step is PartStep.DELTA:
             return [self._event(f"{SPOKEN[part.kind]}.delta", **place, delta=text, **told)]

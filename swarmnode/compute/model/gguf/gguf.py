@@ -395,7 +395,7 @@ def read_gguf(file: Path) -> Any:
             element = gguf.GGUFValueType(int(kind[0]))
             end, parts = orig_offs + 12, [kind, count]
             if element == STRING:
-                raw = memoryview(self.data)
+                raw = memoryview(self.data)  # type: ignore[arg-type]  # a memmap has the buffer interface
                 length = struct.Struct(">Q" if self.endianess == gguf.GGUFEndian.BIG else "<Q")
                 for _ in range(int(count[0])):
                     begin = end + 8

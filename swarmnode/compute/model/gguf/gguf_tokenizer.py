@@ -431,7 +431,7 @@ class _Uncopied(NamedTuple):
         return self.pipeline
 
 
-def _merging(vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]], **settings: Any) -> Any:
+def _merging(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **settings: Any) -> Any:
     """Return a tokenizer that merges pairs. Raises CheckpointError if they are not in the vocabulary."""
     from tokenizers import Tokenizer, models
 
