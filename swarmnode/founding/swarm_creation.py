@@ -365,7 +365,7 @@ def new_owner(path: Path, new_password: Callable[[], str], *, force: bool = Fals
 
     Raises UsageError if the file exists already, without `force`.
     """
-    from swarmnode.swarm.storage.owner_files import SUFFIX as OWNER_SUFFIX
+    from swarmnode.swarm.storage.owner_files import OWNER_SUFFIX
 
     file = path.with_suffix(OWNER_SUFFIX)
     if file.exists() and not force:
