@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import safetensors
@@ -36,6 +36,7 @@ from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.plan.view import Span
+from swarmnode.serving.passage import URGENCY, Passage
 
 SLACK_BYTES = 1 << 20  # for the headers of a state's files
 
@@ -143,17 +144,10 @@ class TuningDevice:
     pace: TuningPace
 
 
-@dataclass(frozen=True)
-class LossEnd(Generic[T]):
-    """End of a microbatch at the last hop: the sum of its labels' losses, their number, and the gradients as they were encoded."""
-
-    loss: float
-    labels: int
-    sent: T
-
-
 @dataclass
-class _Part:
+class AdapterPart:
+    """Layers of an adapter on one device, and their trainer."""
+
     device: TuningDevice
     trainer: AdapterTrainer
     loading: dict[str, Tensor] = field(default_factory=dict)  # tensors of a state that is coming
@@ -166,11 +160,11 @@ class _Part:
 class AdapterParts:
     """Adapter on one hop's layers, which may lie on several devices. Made by `open`, ended by `close`.
 
-    Functions that are arguments run on a device's thread: they decode what came and encode what leaves.
+    An `AdapterPassage` takes one microbatch through it.
     """
 
-    def __init__(self, parts: Sequence[_Part], owner: str) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[AdapterPart], owner: str) -> None:
+        self.parts = parts
         self._owner = owner
         self._loading = asyncio.Lock()  # held in the order in which files come
         self.device = parts[0].trainer.span.device  # of the values that come in
@@ -184,7 +178,7 @@ class AdapterParts:
 
         Raises Full if there is no room on a device.
         """
-        parts: list[_Part] = []
+        parts: list[AdapterPart] = []
         used = _used(devices, units)
         try:
             for device in used:
@@ -192,10 +186,10 @@ class AdapterParts:
                 await device.pace.run(Urgency.FORWARD, make, kind="open an adapter", owner=owner, size=0)
             opened = cls(parts, owner)
             for part in parts:
-                await opened._run(part, Urgency.FORWARD, part.trainer.start_by_piece())
-                await opened._run(part, Urgency.FORWARD, part.trainer.prepare_by_piece())
+                await opened.run(part, Urgency.FORWARD, part.trainer.start_by_piece())
+                await opened.run(part, Urgency.FORWARD, part.trainer.prepare_by_piece())
                 measuring = part.trainer.activation_bytes_by_piece(*_within_model(part.trainer.span, size))
-                opened.pass_bytes += await opened._run(part, Urgency.FORWARD, measuring)
+                opened.pass_bytes += await opened.run(part, Urgency.FORWARD, measuring)
         except BaseException:
             for device in used:  # each behind a part that its thread still makes for a caller that was cancelled
                 let_go = partial(_close_on, parts, device)
@@ -206,27 +200,27 @@ class AdapterParts:
     @property
     def units(self) -> range:
         """Numbers of the layers."""
-        return range(self._parts[0].units.start, self._parts[-1].units.stop)
+        return range(self.parts[0].units.start, self.parts[-1].units.stop)
 
     @property
     def model_units(self) -> int:
         """Number of layers of the whole model."""
-        return self._parts[0].trainer.span.family.units
+        return self.parts[0].trainer.span.family.units
 
     @property
     def hidden_size(self) -> int:
         """Size of the hidden states between the layers."""
-        return self._parts[0].trainer.span.hidden_size
+        return self.parts[0].trainer.span.hidden_size
 
     @property
     def adapter_bytes(self) -> int:
         """Bytes of weights, gradients and optimiser state."""
-        return sum(part.trainer.adapter_bytes for part in self._parts)
+        return sum(part.trainer.adapter_bytes for part in self.parts)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the adapter, and of passes in flight."""
-        return self.adapter_bytes + sum(part.trainer.in_flight_bytes for part in self._parts)
+        return self.adapter_bytes + sum(part.trainer.in_flight_bytes for part in self.parts)
 
     @property
     def most_state_bytes(self) -> int:
@@ -235,47 +229,14 @@ class AdapterParts:
 
     def close(self) -> None:
         """Forget everything, and release the memory, after the running piece."""
-        for part in self._parts:
+        for part in self.parts:
             part.device.executor.call(Urgency.CONTROL, part.trainer.close, kind="let an adapter go", owner=self._owner)
 
     # -- passes
 
-    async def forward(
-        self, number: int, came: Callable[[], Values], leave: Callable[[Values], T], *, learns: bool
-    ) -> T:
-        """Run a microbatch forward from the values of `came`, and return what `leave` makes of the result."""
-        values = await self._enter(number, came, learns=learns)
-        return await self._run(
-            self._parts[-1], Urgency.FORWARD, _forward(self._parts[-1], number, values, leave, learns)
-        )
-
-    async def finish(
-        self,
-        number: int,
-        came: Callable[[], Values],
-        labels: Callable[[], Values],
-        leave: Callable[[Gradients], T],
-        share: float,
-        *,
-        learns: bool,
-    ) -> LossEnd[T]:
-        """Run a microbatch forward to its loss, whose sum over labels counts `share`, and back to the hop's inputs if it learns."""
-        values = await self._enter(number, came, learns=learns)
-        *before, last = self._parts
-        work = _finish(last, number, values, labels, share, learns)
-        loss, count, gradients = await self._run(last, Urgency.FORWARD, work)
-        sent = await self._leave(number, before, gradients, leave)
-        return LossEnd(loss, count, sent)
-
-    async def backward(self, number: int, came: Callable[[], Gradients], leave: Callable[[Gradients], T]) -> T:
-        """Take the gradients of `came` back through the layers, and return what `leave` makes of those of the inputs."""
-        *before, last = self._parts
-        gradients = await self._run(last, Urgency.BACKWARD, _backward(last, number, came))
-        return await self._leave(number, before, gradients, leave)
-
     def check_pass(self, rows: int, tokens: int) -> None:
         """Raise ProtocolError if a microbatch of some rows of tokens can never have room, even alone."""
-        for part in self._parts:
+        for part in self.parts:
             trainer = part.trainer
             positions = tokens + (trainer.recipe.prompt_positions if trainer.span.has_embedding else 0)
             kept_bytes = trainer.activation_bytes(rows, positions)  # measured when the adapter was opened
@@ -283,28 +244,14 @@ class AdapterParts:
 
     def forget(self, number: int) -> None:
         """Forget a microbatch that has no pass here any more; does nothing if there is none."""
-        for part in self._parts:
+        for part in self.parts:
             if part.trainer.in_flight:
                 part.device.executor.call(
                     Urgency.CONTROL, partial(part.trainer.forget, number), kind=KIND, owner=self._owner
                 )
 
-    async def _enter(self, number: int, came: Callable[[], Values], *, learns: bool) -> Callable[[], Values]:
-        """Run all parts but the last one forward. Returns the function that gives the values for the last one."""
-        for part in self._parts[:-1]:
-            values = await self._run(part, Urgency.FORWARD, _forward(part, number, came, unchanged, learns))
-            came = partial(moved, values, self._parts[-1].trainer.span.device)
-        return came
-
-    async def _leave(
-        self, number: int, before: Sequence[_Part], gradients: Gradients, leave: Callable[[Gradients], T]
-    ) -> T:
-        """Take gradients back through the parts `before` the last one, and return what `leave` makes of those of the inputs."""
-        for part in reversed(before):
-            gradients = await self._run(part, Urgency.BACKWARD, _backward(part, number, partial(unchanged, gradients)))
-        return await self._run(self._parts[0], Urgency.BACKWARD, as_piece(partial(leave, gradients)))
-
-    async def _run(self, part: _Part, urgency: Urgency, work: ByPiece[T]) -> T:
+    async def run(self, part: AdapterPart, urgency: Urgency, work: ByPiece[T]) -> T:
+        """Do a work on the device of `part`, and return its result. Raises ExecutorDied, and whatever the work raises."""
         return await part.device.pace.run(urgency, work, kind=KIND, owner=self._owner, size=0)
 
     # -- steps and states
@@ -312,14 +259,14 @@ class AdapterParts:
     async def square(self) -> float:
         """Return the sum of squares of the gradient. Raises NotFinite."""
         squares = [
-            await self._run(part, Urgency.BACKWARD, part.trainer.gradient_square_by_piece()) for part in self._parts
+            await self.run(part, Urgency.BACKWARD, part.trainer.gradient_square_by_piece()) for part in self.parts
         ]
         return sum(squares)
 
     async def step(self, number: int, learning_rate: float, scale: float) -> None:
         """Update the weights, and begin the next step. Raises ProtocolError for another step than the present one."""
-        for part in self._parts:
-            await self._run(part, Urgency.BACKWARD, part.trainer.step_by_piece(number, learning_rate, scale))
+        for part in self.parts:
+            await self.run(part, Urgency.BACKWARD, part.trainer.step_by_piece(number, learning_rate, scale))
 
     async def state(self, unit: int) -> bytes:
         """Return the weights and moments of one layer, and the number of updates, as a safetensors file."""
@@ -329,9 +276,9 @@ class AdapterParts:
         """Return the sums of gradients of one layer, under the names of its weights, as a safetensors file."""
         return await self._saved(unit, lambda part: part.trainer.gradients())
 
-    async def _saved(self, unit: int, tensors: Callable[[_Part], Mapping[str, Tensor]]) -> bytes:
+    async def _saved(self, unit: int, tensors: Callable[[AdapterPart], Mapping[str, Tensor]]) -> bytes:
         part = self._part_of(unit)
-        copies = await self._run(part, Urgency.BACKWARD, _copies(part, unit, tensors))
+        copies = await self.run(part, Urgency.BACKWARD, _copies(part, unit, tensors))
         raw: bytes = await asyncio.to_thread(safetensors.torch.save, copies)  # the device does not wait for it
         return raw
 
@@ -347,12 +294,89 @@ class AdapterParts:
                 if unit == part.units[-1]:
                     state, part.loading = part.loading, {}
                     load = part.trainer.load_gradients if gradients else part.trainer.load_by_piece
-                    await self._run(part, Urgency.BACKWARD, load(state))
+                    await self.run(part, Urgency.BACKWARD, load(state))
         except CheckpointError as error:
             raise ProtocolError(f"a state that does not fit: {error}", code=ErrorCode.INVALID_REQUEST) from error
 
-    def _part_of(self, unit: int) -> _Part:
-        return next(part for part in self._parts if unit in part.units)
+    def _part_of(self, unit: int) -> AdapterPart:
+        return next(part for part in self.parts if unit in part.units)
+
+
+class AdapterPassage(Passage[AdapterPart]):
+    """Passage of one microbatch through an adapter's parts. Here its values come and leave as they are, without a network."""
+
+    loss = 0.0
+    """Sum of the losses of the labels, once it is known"""
+    counted = 0
+    """Number of labels in `loss`"""
+
+    def __init__(self, adapter: AdapterParts, number: int, inputs: Values, *, learns: bool) -> None:
+        self.adapter = adapter
+        self.parts = adapter.parts
+        self.number = number
+        self.learns = learns
+        self.labels: Values = ()
+        self.share = 0.0  # of the labels' losses in the step's
+        self._inputs = inputs
+
+    async def compute(self, phase: str, part: AdapterPart, work: ByPiece[T]) -> T:
+        """Do `work` at the pace of tuning on the part's device."""
+        return await self.adapter.run(part, URGENCY[phase], work)
+
+    def read(self) -> Values:
+        """Return the values that came to the hop, on its first device."""
+        return self._inputs
+
+    def read_labels(self) -> Values:
+        """Return the labels that the owner gives."""
+        return self.labels
+
+    def encoded(self, values: Values) -> Any:
+        """Return what leaves for the next peer: the outputs."""
+        return values
+
+    def encoded_gradients(self, gradients: Gradients) -> Any:
+        """Return what leaves for the sender: the gradients of the inputs."""
+        return gradients
+
+    async def send_on(self, encoded: Any) -> Any:
+        """Send nothing: the caller holds the outputs."""
+
+    def forward(self, part: AdapterPart, values: Values | None) -> ByPiece[Values]:
+        """Compute a part's outputs, and the places that came with the inputs, which stay as they are."""
+        x, *places = self.read() if values is None else moved(values, part.trainer.span.device)
+        out = yield from part.trainer.forward_by_piece(self.number, x, *places[:1], evaluates=not self.learns)
+        return out, *places
+
+    def leave(self, part: AdapterPart, values: Values | None) -> ByPiece[Any]:
+        """Compute the last part's outputs, and encode them."""
+        return self.encoded((yield from self.forward(part, values)))
+
+    def finish(self, part: AdapterPart, values: Values | None) -> ByPiece[Any]:
+        """Compute the loss on the last part, and the gradients of its inputs; None if the microbatch does not learn.
+
+        Raises ProtocolError if the labels are not one tensor.
+        """
+        entered = self.read() if values is None else values
+        labels = self.read_labels()
+        if len(labels) != 1:
+            raise ProtocolError(f"{len(labels)} labels for a microbatch, which takes one tensor of them")
+        _, *places = yield from self.forward(part, entered)
+        self.loss, self.counted = yield from part.trainer.loss_by_piece(self.number, labels[0], self.share)
+        return (yield from self.backward(part, (None, *(None for _ in places)))) if self.learns else None
+
+    def backward(self, part: AdapterPart, gradients: Gradients) -> ByPiece[Any]:
+        """Take gradients of the outputs (none after the loss) back through a part, and return those of its inputs."""
+        gradient, *rest = gradients
+        if gradient is not None:
+            gradient = gradient.to(part.trainer.span.device)
+        back = (yield from part.trainer.backward_by_piece(self.number, gradient)), *rest
+        if part is not self.parts[0]:
+            return back
+        yield
+        return self.encoded_gradients(back)
+
+    turn = backward
 
 
 def check_parts(devices: Sequence[TuningDevice], units: Span, recipe: AdapterRecipe) -> int:
@@ -393,11 +417,6 @@ def narrowed(span: ModelSpan, units: Span) -> ModelSpan:
     return narrow
 
 
-def unchanged(values: T) -> T:
-    """Return the values: for passes whose values come, or leave, as they are."""
-    return values
-
-
 def unit_of(family: Family, name: str) -> int:
     """Return the layer that a tensor of a trainer's state belongs to, by its name."""
     tensor = name.partition("/")[2]
@@ -407,46 +426,19 @@ def unit_of(family: Family, name: str) -> int:
 # -- on the thread of a part's device
 
 
-def _make(parts: list[_Part], device: TuningDevice, span: ModelSpan, recipe: AdapterRecipe, owner: str) -> None:
-    parts.append(_Part(device, AdapterTrainer(span, recipe, name=owner, starts=False)))
+def _make(parts: list[AdapterPart], device: TuningDevice, span: ModelSpan, recipe: AdapterRecipe, owner: str) -> None:
+    parts.append(AdapterPart(device, AdapterTrainer(span, recipe, name=owner, starts=False)))
 
 
-def _close_on(parts: Sequence[_Part], device: TuningDevice) -> None:
+def _close_on(parts: Sequence[AdapterPart], device: TuningDevice) -> None:
     for part in parts:
         if part.device is device:
             part.trainer.close()
 
 
-def _forward(
-    part: _Part, number: int, came: Callable[[], Values], leave: Callable[[Values], T], learns: bool
-) -> ByPiece[T]:
-    x, *places = came()
-    out = yield from part.trainer.forward_by_piece(number, x, *places[:1], evaluates=not learns)
-    return leave((out, *places))
-
-
-def _finish(
-    part: _Part, number: int, came: Callable[[], Values], labels: Callable[[], Values], share: float, learns: bool
-) -> ByPiece[tuple[float, int, Gradients]]:
-    x, *places = came()
-    given = labels()
-    if len(given) != 1:
-        raise ProtocolError(f"{len(given)} labels for a microbatch, which takes one tensor of them")
-    yield from part.trainer.forward_by_piece(number, x, *places[:1], evaluates=not learns)
-    loss, count = yield from part.trainer.loss_by_piece(number, given[0], share)
-    gradient = (yield from part.trainer.backward_by_piece(number)) if learns else None
-    return loss, count, (gradient, *(None for _ in places))
-
-
-def _backward(part: _Part, number: int, came: Callable[[], Gradients]) -> ByPiece[Gradients]:
-    gradient, *rest = came()
-    if gradient is not None:
-        gradient = gradient.to(part.trainer.span.device)
-    back = yield from part.trainer.backward_by_piece(number, gradient)
-    return back, *rest
-
-
-def _copies(part: _Part, unit: int, tensors: Callable[[_Part], Mapping[str, Tensor]]) -> ByPiece[dict[str, Tensor]]:
+def _copies(
+    part: AdapterPart, unit: int, tensors: Callable[[AdapterPart], Mapping[str, Tensor]]
+) -> ByPiece[dict[str, Tensor]]:
     """Return copies on the CPU of the tensors of a unit, and of the number of updates."""
     family = part.trainer.span.family
     found = {name: one.detach() for name, one in tensors(part).items() if name == STEP or unit_of(family, name) == unit}

@@ -184,7 +184,7 @@ class TrainingStage:
         self._admission_queue.ended(microbatch)
         if microbatch.kept is not None:
             self.spot_checks.records.close(microbatch.kept)
-        for part in microbatch.parts:
+        for part, _ in microbatch.parts:
             self._tasks.spawn(_settle(part.drop(place_of(microbatch.body))), "drop")
         if self.state.has_new_speed():
             self.tell_status()

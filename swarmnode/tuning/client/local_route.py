@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import NetworkDown, PeerError
 from swarmnode.plan.view import Span
-from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice, TuningPace, unchanged
+from swarmnode.tuning.adapter_parts import AdapterParts, AdapterPassage, TuningDevice, TuningPace
 from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
 
 HERE = "this machine"
@@ -41,22 +40,24 @@ class LocalRoute:
         """Return for each microbatch the sum of its labels' losses, and their number."""
         found = {}
         for one in microbatches:
-            inputs, labels = partial(unchanged, one.inputs), partial(unchanged, one.labels)
-            end = await self._parts.finish(one.number, inputs, labels, _nothing, one.share, learns=one.learns)
-            found[one.number] = end.loss, end.labels
+            passage = AdapterPassage(self._parts, one.number, one.inputs, learns=one.learns)
+            passage.labels, passage.share, passage.ends_here = one.labels, one.share, True
+            await passage.cross()
+            found[one.number] = passage.loss, passage.counted
         return found
 
     async def forward(self, step: int, number: int, inputs: Values, *, learns: bool) -> Tensor:
         """Return the outputs of layers without the model's ends."""
-        hidden_BTH, *_places = await self._parts.forward(number, partial(unchanged, inputs), unchanged, learns=learns)
+        passage = AdapterPassage(self._parts, number, inputs, learns=learns)
+        hidden_BTH: Tensor = (await passage.there(passage.leave))[0]
         if not learns:
             await self.drop(step, number)
         return hidden_BTH
 
     async def backward(self, step: int, number: int, gradient_BTH: Tensor) -> Tensor:
         """Return the gradient of a microbatch's hidden states, and count the adapter's gradients."""
-        back_BTH = (await self._parts.backward(number, partial(unchanged, (gradient_BTH,)), unchanged))[0]
-        assert back_BTH is not None
+        passage = AdapterPassage(self._parts, number, (), learns=True)
+        back_BTH: Tensor = (await passage.turn_back((gradient_BTH,)))[0]
         return back_BTH
 
     async def drop(self, step: int, number: int) -> None:
@@ -111,7 +112,3 @@ class LocalOpener:
 
     def succeeded(self) -> None:
         """Do nothing: no peer has to be forgiven."""
-
-
-def _nothing(_gradients: object) -> None:
-    return None
