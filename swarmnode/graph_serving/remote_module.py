@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from swarmnode.audits.referee import Referee, odd_one_out
 from swarmnode.codec.body import SESSION_ID_BYTES, HopSpec
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
 from swarmnode.codec.messages import INFER_PROTOCOL, Infer, Inferred
-from swarmnode.compress.codecs import decode_values, encode_values
+from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.graph.boundary import (
     batch_of,
     check_values,
@@ -38,6 +38,8 @@ from swarmnode.compute.graph.boundary import (
 )
 from swarmnode.compute.graph.costs.estimate import values_bytes
 from swarmnode.compute.graph.layout import Layout
+from swarmnode.compute.training.saved_activations import has_nan
+from swarmnode.compute.training.segment import Values
 from swarmnode.errors import (
     Busy,
     ErrorCode,
@@ -57,12 +59,12 @@ from swarmnode.plan.routes.lattice import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.blame import ARGUABLE, Blame, Verdict
 from swarmnode.serving.client.router import Router
+from swarmnode.serving.passage import read_from
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-Values = tuple[Tensor, ...]
 Ask = Callable[[HopSpec, Values, int], Awaitable[Values]]
 """Function that has one peer compute a hop: `(hop, input values, batch) -> output values`"""
 
@@ -206,9 +208,9 @@ class RemoteModule:
         body, reply = await ask_one(self._board, hop.peer, question, Inferred, payload=payload, silence_s=within_s)
         with blaming(hop.peer):
             check_values(self.layout, hop.end, told(body.values), batch)
-            results = await asyncio.to_thread(decode_values, body.values, reply, "cpu")
+            results = await asyncio.to_thread(read_from, hop.peer, body.values, reply, "cpu", bounded=False)
             computed = from_wire(self.layout, hop.end, results)
-        if _has_nan(computed) and not _has_nan(values):
+        if has_nan(computed) and not has_nan(values):
             raise PeerRefused(f"the results of peer {hop.peer} hold NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
         self.on_served(hop.peer, question.work, (hop.end - hop.start) * batch)
         return computed
@@ -309,7 +311,3 @@ def _request_error(code: ErrorCode | None) -> UsageError:
     return UsageError(
         "the model cannot work with this input: a number in it is out of range, such as an index into a table"
     )
-
-
-def _has_nan(values: Sequence[Tensor]) -> bool:
-    return any(value.is_floating_point() and bool(torch.isnan(value).any()) for value in values)

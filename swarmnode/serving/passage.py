@@ -31,7 +31,7 @@ T = TypeVar("T")
 URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
 
 
-class Passage(ABC, Generic[Part]):
+class MicrobatchPassage(ABC, Generic[Part]):
     """Passage of one microbatch through the `parts` of a hop, each on its device, there and back.
 
     Methods that return a work (`ByPiece`) run on a part's device, through `compute`. The values None are those that came to the

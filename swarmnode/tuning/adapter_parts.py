@@ -36,7 +36,7 @@ from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.plan.view import Span
-from swarmnode.serving.passage import URGENCY, Passage
+from swarmnode.serving.passage import URGENCY, MicrobatchPassage
 
 SLACK_BYTES = 1 << 20  # for the headers of a state's files
 
@@ -154,6 +154,7 @@ class AdapterPart:
 
     @property
     def units(self) -> range:
+        """Numbers of the layers."""
         return range(self.trainer.span.start, self.trainer.span.end)
 
 
@@ -302,7 +303,7 @@ class AdapterParts:
         return next(part for part in self.parts if unit in part.units)
 
 
-class AdapterPassage(Passage[AdapterPart]):
+class AdapterPassage(MicrobatchPassage[AdapterPart]):
     """Passage of one microbatch through an adapter's parts. Here its values come and leave as they are, without a network."""
 
     loss = 0.0

@@ -42,7 +42,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.plan.view import Span
-from swarmnode.serving.passage import URGENCY, Passage, ending, read_from, read_gradients
+from swarmnode.serving.passage import URGENCY, MicrobatchPassage, ending, read_from, read_gradients
 from swarmnode.training.coordinator.timeouts import CLEANUP
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import KeptMicrobatch
@@ -112,7 +112,7 @@ def patience_s(body: Forward) -> float:
     return min(LONGEST_S, CLEANUP * body.within_s) if body.within_s else LONGEST_S
 
 
-class MicrobatchInFlight(Passage[tuple[TrainingPart, Span]]):
+class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
     """Microbatch at one hop, whose parts come with the layers that it passes in each. `run` handles it from start to end; `end`
     stops it early. `body` has its numbers and route."""
 
