@@ -45,7 +45,7 @@ from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.training.coordinator.timeouts import CLEANUP, LASTING, SILENCE_S, STALLED_S
-from swarmnode.training.coordinator.waits import sentence
+from swarmnode.training.coordinator.worker_group import sentence
 
 log = logging.getLogger(__name__)
 

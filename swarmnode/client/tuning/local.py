@@ -19,7 +19,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.swarm.records.manifest import Manifest
 from swarmnode.swarm.storage.swarmfile import Swarm
-from swarmnode.tuning.client.local_route import LocalOpener
+from swarmnode.tuning.client.route_opener import LocalOpener
 
 
 async def tune_here(

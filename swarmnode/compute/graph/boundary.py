@@ -16,8 +16,7 @@ from swarmnode.compute.graph.graph import Graph, GraphInput, Size, TensorType
 from swarmnode.compute.graph.label_count import label_means, obstructed_means
 from swarmnode.compute.graph.layout import Layout, Value
 from swarmnode.compute.graph.operators import torch_constant
-from swarmnode.compute.training.datasets.batches import ArrayBatches, LabelShares
-from swarmnode.compute.training.datasets.corpus import Encode, token_batches
+from swarmnode.compute.training.datasets.batches import ArrayBatches, Encode, LabelShares, token_batches
 from swarmnode.data.arrays import load_arrays
 from swarmnode.data.samples import ARRAYS_SUFFIX
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from swarmnode.compute.device import computes_in_bfloat16
 from swarmnode.compute.training.block import Block, Changes
-from swarmnode.compute.training.optimizers.eva import LayerWatch
 from swarmnode.compute.training.randomness import drawing
 from swarmnode.compute.training.saved_activations import (
     Gradients,
@@ -25,6 +24,7 @@ from swarmnode.compute.training.saved_activations import (
     pairs,
 )
 from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.compute.training.update_rules import LayerWatch
 
 FIRST_EXPONENT = 16  # that of torch.amp.GradScaler
 BACKOFF = 4  # lowers the exponent from one try of a pass to the next

@@ -27,12 +27,12 @@ from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.averaging.gradient_compressor import (
     Exchange,
     GradientCompressor,
+    Round,
     Rounds,
     make_gradient_compressor,
 )
 from swarmnode.compute.training.averaging.parts import FlatVector, Forms
 from swarmnode.compute.training.averaging.robust_aggregation import LEAST_MEMBERS, History, OutlierDetector, suspect
-from swarmnode.compute.training.averaging.round import Round
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.recomputation import ContributionSketch
 from swarmnode.errors import ErrorCode, ProtocolError
@@ -41,8 +41,7 @@ from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.plan.training.averaging import is_bearable
 from swarmnode.plan.training.groups import codecs_by_line
 from swarmnode.swarm.records.run import Averaging, Run
-from swarmnode.training.averaging.attempt import Attempt
-from swarmnode.training.averaging.circle import Circle
+from swarmnode.training.averaging.attempt import Attempt, Circle
 from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, attempt_of
 
 Blocks = tuple[int, ...]

@@ -42,9 +42,13 @@ from swarmnode.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections, TrainerLine
 from swarmnode.training.coordinator.step_loop import Office, StepLoop
 from swarmnode.training.coordinator.timeouts import OUT, SAVE_S
-from swarmnode.training.coordinator.waits import longest_waits
-from swarmnode.training.coordinator.worker_group import WorkerGroup, WorkerHandle, WorkerState
-from swarmnode.training.worker.following import MAX_TERM_JUMP
+from swarmnode.training.coordinator.worker_group import (
+    MAX_TERM_JUMP,
+    WorkerGroup,
+    WorkerHandle,
+    WorkerState,
+    longest_waits,
+)
 
 ANSWERS_S = 3.0
 ANEW_AFTER_S = 60.0  # before a first run that nothing is left of begins anew: a holder may only be away

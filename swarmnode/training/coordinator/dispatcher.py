@@ -35,9 +35,9 @@ from swarmnode.plan.training.step_model import passing_s
 from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, keep_busy, wire
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.coordinator.link_times import LinkTimes
-from swarmnode.training.coordinator.seal import seal_lease
 from swarmnode.training.coordinator.timeouts import OUT, AnswerTimes, FailedAttempts, Strikes
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
+from swarmnode.training.worker.admission import seal_lease
 
 HISTORY_STEPS = 1024
 

@@ -39,8 +39,7 @@ from swarmnode.plan.training.coordination import Event, RecoveryPlan
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.step_model import ExpectedStep
 from swarmnode.swarm.records.run import Run, encode_run
-from swarmnode.training.coordinator.all_reduce_attempt import AllReduceAttempt
-from swarmnode.training.coordinator.averaging_groups import AveragingGroups
+from swarmnode.training.coordinator.averaging_groups import AllReduceAttempt, AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections
 from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.coordinator.timeouts import (

@@ -24,7 +24,6 @@ from swarmnode.codec.training_messages import LARGEST_LOSS, Backward, Forward
 from swarmnode.compress.codecs import LARGEST_IN_FP16, Encoded
 from swarmnode.compute.executor import ByPiece, drain
 from swarmnode.compute.stopwatch import BACKWARD_WORK, FORWARD_WORK
-from swarmnode.compute.training.label_queue import LabelQueue, ReceivedLabels
 from swarmnode.compute.training.saved_activations import (
     LARGEST_SENT,
     LARGEST_SUM,
@@ -47,6 +46,7 @@ from swarmnode.training.coordinator.timeouts import CLEANUP
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
+from swarmnode.training.worker.admission import LabelQueue, ReceivedLabels
 from swarmnode.training.worker.stage_state import StageState
 from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
 

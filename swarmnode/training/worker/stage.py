@@ -47,12 +47,11 @@ from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.swarm.records.run import decode_run
 from swarmnode.training.averaging.all_reduce import AllReducer
 from swarmnode.training.coordinator.timeouts import SAVE_S
-from swarmnode.training.coordinator.worker_group import Line
+from swarmnode.training.coordinator.worker_group import Following, LeadClaims, Line
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.admission import refusal_of
 from swarmnode.training.worker.admission_queue import AdmissionQueue, Arrival
-from swarmnode.training.worker.following import Following, LeadClaims
 from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, TrainingMeter, place_of
 from swarmnode.training.worker.stage_state import StageState
 from swarmnode.training.worker.training_parts import TrainingParts

@@ -56,9 +56,16 @@ from swarmnode.training.organisation import step_load_of
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
-from swarmnode.training.worker.part_loading import LoadedSegments, load_served, load_units, make_part, measure_part
 from swarmnode.training.worker.stage import TrainingStage
-from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
+from swarmnode.training.worker.training_parts import (
+    LoadedSegments,
+    TrainingPart,
+    TrainingParts,
+    load_served,
+    load_units,
+    make_part,
+    measure_part,
+)
 
 log = logging.getLogger(__name__)
 

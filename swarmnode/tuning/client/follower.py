@@ -50,8 +50,7 @@ from swarmnode.tuning.client.averaging import (
     patient,
     share_pieces,
 )
-from swarmnode.tuning.client.state_shapes import ComingState
-from swarmnode.tuning.client.tuned_route import AdapterState
+from swarmnode.tuning.client.state_shapes import AdapterState, ComingState
 
 T = TypeVar("T")
 PREFIX = "tune1"

@@ -47,7 +47,7 @@ from swarmnode.tuning.client.averaging import (
     share_pieces,
 )
 from swarmnode.tuning.client.follower import TICKET_S
-from swarmnode.tuning.client.tuned_route import AdapterState
+from swarmnode.tuning.client.state_shapes import AdapterState
 
 MAX_FOLLOWERS = 15
 FLOOR_S, SLACK, MOST_WAITS = 20.0, 3.0, 10.0

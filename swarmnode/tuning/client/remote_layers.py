@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tuning_messages import MAX_WINDOW
-from swarmnode.compute.training.adapters.adapter_weights import STEP, VECTORS
-from swarmnode.compute.training.adapters.layers import Shapes
+from swarmnode.compute.training.adapters.layers import STEP, VECTORS, Shapes
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import NetworkDown, NotFinite, PeerError, UsageError
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.tuning.client.output import WEIGHT
-from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
+from swarmnode.tuning.client.state_shapes import WEIGHT, AdapterState
+from swarmnode.tuning.client.tuned_route import TunedMicrobatch
 from swarmnode.tuning.client.tuner import AdapterRoute, RouteOpener
 
 Weights = Mapping[str, Tensor]

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from swarmnode.errors import LeaderLost
 from swarmnode.tuning.client.averaging import Ended, Moved, Partners, TrainerPart
-from swarmnode.tuning.client.tuned_route import AdapterState
+from swarmnode.tuning.client.state_shapes import AdapterState
 from swarmnode.tuning.client.tuner import AdapterRoute, AdapterTuner, ComputedStep
 
 MAX_KEPT_BYTES = 256 << 20  # of updates since the last checkpoint

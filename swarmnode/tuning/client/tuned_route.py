@@ -43,7 +43,7 @@ from swarmnode.net.tasks import cancel_and_wait, unless_failed
 from swarmnode.serving.client.blame import HopFault
 from swarmnode.serving.passage import call_hop, ending, read_from
 from swarmnode.tuning.adapter_parts import pieces_of
-from swarmnode.tuning.client.state_shapes import ComingState, StateShapes
+from swarmnode.tuning.client.state_shapes import AdapterState, ComingState, StateShapes
 
 T = TypeVar("T")
 
@@ -63,14 +63,6 @@ class TunedMicrobatch:
     labels: Values
     share: float
     learns: bool = True
-
-
-@dataclass(frozen=True)
-class AdapterState:
-    """Weights and optimiser state of a whole adapter at the beginning of `step`: for each layer the bytes of a safetensors file."""
-
-    step: int
-    layers: Mapping[int, bytes]
 
 
 @dataclass(eq=False)

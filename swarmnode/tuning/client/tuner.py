@@ -32,7 +32,8 @@ from swarmnode.errors import LocalError, NetworkDown, PeerError, ProtocolError, 
 from swarmnode.files import write_private
 from swarmnode.net.tasks import until_first
 from swarmnode.swarm.records.run import Run, differences, encode_run
-from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
+from swarmnode.tuning.client.state_shapes import AdapterState
+from swarmnode.tuning.client.tuned_route import TunedMicrobatch
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,16 @@ from torch.nn import functional
 
 from swarmnode.compute.executor import ByPiece, drain
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.adapter_weights import VECTORS, AdapterWeights
 from swarmnode.compute.training.adapters.held_ends import LabelledPositions
-from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, PROMPT, AdapterLayers, TrainedDora, file_name
+from swarmnode.compute.training.adapters.layers import (
+    FLOAT_BYTES,
+    PROMPT,
+    VECTORS,
+    AdapterLayers,
+    AdapterWeights,
+    TrainedDora,
+    file_name,
+)
 from swarmnode.compute.training.adapters.recipe import MOST_FLOAT, AdapterRecipe
 from swarmnode.compute.training.lm import NothingKept, check_labels, check_values, documents
 from swarmnode.compute.training.saved_activations import check_finite, check_shapes, is_finite

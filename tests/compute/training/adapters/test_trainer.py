@@ -14,7 +14,8 @@ from swarmnode.compute.executor import ByPiece
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters import adapter_weights, layers
+from swarmnode.compute.training.adapters import layers
+from swarmnode.compute.training.adapters import layers as adapter_weights
 from swarmnode.compute.training.adapters import layers as starts
 from swarmnode.compute.training.adapters import layers as trained_changes
 from swarmnode.compute.training.adapters.recipe import METHODS
