@@ -17,10 +17,11 @@ from swarmnode.codec.messages import Fault
 from swarmnode.codec.tuning_messages import TuneInput
 from swarmnode.errors import ErrorCode, NetworkDown, NoRoute, PeerError, SwarmnodeError
 from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.tuning.adapter_parts import HopPassage
 from swarmnode.tuning.client.route_opener import AdapterRequest, SwarmRoutes
 from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import TunedMicrobatch
-from swarmnode.tuning.held_adapter import HeldAdapter, HopPassage
+from swarmnode.tuning.held_adapter import HeldAdapter
 from tests.tuning.hops import IDS, RECIPE, UNITS, Hops, hops_of
 
 VIRTUAL, FAST = True, True

@@ -40,16 +40,7 @@ from swarmnode.compute.graph.costs.estimate import values_bytes
 from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.training.saved_activations import has_nan
 from swarmnode.compute.training.segment import Values
-from swarmnode.errors import (
-    Busy,
-    ErrorCode,
-    NetworkDown,
-    NoRoute,
-    PeerError,
-    PeerRefused,
-    UsageError,
-    blaming,
-)
+from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, PeerError, PeerRefused, UsageError, blaming
 from swarmnode.ledger import Account
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
@@ -239,7 +230,18 @@ class _Pass:
             try:
                 route = router.route(self._blame.avoided, (), SessionSize())
             except NoRoute as error:
-                await self._wait(router, error)
+                # Wait until the directory changes or an avoided peer may be asked again. Raises the last error if another
+                # peer would not help or the pass has waited for too long.
+                last = self._last
+                code = last.code if isinstance(last, PeerRefused) else None
+                if code in ARGUABLE or code is ErrorCode.TOO_LARGE:  # no other peer is there to confirm or refute it
+                    raise _request_error(code) from last
+                left_s = self._progress_s + self._module.patience_s - self._module.clock()
+                if left_s <= 0 and code is ErrorCode.BUSY:
+                    raise Busy("the peers that hold the model have no room at the moment", retry_s=AVOID_S) from last
+                if left_s <= 0:
+                    raise error from last
+                await self._blame.wait(router.changed(), left_s)
                 continue
             for hop in route:
                 if not await self._take(hop, router):
@@ -277,27 +279,6 @@ class _Pass:
             raise _request_error(code)
         if verdict is Verdict.PEER and isinstance(error, PeerError):
             router.suspect(hop.peer, str(error))
-
-    async def _wait(self, router: Router, error: NoRoute) -> None:
-        """Wait until the directory changes or an avoided peer may be asked again.
-
-        Raises the last error if another peer would not help or the pass has waited for too long.
-        """
-        last = self._last
-        code = last.code if isinstance(last, PeerRefused) else None
-        if code in ARGUABLE or code is ErrorCode.TOO_LARGE:  # no other peer is there to confirm or refute it
-            raise _request_error(code) from last
-        left_s = self._progress_s + self._module.patience_s - self._module.clock()
-        if left_s <= 0 and code is ErrorCode.BUSY:
-            raise Busy("the peers that hold the model have no room at the moment", retry_s=AVOID_S) from last
-        if left_s <= 0:
-            raise error from last
-        pardon_s = self._blame.pardon_s
-        changed = asyncio.ensure_future(router.changed())
-        try:
-            await asyncio.wait([changed], timeout=left_s if pardon_s is None else min(left_s, pardon_s + 0.01))
-        finally:
-            changed.cancel()
 
 
 def _request_error(code: ErrorCode | None) -> UsageError:

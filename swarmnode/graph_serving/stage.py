@@ -238,10 +238,7 @@ class InferenceStage(Stage):
             )
             once = partial(measure, segment, host.clock.compute)
             capability = await executor.call(
-                Urgency.CONTROL,
-                lambda: place.measure(units.units, lent, once),
-                kind="measure",
-                owner=f"units {units}",
+                Urgency.CONTROL, lambda: place.measure(units.units, lent, once), kind="measure", owner=f"units {units}"
             )
             server = InferenceServer(host, segment, executor, lent)
             undo.push_async_callback(server.close)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import safetensors
@@ -21,8 +21,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from swarmnode.codec.body import DECODE_ERRORS
-from swarmnode.codec.tuning_messages import PIECE_BYTES, AdapterPiece
+from swarmnode.codec.body import DECODE_ERRORS, HopSpec
+from swarmnode.codec.tuning_messages import PIECE_BYTES, AdapterPiece, TuneGradient, TuneInput, TuneLabels
+from swarmnode.compress.codecs import Encoded
 from swarmnode.compute.executor import ByPiece, Executor, Urgency, as_piece
 from swarmnode.compute.model.adapters.adapter_file import units_of_layer
 from swarmnode.compute.model.family import Family
@@ -34,8 +35,10 @@ from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.measuring.meters import BACKWARD, FORWARD
+from swarmnode.net.interfaces import Buffer
 from swarmnode.plan.view import Span
-from swarmnode.serving.passage import URGENCY, MicrobatchPassage
+from swarmnode.serving.passage import URGENCY, MicrobatchPassage, read_from, read_gradients
 
 SLACK_BYTES = 1 << 20  # for the headers of a state's files
 
@@ -97,17 +100,14 @@ class TuningPace:
         """Do all pieces of `work` on the device, and return its result. Raises ExecutorDied, and whatever the work raises."""
         while True:
             async with self._turn if self._serves() else nullcontext():
-                await self._rest()
+                wait_s = self._free_at_s - self._executor.clock()
+                if wait_s > 0 and self._serves():
+                    await asyncio.sleep(wait_s)
                 ended = await self._executor.call(
                     urgency, partial(self._timed, work), kind=kind, owner=owner, size=size
                 )
             if ended:
                 return ended[0]
-
-    async def _rest(self) -> None:
-        wait_s = self._free_at_s - self._executor.clock()
-        if wait_s > 0 and self._serves():
-            await asyncio.sleep(wait_s)
 
     def _timed(self, work: ByPiece[T]) -> list[T]:
         """Do a piece on the device's thread, and all others unless sessions run. Note how long the device then rests from tuning.
@@ -188,7 +188,10 @@ class AdapterParts:
             for part in parts:
                 await opened.run(part, Urgency.FORWARD, part.trainer.start_by_piece())
                 await opened.run(part, Urgency.FORWARD, part.trainer.prepare_by_piece())
-                measuring = part.trainer.activation_bytes_by_piece(*_within_model(part.trainer.span, size))
+                # The rows and positions of the largest microbatch of `size` that the model can compute.
+                limit = part.trainer.span.position_limit
+                within_model = size if limit is None else (size[0], min(size[1], limit))
+                measuring = part.trainer.activation_bytes_by_piece(*within_model)
                 opened.pass_bytes += await opened.run(part, Urgency.FORWARD, measuring)
         except BaseException:
             for device in used:  # each behind a part that its thread still makes for a caller that was cancelled
@@ -379,6 +382,97 @@ class AdapterPassage(MicrobatchPassage[AdapterPart]):
     turn = backward
 
 
+Sent = tuple[tuple[bool, ...], Encoded]
+"""Gradients for the sender of a microbatch: which values have one, and those encoded"""
+
+
+class HopAdapter(Protocol):
+    """Interface to `HeldAdapter` (`held_adapter.py`): the members that a passage uses."""
+
+    owner: str
+
+    @property
+    def hop(self) -> HopSpec:
+        """Hop of the adapter's route that this node is."""
+
+    @property
+    def sender(self) -> str:
+        """Peer that microbatches come from."""
+
+    @property
+    def next_peer(self) -> str:
+        """Peer that outputs go to, and whose gradients come back."""
+
+    def encode(self, values: Values, direction: str) -> Encoded:
+        """Return descriptors and payloads of values for the neighbour in a direction. Raises ProtocolError if they overflow."""
+
+    def note_pass(self, phase: str, began_s: float) -> None:
+        """Meter a pass that began at `began_s`, with its waiting."""
+
+    async def send_on(self, body: TuneInput, encoded: Encoded) -> tuple[TuneGradient, Buffer] | None:
+        """Send outputs of the microbatch `body` on, and return the gradients that come back; None if it has no way back."""
+
+
+class HopPassage(AdapterPassage):
+    """Passage of one microbatch through a hop: its values come from the previous hop or the owner, and leave encoded."""
+
+    def __init__(
+        self,
+        held: HopAdapter,
+        adapter: AdapterParts,
+        body: TuneInput,
+        payload: Buffer,
+        labels: tuple[TuneLabels, Buffer] | None,
+    ) -> None:
+        """Create a passage of the microbatch `body`. `labels` are those of the owner at the route's end, else None."""
+        super().__init__(adapter, body.number, (), learns=body.learns)
+        self.held = held
+        self.sender, self.receiver = held.sender, held.next_peer
+        self.ends_here = labels is not None
+        self.began_s = asyncio.get_running_loop().time()
+        self._body, self._payload, self._came_labels = body, payload, labels
+
+    def read(self) -> Values:
+        """Return the values that the sender sent. Raises ProtocolError, which names it, if they are malformed or too large."""
+        return read_from(self.held.sender, self._body.values, self._payload, self.adapter.device)
+
+    def read_labels(self) -> Values:
+        """Return the owner's labels. Raises ProtocolError, which names the owner, if they are malformed."""
+        assert self._came_labels is not None
+        body, payload = self._came_labels
+        self.share = body.share
+        return read_from(self.held.owner, body.values, payload, "cpu", bounded=False)
+
+    def encoded(self, values: Values) -> Encoded:
+        """Return the outputs encoded for the next peer. Raises ProtocolError if they overflow."""
+        return self.held.encode(values, FORWARD)
+
+    def encoded_gradients(self, gradients: Gradients) -> Sent:
+        """Return the gradients encoded for the sender. Raises ProtocolError if they overflow."""
+        present = tuple(one is not None for one in gradients)
+        return present, self.held.encode(tuple(one for one in gradients if one is not None), BACKWARD)
+
+    async def send_on(self, encoded: Encoded) -> tuple[TuneGradient, Buffer] | None:
+        """Send the outputs on; see `HopAdapter`."""
+        self.held.note_pass(FORWARD, self.began_s)
+        return await self.held.send_on(self._body, encoded)
+
+    async def turn_back(self, answer: tuple[TuneGradient, Buffer]) -> Sent:
+        """Compute the gradients of the inputs from those of the outputs, which the next peer sent."""
+        began_s = asyncio.get_running_loop().time()
+        sent: Sent = await super().turn_back(answer)
+        self.held.note_pass(BACKWARD, began_s)
+        return sent
+
+    def turn(self, part: AdapterPart, answer: tuple[TuneGradient, Buffer]) -> ByPiece[Any]:
+        """Compute the gradients of the last part's inputs. Raises ProtocolError, which names the next peer, if what it sent is
+        malformed or too large."""
+        body, payload = answer
+        device = self.adapter.device
+        gradients = read_gradients(self.held.next_peer, body.present, body.values, payload, device)
+        return (yield from self.backward(part, gradients))
+
+
 def check_parts(devices: Sequence[TuningDevice], units: Span, recipe: AdapterRecipe) -> int:
     """Return the bytes of an adapter for layers `units`. Raises ProtocolError if the devices can never have room for it."""
     needed: dict[MemoryLedger, int] = {}
@@ -397,12 +491,6 @@ def _check_room(ledger: MemoryLedger, size_bytes: int) -> None:
     if limit_bytes is not None and size_bytes > limit_bytes - ledger.accounts()[Account.WEIGHTS]:
         text = f"tuning with {size_bytes / 1e6:.0f} MB at once, more than this machine can ever have"
         raise ProtocolError(text, code=ErrorCode.TOO_LARGE)
-
-
-def _within_model(span: ModelSpan, size: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and positions of the largest microbatch of `size` that the model can compute."""
-    limit = span.position_limit
-    return size if limit is None else (size[0], min(size[1], limit))
 
 
 def _used(devices: Sequence[TuningDevice], units: Span) -> list[TuningDevice]:
@@ -427,7 +515,7 @@ def unit_of(family: Family, name: str) -> int:
 
 
 def _make(parts: list[AdapterPart], device: TuningDevice, span: ModelSpan, recipe: AdapterRecipe, owner: str) -> None:
-    parts.append(AdapterPart(device, AdapterTrainer(span, recipe, name=owner, starts=False)))
+    parts.append(AdapterPart(device, AdapterTrainer(span, recipe, name=owner)))
 
 
 def _close_on(parts: Sequence[AdapterPart], device: TuningDevice) -> None:

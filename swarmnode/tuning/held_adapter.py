@@ -36,16 +36,9 @@ from swarmnode.codec.tuning_messages import (
     Updated,
 )
 from swarmnode.compress.codecs import Encoded, describe_values, encode_values
-from swarmnode.compute.executor import ByPiece
-from swarmnode.compute.training.saved_activations import LARGEST_SENT, Gradients, is_within
+from swarmnode.compute.training.saved_activations import LARGEST_SENT, is_within
 from swarmnode.compute.training.segment import Values
-from swarmnode.errors import (
-    ErrorCode,
-    ExecutorDied,
-    PeerLost,
-    ProtocolError,
-    SwarmnodeError,
-)
+from swarmnode.errors import ErrorCode, ExecutorDied, PeerLost, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, Full
 from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
 from swarmnode.net.interfaces import Buffer, PeerId
@@ -53,16 +46,13 @@ from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.compression import Controller, Look
-from swarmnode.serving.passage import call_hop, ending, read_from, read_gradients, within
-from swarmnode.tuning.adapter_parts import AdapterPart, AdapterParts, AdapterPassage, pieces_of
+from swarmnode.serving.passage import call_hop, ending, within
+from swarmnode.tuning.adapter_parts import AdapterParts, HopPassage, pieces_of
 
 log = logging.getLogger(__name__)
 
 Key = tuple[int, int]
 """(step, number) of a microbatch"""
-
-Sent = tuple[tuple[bool, ...], Encoded]
-"""Gradients for the sender of a microbatch: which values have one, and those encoded"""
 
 T = TypeVar("T")
 
@@ -160,7 +150,7 @@ class HeldAdapter:
         codecs: HopCodecs,
     ) -> None:
         self.opened = opened
-        self.codecs = codecs
+        self._codecs = codecs
         self._clock = asyncio.get_running_loop().time
         self.owner = channel.peer
         self.ended = False
@@ -233,9 +223,8 @@ class HeldAdapter:
 
     def start(self) -> None:
         """Tell the owner that the adapter is open, with the bytes that it takes."""
-        parts = self.adapter
-        pass_bytes = self.opened.window * parts.pass_bytes  # an estimate, for microbatches of the largest size
-        sizes = (parts.adapter_bytes, pass_bytes)
+        pass_bytes = self.opened.window * self.pass_bytes  # an estimate, for microbatches of the largest size
+        sizes = (self.adapter.adapter_bytes, pass_bytes)
         self.channel.send(AdapterOpened(*(min(size, MAX_ADAPTER_BYTES) for size in sizes)))
 
     def expects(self, previous: PeerId, epoch: int) -> bool:
@@ -284,7 +273,14 @@ class HeldAdapter:
         if isinstance(body, TuneInput) and self.opened.index == 0:
             self._enter(body, frame.payload)
         elif isinstance(body, TuneLabels) and self.is_last and not self.ends_at_owner:
-            self._take_labels(body, frame.payload)
+            future = self._labels_of((body.step, body.number))
+            if not self._is_near(body.step) or future.done() or len(self._labels) > self.opened.window:
+                self._fail(ProtocolError("more labels than microbatches, or those of another step"))
+            elif not self._fits(body.values):
+                self._fail(ProtocolError("labels larger than the adapter's microbatches", code=ErrorCode.TOO_LARGE))
+            else:
+                future.set_result((body, frame.payload))
+                self._hold((body.step, body.number), frame.payload)
         elif isinstance(body, TuneGradient) and self.is_last and self.ends_at_owner:
             self._take_gradient(body, frame.payload)
         elif isinstance(body, Gather):
@@ -403,7 +399,7 @@ class HeldAdapter:
         limits = (self.opened.rows, self.opened.positions, self.adapter.hidden_size)
         return 1 <= len(values) <= MOST_VALUES and all(
             2 <= len(info.shape) <= len(limits)
-            and self.codecs.may_come(info.codec)
+            and self._codecs.may_come(info.codec)
             and all(1 <= size <= limit for size, limit in zip(info.shape, limits, strict=False))
             for info in values
         )
@@ -425,31 +421,19 @@ class HeldAdapter:
         """Return whether each gradient is of a float, has its shape, and may be decoded. None at all drop the microbatch."""
         if not any(body.present):
             return self.ends_at_owner
-        may_come = all(self.codecs.may_come(info.codec) for info in body.values)
+        may_come = all(self._codecs.may_come(info.codec) for info in body.values)
         return may_come and gradients_fit(body.values, body.present, infos)
 
-    def _take_labels(self, body: TuneLabels, payload: Buffer) -> None:
-        future = self._labels_of((body.step, body.number))
-        if not self._is_near(body.step) or future.done() or len(self._labels) > self.opened.window:
-            self._fail(ProtocolError("more labels than microbatches, or those of another step"))
-        elif not self._fits(body.values):
-            self._fail(ProtocolError("labels larger than the adapter's microbatches", code=ErrorCode.TOO_LARGE))
-        else:
-            future.set_result((body, payload))
-            self._hold((body.step, body.number), payload)
-
     def _labels_of(self, key: Key) -> asyncio.Future[tuple[TuneLabels, Buffer]]:
-        if key not in self._labels:
-            self._labels[key] = asyncio.get_running_loop().create_future()
-        return self._labels[key]
+        return self._labels.setdefault(key, asyncio.get_running_loop().create_future())
 
     async def _pass(self, body: TuneInput, payload: Buffer) -> None:
         """Take one microbatch there and, if it learns, back."""
         key, number = (body.step, body.number), body.number
         if self.opened.adapts and not self.is_last:
-            self.codecs.hear(FORWARD, self.host.bandwidth_bps(self.next_peer))
+            self._codecs.hear(FORWARD, self.host.bandwidth_bps(self.next_peer))
         if self.opened.adapts and self.opened.index:
-            self.codecs.hear(BACKWARD, self.host.bandwidth_bps(self.sender))
+            self._codecs.hear(BACKWARD, self.host.bandwidth_bps(self.sender))
         try:
             await self._owner_gives(self._until(lambda: self._step == body.step))
             ends_here = self.is_last and not self.ends_at_owner
@@ -470,7 +454,7 @@ class HeldAdapter:
                     self.channel.send(TuneLoss(body.step, number, passage.loss, passage.counted), at_once=True)
             if body.learns and gradients is not None:
                 self._counted |= 1 << number
-                self.codecs.count(self._clock())
+                self._codecs.count(self._clock())
         finally:
             self._present.discard(key)
             self._labels.pop(key, None)
@@ -512,6 +496,10 @@ class HeldAdapter:
             return None
         answer = await (self._owner_gives(leaving.gradients) if self.is_last else leaving.gradients)
         return answer if any(answer[0].present) else None
+
+    def encode(self, values: Values, direction: str) -> Encoded:
+        """Return values encoded for the neighbour in a direction, on a device's thread. Raises ProtocolError if they overflow."""
+        return self._codecs.encode(values, direction)
 
     def note_pass(self, phase: str, began_s: float) -> None:
         """Meter a pass that began at `began_s`, with its waiting."""
@@ -562,14 +550,13 @@ class HeldAdapter:
         if self.is_computing:
             raise ProtocolError(f"step {body.step} is not complete here")
         await self.adapter.step(body.step, body.learning_rate, body.scale)
-        self.codecs.end_step()
+        self._codecs.end_step()
         self._begin(body.step + 1)
         self.channel.send(Updated(self._step), at_once=True)
 
     async def _give(self, body: GetAdapter) -> None:
         """Send the tensors of each layer in pieces."""
-        if body.step != self._step:
-            raise ProtocolError(f"this hop is at step {self._step}, not {body.step}")
+        self._check_step(body.step)
         units = self.adapter.units
         for unit in units:
             raw = await (self.adapter.gradients if body.gradients else self.adapter.state)(unit)
@@ -593,17 +580,14 @@ class HeldAdapter:
         elif came > body.size or self._loaded_bytes + body.size > self.adapter.most_state_bytes:
             self._fail(ProtocolError("a state larger than the adapter", code=ErrorCode.TOO_LARGE))
         else:
-            self._take(body, payload)
-
-    def _take(self, body: AdapterPiece, payload: Buffer) -> None:
-        self._memory.count(self._loaded_bytes + body.size)
-        self.host.note_payloads()
-        self._loading += payload
-        if len(self._loading) == body.size:
-            raw, self._loading = bytes(self._loading), bytearray()
-            self._loaded_bytes += len(raw)
-            self._due = self.hop.start if body.last else body.unit + 1
-            self._spawn(self._loaded(body, raw))
+            self._memory.count(self._loaded_bytes + body.size)
+            self.host.note_payloads()
+            self._loading += payload
+            if len(self._loading) == body.size:
+                raw, self._loading = bytes(self._loading), bytearray()
+                self._loaded_bytes += len(raw)
+                self._due = self.hop.start if body.last else body.unit + 1
+                self._spawn(self._loaded(body, raw))
 
     async def _loaded(self, body: AdapterPiece, raw: bytes) -> None:
         await self.adapter.load(body.unit, raw, gradients=body.gradients)
@@ -613,63 +597,3 @@ class HeldAdapter:
             self._loaded_bytes = 0
             self._memory.release()
             self.channel.send(Updated(self._step), at_once=True)
-
-
-class HopPassage(AdapterPassage):
-    """Passage of one microbatch through a hop: its values come from the previous hop or the owner, and leave encoded."""
-
-    def __init__(
-        self,
-        held: HeldAdapter,
-        adapter: AdapterParts,
-        body: TuneInput,
-        payload: Buffer,
-        labels: tuple[TuneLabels, Buffer] | None,
-    ) -> None:
-        """Create a passage of the microbatch `body`. `labels` are those of the owner at the route's end, else None."""
-        super().__init__(adapter, body.number, (), learns=body.learns)
-        self.held = held
-        self.sender, self.receiver = held.sender, held.next_peer
-        self.ends_here = labels is not None
-        self.began_s = asyncio.get_running_loop().time()
-        self._body, self._payload, self._came_labels = body, payload, labels
-
-    def read(self) -> Values:
-        """Return the values that the sender sent. Raises ProtocolError, which names it, if they are malformed or too large."""
-        return read_from(self.held.sender, self._body.values, self._payload, self.adapter.device)
-
-    def read_labels(self) -> Values:
-        """Return the owner's labels. Raises ProtocolError, which names the owner, if they are malformed."""
-        assert self._came_labels is not None
-        body, payload = self._came_labels
-        self.share = body.share
-        return read_from(self.held.owner, body.values, payload, "cpu", bounded=False)
-
-    def encoded(self, values: Values) -> Encoded:
-        """Return the outputs encoded for the next peer. Raises ProtocolError if they overflow."""
-        return self.held.codecs.encode(values, FORWARD)
-
-    def encoded_gradients(self, gradients: Gradients) -> Sent:
-        """Return the gradients encoded for the sender. Raises ProtocolError if they overflow."""
-        present = tuple(one is not None for one in gradients)
-        return present, self.held.codecs.encode(tuple(one for one in gradients if one is not None), BACKWARD)
-
-    async def send_on(self, encoded: Encoded) -> tuple[TuneGradient, Buffer] | None:
-        """Send the outputs on; see `HeldAdapter.send_on`."""
-        self.held.note_pass(FORWARD, self.began_s)
-        return await self.held.send_on(self._body, encoded)
-
-    async def turn_back(self, answer: tuple[TuneGradient, Buffer]) -> Sent:
-        """Compute the gradients of the inputs from those of the outputs, which the next peer sent."""
-        began_s = asyncio.get_running_loop().time()
-        sent: Sent = await super().turn_back(answer)
-        self.held.note_pass(BACKWARD, began_s)
-        return sent
-
-    def turn(self, part: AdapterPart, answer: tuple[TuneGradient, Buffer]) -> ByPiece[Any]:
-        """Compute the gradients of the last part's inputs. Raises ProtocolError, which names the next peer, if what it sent is
-        malformed or too large."""
-        body, payload = answer
-        device = self.adapter.device
-        gradients = read_gradients(self.held.next_peer, body.present, body.values, payload, device)
-        return (yield from self.backward(part, gradients))

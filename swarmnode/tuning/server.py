@@ -211,7 +211,21 @@ class TuningServer:
             self._tasks.spawn(self._open_or_refuse(channel, body), "open an adapter")
         else:
             with self._refusing(channel):
-                self._joining(channel, body).join(channel)
+                # The adapter that a previous hop feeds. Raises ProtocolError if no adapter of the owner expects the sender,
+                # or if the sender names no owner and several do.
+                if not isinstance(body, JoinAdapter):
+                    raise ProtocolError("a conversation that does not begin with an adapter")
+                expecting = [
+                    adapter
+                    for (owner, number), adapter in self._adapters.items()
+                    if number == body.adapter
+                    and body.owner in ("", owner)
+                    and adapter.expects(channel.peer, body.epoch)
+                ]
+                if len(expecting) != 1:
+                    raise ProtocolError(f"{len(expecting)} adapters here expect this peer", code=ErrorCode.NO_SESSION)
+                joining = expecting[0]
+                joining.join(channel)
 
     @contextlib.contextmanager
     def _refusing(self, channel: Channel) -> Iterator[None]:
@@ -324,22 +338,6 @@ class TuningServer:
             raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
         return check_parts(self._devices, Span(hop.start, hop.end), recipe)
 
-    def _joining(self, channel: Channel, body: Body) -> HeldAdapter:
-        """Return the adapter that a previous hop feeds.
-
-        Raises ProtocolError if no adapter of the owner expects the sender, or if the sender names no owner and several do.
-        """
-        if not isinstance(body, JoinAdapter):
-            raise ProtocolError("a conversation that does not begin with an adapter")
-        expecting = [
-            adapter
-            for (owner, number), adapter in self._adapters.items()
-            if number == body.adapter and body.owner in ("", owner) and adapter.expects(channel.peer, body.epoch)
-        ]
-        if len(expecting) != 1:
-            raise ProtocolError(f"{len(expecting)} adapters here expect this peer", code=ErrorCode.NO_SESSION)
-        return expecting[0]
-
     def _watch(self) -> None:
         """End adapters whose owners were silent for `forgotten_s`, while there are any."""
         if self._watching is None and self._adapters:
@@ -383,9 +381,7 @@ class TuningStage(Stage):
 
         devices = [
             TuningDevice(
-                part.span,
-                place.executors[part.device],
-                TuningPace(place.executors[part.device], share, serves),
+                part.span, place.executors[part.device], TuningPace(place.executors[part.device], share, serves)
             )
             for part in serving.replicas[0]
         ]

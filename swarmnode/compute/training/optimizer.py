@@ -182,7 +182,10 @@ class Optimizer:
         for name, rule in self._rules.items():
             self._groups.setdefault((rule, treatments[name]), []).append(name)
             for slot in slots_of(rule, run):
-                self.slots.setdefault(slot, {})[name] = self._zeros(name)
+                dtype = torch.uint8 if self._rules[name] == "adamw8bit" else torch.float32
+                self.slots.setdefault(slot, {})[name] = torch.zeros_like(
+                    self.parameters[name], dtype=dtype, requires_grad=False
+                )
                 if rule == "adamw8bit":
                     self.slots.setdefault(f"{slot}_absmax", {})[name] = zero_magnitudes(self.parameters[name])
 
@@ -327,10 +330,6 @@ class Optimizer:
                 weight_decay=weight_decay,
                 epsilon=run.epsilon,
             )
-
-    def _zeros(self, name: str) -> Tensor:
-        dtype = torch.uint8 if self._rules[name] == "adamw8bit" else torch.float32
-        return torch.zeros_like(self.parameters[name], dtype=dtype, requires_grad=False)
 
 
 def rule_of(run: Run, name: str, parameter: Tensor) -> str:

@@ -307,12 +307,9 @@ class Attempt:
             await asyncio.sleep(EXCUSE_S)
             await self.call(lambda: None)
             for partner in self.partners.values():
-                partner.excuse(self._waits_for())
-
-    def _waits_for(self) -> PeerId:
-        """Return the peer that we have waited for the longest; empty if we do not wait."""
-        waits = [(partner.progress.waiting_since_s, peer) for peer, partner in self.partners.items()]
-        return min(((since_s, peer) for since_s, peer in waits if since_s is not None), default=(0.0, ""))[1]
+                waits = [(partner.progress.waiting_since_s, peer) for peer, partner in self.partners.items()]
+                began = [(since_s, peer) for since_s, peer in waits if since_s is not None]
+                partner.excuse(min(began, default=(0.0, ""))[1])  # that we have waited for the longest
 
     async def sum(self, circle: Circle, number: int, round_: Round) -> None:
         """Sum a round's vector with the other members of a circle. Raises PeerError that names the failed peer, ProtocolError."""

@@ -25,7 +25,6 @@ from swarmnode.counting import layers
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.routes.delays import sharing_lines
-from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.training.averaging import (
     AveragingClusters,
     AveragingNetwork,
@@ -133,15 +132,29 @@ class AveragingGroups:
     def _choose(self, run: Run, step: int, members: Sequence[WorkerHandle], count: Count) -> list[ClusteredGroup]:
         holders = [
             Holder(
-                member.peer,
-                member.span,
-                member.state is WorkerState.LISTENING,
-                self._link_times.line_bps(member.peer),
+                member.peer, member.span, member.state is WorkerState.LISTENING, self._link_times.line_bps(member.peer)
             )
             for member in members
         ]
         groups = make_groups(self._units, run, step, holders, count, self._codecs)
-        network = self._network([member.peer for member in members])
+        peers = [member.peer for member in members]
+        lines_bps = [self._link_times.line_bps(peer) or np.inf for peer in peers]
+        delay_NN, _ = self._link_times.between(peers, 1)
+        longer_NN = np.maximum(delay_NN, delay_NN.T)
+        homes = self._link_times.homes(peers)
+        # The bits/s [N, N] of the paths, each at the slower of its directions; infinite if it is not known for both. Measured
+        # rates of parts count. Before there are any, and on paths that share a home's line with others, announced rates count
+        # if they are higher.
+        told_NN = np.array(
+            [[self._received_bps.get(there, {}).get(here, 0.0) for there in peers] for here in peers], dtype=float
+        )
+        announced_NN = self._link_times.paths_bps(peers)
+        slower_NN = np.minimum(told_NN, told_NN.T)
+        sharing_NN = sharing_lines(homes, len(peers))
+        either_NN = np.maximum(slower_NN, np.minimum(announced_NN, announced_NN.T))
+        slower_NN = np.where((slower_NN > 0) & ~sharing_NN, slower_NN, either_NN)
+        paths_bps = np.where(slower_NN > 0, np.maximum(slower_NN, SLOWEST_BPS), np.inf)
+        network = AveragingNetwork(paths_bps, np.array(lines_bps), longer_NN, homes)
         places = {member.peer: place for place, member in enumerate(members)}
         return [
             self.clusters.choose(
@@ -152,29 +165,6 @@ class AveragingGroups:
             )
             for group in groups
         ]
-
-    def _network(self, peers: Sequence[PeerId]) -> AveragingNetwork:
-        lines_bps = [self._link_times.line_bps(peer) or np.inf for peer in peers]
-        delay_NN, _ = self._link_times.between(peers, 1)
-        longer_NN = np.maximum(delay_NN, delay_NN.T)
-        homes = self._link_times.homes(peers)
-        return AveragingNetwork(self._paths_bps(peers, homes), np.array(lines_bps), longer_NN, homes)
-
-    def _paths_bps(self, peers: Sequence[PeerId], homes: Sequence[int]) -> Floats:
-        """Return the bits/s [N, N] of the paths, each at the slower of its directions; infinite if it is not known for both.
-
-        Measured rates of parts count. Before there are any, and on paths that share a home's line with others, announced rates
-        count if they are higher.
-        """
-        told_NN = np.array(
-            [[self._received_bps.get(there, {}).get(here, 0.0) for there in peers] for here in peers], dtype=float
-        )
-        announced_NN = self._link_times.paths_bps(peers)
-        slower_NN = np.minimum(told_NN, told_NN.T)
-        sharing_NN = sharing_lines(homes, len(peers))
-        either_NN = np.maximum(slower_NN, np.minimum(announced_NN, announced_NN.T))
-        slower_NN = np.where((slower_NN > 0) & ~sharing_NN, slower_NN, either_NN)
-        return np.where(slower_NN > 0, np.maximum(slower_NN, SLOWEST_BPS), np.inf)
 
     def _tell(self, chosen: ClusteredGroup) -> None:
         clusters = len({member.cluster for member in chosen.group.members})

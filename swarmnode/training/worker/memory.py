@@ -114,7 +114,14 @@ class PassEstimator:
         anything yet. Returns 0 if the work cannot be estimated or there is no memory to measure in."""
         units = Span(learner.segment.start, learner.segment.end)
         try:
-            estimates_s = self._estimates_s(learner.run, units, recompute=learner.recompute)
+            # Estimate the seconds of each layer from its work.
+            estimates = self.estimates(learner.run)[slice(*units)]
+            dtype = autocast_dtype(self.device, wanted=learner.run.autocast)
+            if dtype not in self._rates:
+                with self.ledger.reserve(Account.ACTIVATIONS, MEASURING_BYTES):
+                    self._rates[dtype] = self.measure(self.device, dtype)
+            rates = self._rates[dtype]
+            estimates_s = [one.learning_s(rates) + learner.recompute * rates.seconds(one.forward) for one in estimates]
         except (CheckpointError, Full) as error:
             log.info("%s; its duration is known once it has been timed", error)
             return 0.0
@@ -126,12 +133,6 @@ class PassEstimator:
         least_s = self.throttle.least_of_work_s(TRAINING_WORK * learner.run.positions)
         return self.throttle.lent_s(passes_s / units.units, least_s)
 
-    def _estimates_s(self, run: Run, units: Span, *, recompute: bool) -> list[float]:
-        """Estimate the seconds of each layer from its work."""
-        estimates = self.estimates(run)[slice(*units)]
-        rates = self._rates_of(autocast_dtype(self.device, wanted=run.autocast))
-        return [one.learning_s(rates) + recompute * rates.seconds(one.forward) for one in estimates]
-
     def _tried_s(self, learner: Learner, units: Span, estimates_s: Sequence[float]) -> float:
         """Return the seconds of all layers, timed. If they are estimated to take long, only one layer of each estimate is timed:
         equal layers have equal estimates."""
@@ -140,12 +141,6 @@ class PassEstimator:
         one_of = dict(zip(estimates_s, range(*units), strict=True))
         tried_s = {estimate_s: self.dummy_run(learner, unit, unit + 1) for estimate_s, unit in one_of.items()}
         return sum(tried_s[estimate_s] for estimate_s in estimates_s)
-
-    def _rates_of(self, dtype: torch.dtype | None) -> Rates:
-        if dtype not in self._rates:
-            with self.ledger.reserve(Account.ACTIVATIONS, MEASURING_BYTES):
-                self._rates[dtype] = self.measure(self.device, dtype)
-        return self._rates[dtype]
 
 
 IN_FLIGHT = 4  # microbatches at once in short pipelines
@@ -199,7 +194,7 @@ class TrainingMemory:
         kept without being counted, and the result is False.
         """
         try:
-            estimates = self._estimates(run)[slice(*self._units)]
+            estimates = self._estimates(run)[self._segment.start : self._segment.end]
         except CheckpointError as error:
             log.info("%s; your node keeps all activations", error)
             self._microbatch_bytes = 0
@@ -212,7 +207,10 @@ class TrainingMemory:
                 self._segment.parameters().values()
             )  # of the block with the most, before they are added to the sums
             pass_bytes += max(sum(tensor.nbytes for tensor in named.values()) for named in blocks)
-        learning_bytes = self._for_good[Account.WEIGHTS].size_bytes + _remembered_bytes(self._segment, run)
+        # The memory of the optimiser, and of the outer one if replicas update apart.
+        outer_bytes = 2 * segment_bytes(self._segment) if run.averaging.every > 1 else 0
+        remembered_bytes = outer_bytes + sum(memory_bytes(run, named) for named in self._segment.parameters().values())
+        learning_bytes = self._for_good[Account.WEIGHTS].size_bytes + remembered_bytes
         recompute = learning_bytes + IN_FLIGHT * kept_bytes > self._room_bytes()
         if recompute:
             size_mb, room_mb = IN_FLIGHT * kept_bytes / 1e6, (self._room_bytes() - learning_bytes) / 1e6
@@ -272,10 +270,6 @@ class TrainingMemory:
             reservation.release()
         self._microbatches.clear()
 
-    @property
-    def _units(self) -> Span:
-        return Span(self._segment.start, self._segment.end)
-
     def _room_bytes(self) -> float:
         """Return the bytes available beside the weights, including those that an earlier run still holds."""
         own = (Account.GRADIENTS, Account.OPTIMIZER, Account.AVERAGING, Account.ACTIVATIONS)
@@ -286,9 +280,3 @@ def segment_bytes(segment: Segment) -> int:
     """Return the bytes of the segment's parameters and buffers, each tensor counted once."""
     named = (*segment.parameters().values(), *segment.buffers().values())
     return sum({id(tensor): tensor.nbytes for tensors in named for tensor in tensors.values()}.values())
-
-
-def _remembered_bytes(segment: Segment, run: Run) -> float:
-    """Return the bytes of the optimiser's memory, and of the outer one's if replicas update apart."""
-    outer_bytes = 2 * segment_bytes(segment) if run.averaging.every > 1 else 0
-    return outer_bytes + sum(memory_bytes(run, named) for named in segment.parameters().values())

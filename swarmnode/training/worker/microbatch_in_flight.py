@@ -158,9 +158,13 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
                 await self._stage.state.updated()  # the update runs on the first device's thread
             infos, payload = await self.cross()
             if not self.ended:
-                self._answer_sender(
-                    Backward(self._loss, self._present, infos, self.body.run, self._expert_load), payload
-                )
+                answer = Backward(self._loss, self._present, infos, self.body.run, self._expert_load)
+                hop, run = self.body.route[self.body.hop], self._stage.state.run
+                if run is not None:
+                    self._stage.completed.note(self.body.seal, (hop.end - hop.start) * run.positions, run.positions)
+                if self._channel.open:
+                    self._channel.send(answer, payload=payload)
+                    self._channel.close()
         except SwarmnodeError as error:
             if isinstance(error, NotFinite) or (isinstance(error, ProtocolError) and error.peer):
                 error.code = (
@@ -369,14 +373,6 @@ class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
     def _lose_next(self, error: PeerError) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
-
-    def _answer_sender(self, answer: Backward, payload: Sequence[Buffer]) -> None:
-        hop, run = self.body.route[self.body.hop], self._stage.state.run
-        if run is not None:
-            self._stage.completed.note(self.body.seal, (hop.end - hop.start) * run.positions, run.positions)
-        if self._channel.open:
-            self._channel.send(answer, payload=payload)
-            self._channel.close()
 
     def _fail(self, error: SwarmnodeError) -> None:
         """Report the failed hop of the route and the reason to the sender."""

@@ -224,7 +224,9 @@ class TrainingStage:
     def obey(self, line: Line, body: Body) -> None:
         """Execute a command. The line of a coordinator that is not in force is closed with STALE."""
         if isinstance(body, Lead):
-            self._lead(line, body)
+            if self.following.accepts(line, body):
+                self._admission_queue.new_term()
+            self._answer(line, FrameKind.LEAD)
         elif isinstance(body, End):
             self.following.lost(line, None)
         elif self.following.line is not line:
@@ -249,13 +251,6 @@ class TrainingStage:
 
     def _begin_moving(self, line: Line, body: Begin | Sync | Restore) -> None:
         self._move = self._instead_of(self._move, self._moving(line, body))
-
-    def _lead(self, line: Line, body: Lead) -> None:
-        """Follow the sender and drop all microbatches in flight, unless it must not be followed; answer with a STATUS,
-        which has the term in force."""
-        if self.following.accepts(line, body):
-            self._admission_queue.new_term()
-        self._answer(line, FrameKind.LEAD)
 
     def _instead_of(self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start `work` for a command of the coordinator as a task, and cancel the task of the `earlier` command of its kind."""

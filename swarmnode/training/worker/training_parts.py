@@ -30,7 +30,7 @@ from swarmnode.compute.stopwatch import TRAINING_WORK, Stopwatch, Throttle, sync
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import SpanSegment, load_segment, load_twin
-from swarmnode.compute.training.segment import Segment, SplitSegment, Values, moved, refound
+from swarmnode.compute.training.segment import Segment, SplitSegment, moved, refound
 from swarmnode.errors import LocalError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.measuring.capability import Capability
@@ -194,7 +194,12 @@ class TrainingParts:
     def admit(self, body: Forward, place: int) -> bool:
         """Choose the replica for a microbatch, and reserve memory on all its devices until the microbatch is `ended`. Returns
         False, and reserves nothing, if one of them has no room."""
-        replica = self._choose(body)
+        # The replica that had this index in this step, else the one with the least load for its speed.
+        step = body.run, body.step
+        if step != self._step:
+            self._step, self._replica_of = step, {}
+        chosen = self._replica_of.get(body.number)
+        replica = min(range(len(self.replicas)), key=self._load) if chosen is None else chosen
         admitted: list[TrainingPart] = []
         for part in self.replicas[replica]:
             if not part.memory.admit(place):
@@ -218,14 +223,6 @@ class TrainingParts:
         replica = self._in_flight.pop(place, None)
         for part in () if replica is None else self.replicas[replica]:
             part.memory.ended(place)
-
-    def _choose(self, body: Forward) -> int:
-        """Return the replica that had this index in this step, else the one with the least load for its speed."""
-        step = body.run, body.step
-        if step != self._step:
-            self._step, self._replica_of = step, {}
-        chosen = self._replica_of.get(body.number)
-        return min(range(len(self.replicas)), key=self._load) if chosen is None else chosen
 
     def _load(self, replica: int) -> float:
         slowest_s = max(part.span.units * part.unit_time.unit_s for part in self.replicas[replica])
@@ -269,20 +266,16 @@ def dummy_run_s(learner: Learner, start: int, end: int, clock: Callable[[], floa
     took_s: list[float] = []
     while len(took_s) < FEWEST_PASSES or (len(took_s) < MOST_PASSES and sum(took_s) < BUDGET_S):
         began_s = clock()
-        _there_and_back(learner, start, end, values, labels)
+        try:
+            outputs = learner.forward(LEASE, 0, start, end, values, labels)
+            received = outputs if end < learner.segment.units else ()  # a loss has no incoming gradient
+            grads = tuple(torch.full_like(one, SMALL) if one.is_floating_point() else None for one in received)
+            learner.backward(LEASE, grads)
+        finally:
+            learner.discard()  # else the next pass would continue from these counts
         synchronize(segment.device)
         took_s.append(max(clock() - began_s, 1e-9))
     return statistics.median(took_s[1:])
-
-
-def _there_and_back(learner: Learner, start: int, end: int, values: Values, labels: Values) -> None:
-    try:
-        outputs = learner.forward(LEASE, 0, start, end, values, labels)
-        received = outputs if end < learner.segment.units else ()  # a loss has no incoming gradient
-        grads = tuple(torch.full_like(one, SMALL) if one.is_floating_point() else None for one in received)
-        learner.backward(LEASE, grads)
-    finally:
-        learner.discard()  # else the next pass would continue from these counts
 
 
 def estimates(checkpoint: Checkpoint, run: Run) -> Sequence[UnitEstimate]:
@@ -355,7 +348,5 @@ async def measure_part(place: Workplace, part: TrainingPart, lent: LentDevice) -
         return Capability(known, conditions, cache, clock=clock)
     measuring = functools.partial(measure, part.segment, host.clock.compute, lent.throttle)
     return await part.call(
-        "measure",
-        lambda: Capability.of(conditions, cache, measuring, clock=clock),
-        owner=f"units {part.span}",
+        "measure", lambda: Capability.of(conditions, cache, measuring, clock=clock), owner=f"units {part.span}"
     )

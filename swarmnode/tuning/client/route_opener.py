@@ -5,7 +5,6 @@ Adapter in this process: the same trainer and the same steps, without a swarm.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 from collections.abc import Callable, Collection, Sequence
@@ -152,8 +151,7 @@ class SwarmRoutes:
                 if left_s <= 0:
                     raise self._why(error) from self._last
                 self._on_waiting(str(error), ())
-                pardon_s = self._blame.pardon_s
-                await self._news(left_s if pardon_s is None else min(left_s, pardon_s + 0.01))
+                await self._blame.wait(self._router.changed(), left_s)
 
     def _without(self, avoid: frozenset[PeerId]) -> Sequence[HopSpec]:
         return self._router.route(avoid.union(self._cannot_tune(), self._too_small), (), SessionSize())
@@ -193,13 +191,6 @@ class SwarmRoutes:
                 f"{error}; machines of this swarm tune only if their owners allow it (`run --tune-share 30%`)"
             )
         return error
-
-    async def _news(self, timeout_s: float) -> None:
-        changed = asyncio.ensure_future(self._router.changed())
-        try:
-            await asyncio.wait([changed], timeout=max(0.01, timeout_s))
-        finally:
-            changed.cancel()
 
     def failed(self, error: PeerError | NetworkDown) -> None:
         """Judge the hop that `error` names, and the neighbour that accuses it.

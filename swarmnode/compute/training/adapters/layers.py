@@ -99,10 +99,6 @@ class AdapterWeights:
         parts = torch.split(vector_N, [shape.numel() for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
-    @property
-    def _vectors(self) -> tuple[Tensor, ...]:
-        return self._weight_N, self._exp_avg_N, self._exp_avg_sq_N
-
     @torch.no_grad()
     def accumulate(self, gradients: Mapping[str, Tensor]) -> ByPiece[None]:
         """Add one microbatch's gradients to the step's sums. Raises NotFinite, adding nothing, if one is NaN or infinite."""
@@ -168,7 +164,7 @@ class AdapterWeights:
 
     def state(self) -> dict[str, Tensor]:
         """Return weights, moments and the number of updates, by name: references, not copies."""
-        named = zip(VECTORS, self._vectors, strict=True)
+        named = zip(VECTORS, (self._weight_N, self._exp_avg_N, self._exp_avg_sq_N), strict=True)
         tensors = {f"{kind}/{name}": view for kind, vector_N in named for name, view in self._views(vector_N).items()}
         return {**tensors, STEP: torch.tensor(self.step)}
 

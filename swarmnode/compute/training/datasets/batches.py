@@ -52,16 +52,13 @@ class Permutation:
         if not 0 <= number < self.count:
             raise ValueError(f"{number} is not below {self.count}")
         while True:  # at most some four rounds: the domain is less than four times as large
-            number = self._encipher(number)
+            left, right = number >> self._half, number & self._mask
+            for key in self._keys:
+                digest = hashlib.blake2b(right.to_bytes(8, "little"), key=key, digest_size=8).digest()
+                left, right = right, left ^ int.from_bytes(digest, "little") & self._mask
+            number = left << self._half | right
             if number < self.count:
                 return number
-
-    def _encipher(self, number: int) -> int:
-        left, right = number >> self._half, number & self._mask
-        for key in self._keys:
-            digest = hashlib.blake2b(right.to_bytes(8, "little"), key=key, digest_size=8).digest()
-            left, right = right, left ^ int.from_bytes(digest, "little") & self._mask
-        return left << self._half | right
 
 
 class Microbatch(NamedTuple):
@@ -211,10 +208,7 @@ class ArrayBatches(WeighedBatches):
     those that other layers take, all arrays if empty. Both are in the order of the model's inputs."""
 
     def __init__(
-        self,
-        arrays: Mapping[str, np.ndarray],
-        inputs: Sequence[str] = (),
-        labels: Sequence[str] = (),
+        self, arrays: Mapping[str, np.ndarray], inputs: Sequence[str] = (), labels: Sequence[str] = ()
     ) -> None:
         """Take the arrays. Raises UsageError if there are none, one is empty, or their lengths differ."""
         super().__init__()
@@ -356,11 +350,7 @@ Encode = Callable[[str], list[int]]
 
 
 def token_batches(
-    path: Path,
-    vocabulary: int,
-    encode: Encode | None = None,
-    separator: int | None = None,
-    begin: int | None = None,
+    path: Path, vocabulary: int, encode: Encode | None = None, separator: int | None = None, begin: int | None = None
 ) -> TokenBatches:
     """Read the text in a file or folder, for a model with a vocabulary of that size; see `read_corpus`.
 
