@@ -50,7 +50,7 @@ WARMUP_STEPS = 10
 IMPORTED = (
     "swarmnode.founding.model_source",
     "swarmnode.client.training.client",
-    "swarmnode.compute.capacity.memory",
+    "swarmnode.compute.capacity.capacity",
     "transformers.models.llama.modeling_llama",
 )
 
@@ -128,7 +128,7 @@ def found(file: Path) -> Swarm:
 
 def memory_for_half(swarm: Swarm) -> int:
     """Return the bytes of memory to lend for about half of the model's units, so that two stages with two replicas each form."""
-    from swarmnode.compute.capacity.memory import limit_bytes_for, training_sizes
+    from swarmnode.compute.capacity.capacity import limit_bytes_for, training_sizes
     from swarmnode.compute.model.checkpoint import Checkpoint
 
     assert swarm.checkpoint is not None

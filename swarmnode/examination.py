@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from swarmnode.codec.body import VERSION
-from swarmnode.compute.capacity.memory import usable_bytes
+from swarmnode.compute.capacity.capacity import usable_bytes
 from swarmnode.compute.device import probe_device, usable_cores
 from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
 from swarmnode.counting import counted, format_bytes
@@ -29,14 +29,14 @@ from swarmnode.measuring.hardware import MEMORY_SHARE, has_packed_products, miss
 from swarmnode.metrics.machine import nvidia_cards
 from swarmnode.net.addressing.addresses import is_public
 from swarmnode.net.addressing.reachability import answers, own_interfaces, seen_at
-from swarmnode.swarm.records.certificate import open_grant
+from swarmnode.swarm.records.invite import open_grant
 from swarmnode.swarm.records.manifest import Manifest
 from swarmnode.swarm.storage.content import PACKED_NAME, is_weights
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:
+    from swarmnode.links.link_config import PeerVersions
     from swarmnode.measuring.bandwidth import Bandwidth
-    from swarmnode.net.links.link_config import PeerVersions
 
 
 MEMORY_LEAST_BYTES = 2 << 30

@@ -29,11 +29,14 @@ from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.swarm.records.manifest import SERVE, TRAIN
 from swarmnode.swarm.records.run import RECIPE, Averaging, Compression, Recipe, Run
-from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
-from swarmnode.swarm.storage.named_swarms import JoinedSwarms
-from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
-from swarmnode.swarm.storage.owner_key import is_locked, load_owner_key
-from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
+from swarmnode.swarm.storage.owner_files import (
+    OWNER_SUFFIX,
+    is_locked,
+    issued_invites_path,
+    load_owner_key,
+    open_issued_invites,
+)
+from swarmnode.swarm.storage.swarmfile import JoinedSwarms, Swarm, load_swarm
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,7 @@ from swarmnode.errors import (
     with_port_advice,
     with_remedy,
 )
-from swarmnode.swarm.storage.chunk_folder import disk_error
-from swarmnode.swarm.storage.weight_cache import WeightCache
+from swarmnode.swarm.storage.chunk_folder import WeightCache, disk_error
 
 
 @pytest.mark.parametrize(

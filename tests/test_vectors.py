@@ -31,8 +31,14 @@ from swarmnode.net.direct.direct_stream import DirectionKey, KeyPair, Occasion
 from swarmnode.net.identity import Identity, SigningKey, verify
 from swarmnode.swarm.records.adapter_record import open_adapter, sign_adapter
 from swarmnode.swarm.records.announcement import open_announcement, sign_announcement
-from swarmnode.swarm.records.certificate import Certificate, open_certificate, open_grant
-from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite
+from swarmnode.swarm.records.invite import (
+    Certificate,
+    OwnedInvite,
+    decode_invite,
+    encode_invite,
+    open_certificate,
+    open_grant,
+)
 from swarmnode.swarm.records.manifest import decode_manifest, encode_manifest, swarm_id
 from swarmnode.swarm.records.membership import open_list, sign_list
 from swarmnode.swarm.records.receipt import open_receipt, open_voucher, sign_receipt, sign_voucher

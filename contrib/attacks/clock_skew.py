@@ -15,8 +15,7 @@ from swarmnode.swarm.peers.peer_table import PeerTable
 from swarmnode.swarm.peers.record_validation import record_validator
 from swarmnode.swarm.peers.shards import SAMPLE
 from swarmnode.swarm.records.announcement import MAX_LIFE_S, VERSION, Announcement, State, sign_announcement
-from swarmnode.swarm.records.receipt import Receipt, Voucher, open_voucher, sign_receipt, sign_voucher
-from swarmnode.swarm.storage.receipt_folder import ReceiptFolder
+from swarmnode.swarm.records.receipt import Receipt, ReceiptFolder, Voucher, open_voucher, sign_receipt, sign_voucher
 from tests.swarm.society import ALICE, Ticket, private
 
 VIRTUAL, FAST = True, True

@@ -16,7 +16,7 @@ from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Fault
 from swarmnode.codec.tuning_messages import TuneInput
 from swarmnode.errors import ErrorCode, NetworkDown, NoRoute, PeerError, SwarmnodeError
-from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.tuning.adapter_parts import HopPassage
 from swarmnode.tuning.client.route_opener import AdapterRequest, SwarmRoutes
 from swarmnode.tuning.client.state_shapes import StateShapes

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from attack import Outcome, main
 
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.identity import Identity
+from swarmnode.net.kademlia import MAX_FIND_KEYS, id_bytes, key_id
 from swarmnode.net.libp2p.dht import ANSWERS_BYTES, FIND, MAX_ANSWER_BYTES
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.libp2p.from_hivemind import PeerID, dht_pb2
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.table.lookup import MAX_FIND_KEYS
-from swarmnode.net.table.routing_table import id_bytes, key_id
 
 VIRTUAL, FAST = False, False
 SUBKEYS, VALUE = 256, bytes(1024)  # the most announcements that a key holds, at the largest size

@@ -9,9 +9,9 @@ from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, RECEIVE_BYTES, FrameKind, 
 from swarmnode.codec.messages import Hello
 from swarmnode.errors import PeerLost, ProtocolError
 from swarmnode.ledger import MemoryLedger
+from swarmnode.links.link import Link
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.interfaces import Stream
-from swarmnode.net.links.link import Link
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 
 VIRTUAL, FAST = True, True

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 from attack import Outcome, main
 
-from swarmnode.swarm.records.certificate import Certificate, Role, admit_peer
+from swarmnode.swarm.records.invite import Certificate, Role, admit_peer
 from swarmnode.swarm.records.membership import MAX_PEERS_OF_A_HOME
 from tests.membership.test_access_control import Peer, Town
 from tests.swarm.society import ANOTHER_HOME, HOME, NOW, SWARM, Ticket

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from attack import Outcome, main
 
-from swarmnode.swarm.records.certificate import Role, admit_peer
+from swarmnode.swarm.records.invite import Role, admit_peer
 from tests.membership.test_access_control import SESSION, Peer, Town
 from tests.swarm.society import NOW, SWARM, Ticket
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attack import Outcome, main
 
-from swarmnode.net.table.routing_table import key_id
+from swarmnode.net.kademlia import key_id
 from tests.net.table.kademlia import Kademlia
 
 VIRTUAL, FAST = True, True

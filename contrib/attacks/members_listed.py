@@ -14,7 +14,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.libp2p.from_hivemind import PeerID
 from swarmnode.net.libp2p.p2pd_control import read_varint, write_varint
-from swarmnode.net.links.link_config import Gate
+from swarmnode.net.network_config import Gate
 
 VIRTUAL, FAST = False, False
 NODES, CLIENTS = 3, 2

@@ -11,7 +11,7 @@ from swarmnode.codec.messages import Error
 from swarmnode.codec.tuning_messages import AdapterOpened
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.tuning.server import ADAPTERS
 from tests.tiny import TinyModel
 from tests.tuning.test_server import FROZEN_RANK, UNITS, recipe_of, scene_of

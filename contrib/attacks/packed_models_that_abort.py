@@ -49,8 +49,8 @@ def write(folder: Path, config: dict[str, Any]) -> None:
     """Write a packed model of this config: matrices in Q8_0, or in F16 if their rows have no whole blocks, and norms."""
     import torch
 
-    from swarmnode.compute.model.packing.ggml import FORMATS
-    from swarmnode.compute.model.tensor_file import write_tensors
+    from swarmnode.compute.model.checkpoint_writer import write_tensors
+    from swarmnode.compute.packing.ggml import FORMATS
 
     def size(name: str, otherwise: int) -> int:
         value = config[name]

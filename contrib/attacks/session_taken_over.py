@@ -8,7 +8,7 @@ from attack import Outcome, main
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Mode, Open
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from tests.peer.toy_swarm import HELLO, ToySwarm, expected, link_config
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from attack import Outcome, main
 
 from swarmnode.codec.training_messages import Work
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.run import encode_run
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL

@@ -16,8 +16,8 @@ from swarmnode.checkpoints.states import list_states, state_board
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.errors import PeerError
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.interfaces import Network
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.states import StateStore

@@ -9,10 +9,10 @@ from attack import Outcome, main
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.errors import PeerError
+from swarmnode.links.link import Link
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.net.fair_share import HALF_OPEN_OF_GROUP, StreamLimits
 from swarmnode.net.interfaces import Stream
-from swarmnode.net.limits.fair_share import HALF_OPEN_OF_GROUP, StreamLimits
-from swarmnode.net.links.link import Link
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 
 VIRTUAL, FAST = True, True

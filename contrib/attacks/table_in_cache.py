@@ -10,10 +10,10 @@ from pathlib import Path
 from attack import Outcome, main
 
 from swarmnode.net.identity import Identity, verify
+from swarmnode.net.kademlia import id_bytes, key_id
 from swarmnode.net.libp2p.dht import STORE
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.libp2p.from_hivemind import PeerID, dht_pb2
-from swarmnode.net.table.routing_table import id_bytes, key_id
 from swarmnode.swarm.peers.record_validation import record_validator
 from swarmnode.swarm.peers.shards import SAMPLE
 from swarmnode.swarm.records.announcement import VERSION, Announcement, sign_announcement

@@ -6,11 +6,10 @@ import time
 
 from attack import Outcome, main
 
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import key_digest
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.table.record_store import RecordStore
-from swarmnode.net.table.routing_table import key_id
+from swarmnode.net.kademlia import RecordStore, key_id
 from swarmnode.swarm.peers.record_validation import record_validator
 from swarmnode.swarm.peers.shards import SAMPLE
 from swarmnode.swarm.records.announcement import VERSION, Announcement, sign_announcement

@@ -16,8 +16,8 @@ from swarmnode.codec.messages import End, Error
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.tuning_messages import COTUNE_PROTOCOL, GetAdapter, JoinTuning, SharePiece
 from swarmnode.errors import PeerError
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.tuning.client import leader as leading
 from swarmnode.tuning.client.averaging import BOUND, TrainerPart
 from tests.peer.toy_peer import HELLO

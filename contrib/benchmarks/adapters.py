@@ -20,7 +20,7 @@ from decode import build
 from torch import Tensor, nn
 
 from swarmnode.compute.device import set_threads
-from swarmnode.compute.model.adapters.changes import Lora, features_of
+from swarmnode.compute.model.adapters.span_adapters import Lora, features_of
 from swarmnode.compute.serving.runner import StageRunner, StepInput
 
 RANK = 16

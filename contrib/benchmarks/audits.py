@@ -7,7 +7,7 @@ other sessions and of several positions now and then; one session in four loses 
 does: the whole text in chunks. Compared is what the two hops send on, in sketches, and the tokens of the third.
 
 A liar's work is judged by the code that clients run, at the default budget and the mean share: half of what newcomers get.
-`--table` prints the rows of `swarmnode/plan/audits/judgement.py`.
+`--table` prints the rows of `swarmnode/plan/audits.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.sketch import deviations, sketch
 from swarmnode.config import INT8_KV, PLAIN
-from swarmnode.plan.audits.judgement import Calibration, judge_states, judge_tokens
-from swarmnode.plan.audits.selection import AuditBudget, cost_of
+from swarmnode.plan.audits import AuditBudget, Calibration, cost_of, judge_states, judge_tokens
 
 LAYERS, WIDTH, VOCABULARY = 8, 64, 512
 HOPS = ((0, 4), (4, 8), (8, LAYERS + 2))

@@ -30,7 +30,7 @@ from organisation import GRADIENT_BYTES, UNITS, places, prepared
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.cost import HOLDERS, fragility
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.layout import STANDING_BY, cut
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule

@@ -26,8 +26,8 @@ from typing import Any
 
 from swarmnode.net.identity import Identity, verify
 from swarmnode.net.interfaces import Dht, Enough, PeerId, Record
+from swarmnode.net.kademlia import BUCKET_PEERS, REMEMBERED_S, REPLICAS
 from swarmnode.net.memory.virtual_time import run_virtual
-from swarmnode.net.table.routing_table import BUCKET_PEERS, REMEMBERED_S, REPLICAS
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.peers.directory import Directory, DirectoryConfig
 from swarmnode.swarm.peers.shards import SAMPLE

@@ -49,11 +49,11 @@ from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.device import Device, probe_device
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing import card_matrix
-from swarmnode.compute.model.packing.ggml import FORMATS
-from swarmnode.compute.model.packing.packed_weight import held_by
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
+from swarmnode.compute.packing import card_matrix
+from swarmnode.compute.packing.ggml import FORMATS
+from swarmnode.compute.packing.packed_weight import held_by
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
@@ -62,7 +62,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import SwarmnodeError
 from swarmnode.localswarm import LocalSwarm, NodeProcess
-from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.job import ForwardHidden, Job
 from swarmnode.serving.worker import Worker
 from swarmnode.swarm.records.run import Run

@@ -26,12 +26,12 @@ import uvloop
 from swarmnode.codec.body import VERSION, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Chunk, Hello, Output, Ready
+from swarmnode.links.link import Link
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import Stream
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
 from swarmnode.net.libp2p.from_hivemind import PeerID
-from swarmnode.net.links.link import Link
-from swarmnode.net.links.link_config import LinkConfig
 
 PROTOCOL = "/swarmnode/benchmark/1"
 BARE_STREAM = "bare"

@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from swarmnode.compute.capacity.memory import TRAINING_BYTES, usable_bytes
+from swarmnode.compute.capacity.capacity import TRAINING_BYTES, usable_bytes
 from swarmnode.plan.cost import HOLDERS
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.hosting import DeviceRates, Planner, Workload
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.spans.flow import Floats, Indexes
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.devices import device_of

@@ -47,9 +47,9 @@ from weights import Cpu
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
+from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.linear import speed_up_linears
-from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix, dequantise
+from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix, dequantise
 from swarmnode.compute.serving.loading import check_family, load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.localswarm import LocalSwarm

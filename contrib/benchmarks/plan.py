@@ -17,7 +17,7 @@ import numpy as np
 from swarmnode.errors import UsageError
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 
 GPT3_XL = MicrobatchTraffic(activation_bytes=0.471249e9, gradient_bytes=0.65e9)  # the paper's: 24 layers, 3 a stage
 STAGES, SAMPLES = 8, 200

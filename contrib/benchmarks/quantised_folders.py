@@ -33,8 +33,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing.packed_weight import held_by
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.packed_weight import held_by
 from swarmnode.compute.serving.loading import load_span
 
 GROUP, BLOCK = 64, 128

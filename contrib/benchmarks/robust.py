@@ -43,8 +43,7 @@ from swarmnode.compute.training.averaging.gradient_compressor import make_gradie
 from swarmnode.compute.training.averaging.robust_aggregation import History, OutlierDetector, suspect
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.recomputation import LEAST, gradient_sketch, in_rows
-from swarmnode.plan.audits.judgement import Calibration, judge_states
-from swarmnode.plan.audits.selection import AuditBudget, SessionCost
+from swarmnode.plan.audits import AuditBudget, Calibration, SessionCost, judge_states
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.training.spot_checks.spot_checks import RECOMPUTED
 from tests.compute.training.averaging.together import agree

@@ -21,7 +21,7 @@ import numpy as np
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.settings import ServeSettings, Settings

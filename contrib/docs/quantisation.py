@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from swarmnode.compute.model.dequantize.methods import CALIBRATION, EVERYWHERE, KEYS, METHODS
+from swarmnode.compute.packing.methods import CALIBRATION, EVERYWHERE, KEYS, METHODS
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- keys of quantization_config -->\n", "<!-- end -->\n"

@@ -31,8 +31,7 @@ from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.net.direct.direct_stream import DirectionKey, RecordReader
 from swarmnode.net.identity import verify
 from swarmnode.swarm.records.announcement import open_announcement
-from swarmnode.swarm.records.certificate import open_certificate, open_grant
-from swarmnode.swarm.records.invite import decode_invite
+from swarmnode.swarm.records.invite import decode_invite, open_certificate, open_grant
 from swarmnode.swarm.records.manifest import decode_manifest
 from swarmnode.swarm.records.membership import open_list
 from swarmnode.swarm.records.receipt import open_receipt

@@ -17,7 +17,7 @@ from typing import Any
 
 from shapes import transformer
 
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.results.measures import percentile
 from swarmnode.simulate.settings import ServeSettings, Settings, TrainSettings

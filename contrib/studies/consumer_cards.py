@@ -21,7 +21,7 @@ from typing import Any
 
 from shapes import cut, even_network, transformer
 
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.simulate.settings import ServeSettings, Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
 

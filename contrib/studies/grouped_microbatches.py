@@ -19,7 +19,7 @@ import torch
 
 from swarmnode.compute.executor import drain
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
+from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.trainer import AdapterTrainer

@@ -14,7 +14,7 @@ import numpy as np
 
 from swarmnode.plan.cost import step_s, transfer_s
 from swarmnode.plan.offline.grid import Grid
-from swarmnode.plan.offline.scenario import FloatArray, Scenario
+from swarmnode.plan.offline.planner_files import FloatArray, Scenario
 
 ALL_REDUCES = 4  # of activations, in each layer of a tensor-parallel model: two on the way forward, two on the way back
 

@@ -28,7 +28,7 @@ from shapes import transformer
 from swarmnode.plan.offline.gpus import find_gpu
 from swarmnode.plan.offline.grid import Grid, MicrobatchTraffic, Problem
 from swarmnode.plan.offline.grid_search import Search
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.devices import device_of
 from swarmnode.simulate.settings import Settings, TrainSettings

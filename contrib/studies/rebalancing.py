@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 from shapes import even_network, transformer
 
-from swarmnode.compute.capacity.memory import limit_bytes_for
+from swarmnode.compute.capacity.capacity import limit_bytes_for
 from swarmnode.plan.spans.flow import bound
 from swarmnode.plan.spans.placement import Joiner, choose_span
 from swarmnode.plan.view import Span, View

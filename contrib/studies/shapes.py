@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.model import Model
 

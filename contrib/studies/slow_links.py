@@ -31,7 +31,7 @@ import numpy as np
 from shapes import cut, transformer
 
 from swarmnode.plan.offline.hosting import StageRoom, split
-from swarmnode.plan.offline.scenario import FloatArray, Scenario
+from swarmnode.plan.offline.planner_files import FloatArray, Scenario
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.devices import device_of
 from swarmnode.simulate.environment.model import GraphModel, Model

@@ -42,14 +42,13 @@ from swarmnode.audits.referee import odd_one_out
 from swarmnode.codec.audit_messages import SEED_BYTES
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tensors import Codec
-from swarmnode.compute.model.adapters.changes import Lora, features_of
+from swarmnode.compute.model.adapters.span_adapters import Lora, features_of
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.sketch import sketch
 from swarmnode.founding.model_source import open_model
-from swarmnode.plan.audits.judgement import Calibration
-from swarmnode.plan.audits.selection import AuditBudget, cost_of
+from swarmnode.plan.audits import AuditBudget, Calibration, cost_of
 from swarmnode.swarm.peers.standing import are_too_many
 from swarmnode.swarm.records.statement import Edge, Statement
 

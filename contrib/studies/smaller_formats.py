@@ -56,8 +56,7 @@ from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.compute.serving.sketch import deviations, sketch
 from swarmnode.config import EXACT, FAST, INT8_KV, PLAIN
 from swarmnode.founding.model_source import open_model
-from swarmnode.plan.audits.judgement import TABLE_UNITS, Calibration
-from swarmnode.plan.audits.selection import AuditBudget, cost_of
+from swarmnode.plan.audits import TABLE_UNITS, AuditBudget, Calibration, cost_of
 from swarmnode.swarm.peers.standing import are_too_many
 
 FORMATS = {"packed": (FAST, PLAIN), "packed+kv8": (FAST, INT8_KV), "float32": (EXACT, PLAIN)}

@@ -30,11 +30,11 @@ from swarmnode.compress.codecs import decode
 from swarmnode.compute.serving.sampling import may_draw
 from swarmnode.compute.serving.sketch import deviations, read_sketches
 from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import BUSY_RETRY_S, ask_one
-from swarmnode.plan.audits.judgement import Calibration, Judgement, judge_draws, judge_states, judge_tokens
+from swarmnode.plan.audits import Calibration, Judgement, judge_draws, judge_states, judge_tokens
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.router import Route
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry

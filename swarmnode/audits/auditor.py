@@ -25,15 +25,15 @@ from swarmnode.codec.messages import Mode
 from swarmnode.codec.sampling import Sampling
 from swarmnode.config import ClientConfig
 from swarmnode.errors import NoRoute, SwarmnodeError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
-from swarmnode.plan.audits.selection import AuditBudget, SessionCost, cost_of
-from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.audits import AuditBudget, SessionCost, cost_of
+from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.view import PREFILL_GAIN, UNMEASURED_UNITS_PER_S, Span
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.router import Route, Router

@@ -21,15 +21,14 @@ from swarmnode.codec.messages import Want
 from swarmnode.config import ClientConfig
 from swarmnode.decisions import Topic
 from swarmnode.errors import NoRoute, SwarmnodeError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
 from swarmnode.peer.paths import ObservedLatency
 from swarmnode.peer.questions import board_of
-from swarmnode.plan.audits.judgement import Calibration
-from swarmnode.plan.audits.selection import second_route
-from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.audits import Calibration, second_route
+from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.serving.client.client_session import ClientSession, WithAdapter, as_it_is
 from swarmnode.serving.client.router import Route, Router
 from swarmnode.serving.client.session_spec import Received, ServedWork, SessionSpec, ids_entry

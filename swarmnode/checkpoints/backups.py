@@ -28,8 +28,8 @@ from swarmnode.errors import (
     SwarmnodeError,
     refusal,
 )
+from swarmnode.net.addressing.addresses import Claimant, owner_of
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant, owner_of
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
 from swarmnode.peer.questions import Answer, QuestionServer, ask, board_of
@@ -37,10 +37,9 @@ from swarmnode.plan.training import backups
 from swarmnode.plan.training.backups import LEAST_BPS, holds
 from swarmnode.swarm.records.announcement import Announcement, DiskOffer
 from swarmnode.swarm.records.run import decode_run, encode_run
-from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error
 from swarmnode.swarm.storage.content import FileContent, verify_chunk, verify_hashes
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.states import BackupFolder, StateStore
 from swarmnode.weights.sources import PeerSource
 
 log = logging.getLogger(__name__)

@@ -28,9 +28,8 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host
 from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.storage.backups import OFFERED_SHARE, BackupFolder
 from swarmnode.swarm.storage.chunk_folder import disk_error
-from swarmnode.swarm.storage.states import StateStore, remove_old_runs, stored_runs
+from swarmnode.swarm.storage.states import OFFERED_SHARE, BackupFolder, StateStore, remove_old_runs, stored_runs
 
 MAX_TOLD = 16
 

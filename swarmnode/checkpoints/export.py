@@ -17,15 +17,14 @@ from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import StateEntry
 from swarmnode.compute.training.snapshot import gather, write_language_model, write_module
 from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.host import Host
 from swarmnode.swarm.records.manifest import CAUSAL_LM
 from swarmnode.swarm.records.run import Run, decode_run
-from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.small_files import UNCONFIRMED_FILE, check_free, new_folder
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.states import BackupFolder, StateStore
 from swarmnode.weights.weights import Weights
 
 AGAIN_S = 1.0

@@ -11,12 +11,11 @@ from pathlib import Path
 from swarmnode.codec.body import Body
 from swarmnode.codec.messages import MAX_ENTRIES, MAX_LISTED, GetChunks, ListStates, StateEntry, States
 from swarmnode.errors import ErrorCode, SwarmnodeError
-from swarmnode.net.links.switchboard import Channel
+from swarmnode.links.switchboard import Channel
 from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.run import Run, encode_run
-from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import FileContent
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.states import BackupFolder, StateStore
 from swarmnode.weights.chunk_server import ChunkServer, Offer
 
 log = logging.getLogger(__name__)

@@ -22,13 +22,12 @@ from swarmnode.errors import (
     ProtocolError,
     refusal,
 )
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import LocalPeer, ask
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
-from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent, Progress, matching_hashes
-from swarmnode.swarm.storage.states import StateStore, file_name
+from swarmnode.swarm.storage.states import BackupFolder, StateStore, file_name
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.sources import PeerSource, Source
 

@@ -23,8 +23,8 @@ from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import StateEntry
 from swarmnode.counting import layers, runs
 from swarmnode.errors import CheckpointError, NetworkDown, PeerError
+from swarmnode.net.addressing.addresses import Claimant, owner_of, wide_group
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.limits.address_group import Claimant, owner_of, wide_group
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder

@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 from swarmnode.client.owner_client import OwnerClient
 from swarmnode.codec.measuring_messages import Trace
+from swarmnode.links.link_config import PeerVersions
 from swarmnode.measuring.bandwidth import Bandwidth, Prober
 from swarmnode.measuring.measured_network import link_matrix, measured_network
 from swarmnode.measuring.trace import fetch_traces
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.link_config import PeerVersions
 from swarmnode.peer.host import Host
 from swarmnode.peer.picture import picture_of
 from swarmnode.swarm.records.manifest import Manifest

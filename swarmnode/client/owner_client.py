@@ -21,7 +21,7 @@ from swarmnode.peer.host import Host, joining, state_name
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.records.manifest import OPEN, PRIVATE
 from swarmnode.swarm.records.membership import RevocationList, nobody, open_list
-from swarmnode.swarm.storage.issued_invites import AdmittedPeer, IssuedInvite, IssuedInvites, note_members
+from swarmnode.swarm.storage.owner_files import AdmittedPeer, IssuedInvite, IssuedInvites, note_members
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 MIN_END_CHARS = 6

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 
     from swarmnode.client.tuning.client import TuningClient
     from swarmnode.client.tuning.tuned_lm import TunedCausalLM
-    from swarmnode.compute.graph.layout import Layout
+    from swarmnode.compute.graph.boundary import Layout
     from swarmnode.graph_serving.remote_module import RemoteModule
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
 
@@ -613,7 +613,7 @@ async def _whole(stream: TextStream) -> Generation:
 def _import_module(folder: Path) -> tuple[type[RemoteModule], Layout]:
     """Import RemoteModule, and read the graph in `folder`; called in a thread. Raises CheckpointError if the graph cannot be
     read."""
-    from swarmnode.compute.graph.layout import Layout
+    from swarmnode.compute.graph.boundary import Layout
     from swarmnode.compute.graph.serialise import read_graph
     from swarmnode.graph_serving.remote_module import RemoteModule
 

@@ -97,19 +97,18 @@ def probe_device(wanted: str = "auto") -> Device:
         memory = psutil.virtual_memory()
         return Device("mps", 0, f"Apple {platform.processor()}", memory.total, memory.available, shared=True)
     if kind == "cpu":
-        return _probe_cpu(int(number or 0))
-    raise LocalError(f"no device {wanted!r} on this machine: use {' or '.join(_usable_kinds())}")
-
-
-def _usable_kinds() -> list[str]:
-    """Return the device names that are valid on this machine."""
-    cards = ["cuda", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
-    return [
-        "auto",
-        "cpu",
-        *(cards if torch.cuda.is_available() else ()),
-        *(("mps",) if torch.backends.mps.is_available() else ()),
-    ]
+        index = int(number or 0)
+        if index >= usable_cores():
+            raise LocalError(f"no device cpu:{index}: there are {usable_cores()} cores, numbered from 0")
+        memory = psutil.virtual_memory()  # which all CPU devices share
+        total_bytes = min(memory.total, _container_limit_bytes() or memory.total)
+        return Device("cpu", index, _cpu_name(), total_bytes, min(memory.available, total_bytes), shared=True)
+    usable = ["auto", "cpu"]
+    if torch.cuda.is_available():
+        usable += ["cuda", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        usable.append("mps")
+    raise LocalError(f"no device {wanted!r} on this machine: use {' or '.join(usable)}")
 
 
 def set_threads(count: int | None = None) -> int:
@@ -133,15 +132,6 @@ def threads_each(wanted: str, threads: int | None, devices: int) -> int | None:
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _probe_cpu(index: int) -> Device:
-    """Return the CPU as device `index`. Raises LocalError unless `index` is below the number of cores, which share the memory."""
-    if index >= usable_cores():
-        raise LocalError(f"no device cpu:{index}: there are {usable_cores()} cores, numbered from 0")
-    memory = psutil.virtual_memory()
-    total_bytes = min(memory.total, _container_limit_bytes() or memory.total)
-    return Device("cpu", index, _cpu_name(), total_bytes, min(memory.available, total_bytes), shared=True)
 
 
 def _probe_cuda(index: int | None) -> Device:

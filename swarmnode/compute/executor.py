@@ -421,25 +421,21 @@ class Executor:
             entry = self._inbox.get()
             wait = False
             if entry is not None:
-                self._put(*entry)
+                try:
+                    entry[0].put(entry[1])
+                except BaseException:
+                    self._inbox.put(entry)  # so that `_abandon` finds it
+                    raise
         return False
-
-    def _put(self, source: WorkSource, item: Any) -> None:
-        try:
-            source.put(item)
-        except BaseException:
-            self._inbox.put((source, item))  # so that `_abandon` finds it
-            raise
 
     def _next(self) -> WorkItem | None:
         """Return the next item: control calls, then the sources in turn, then idle calls; None if nothing waits."""
         control = self._calls.take(Urgency.CONTROL)
-        return control or self._next_in_turn() or self._calls.take(Urgency.IDLE)
-
-    def _next_in_turn(self) -> WorkItem | None:
+        if control is not None:
+            return control
         for source in tuple(self._sources):
             if (item := source.take()) is not None:
                 self._sources.remove(source)
                 self._sources.append(source)
                 return item
-        return None
+        return self._calls.take(Urgency.IDLE)

@@ -13,16 +13,25 @@ from typing import Any, NamedTuple
 
 from swarmnode.codec.messages import MAX_CLAIMED, CreditClaim, End, Error
 from swarmnode.errors import NetworkDown, PeerError, ProtocolError
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.identity import identities, verify
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
 from swarmnode.peer.questions import Answer, QuestionServer, ask, board_of
 from swarmnode.plan.credit import Credit, credit_of, weight_of
 from swarmnode.swarm.records.manifest import CREDIT
-from swarmnode.swarm.records.receipt import Receipt, Voucher, open_receipt, open_voucher, sign_voucher
-from swarmnode.swarm.storage.receipt_folder import counts, read_receipts, receipts_of, signed_receipts
+from swarmnode.swarm.records.receipt import (
+    Receipt,
+    Voucher,
+    counts,
+    open_receipt,
+    open_voucher,
+    read_receipts,
+    receipts_of,
+    sign_voucher,
+    signed_receipts,
+)
 
 log = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from swarmnode.credit.priorities import Priorities
 from swarmnode.errors import ErrorCode, LocalError, NetworkDown, PeerError, ProtocolError
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.peer.host import Host
@@ -23,8 +23,7 @@ from swarmnode.peer.questions import Answer, QuestionServer, ask, board_of
 from swarmnode.plan.credit import Credit, credit_of
 from swarmnode.serving.client.session_spec import ServedWork
 from swarmnode.swarm.records.manifest import CREDIT
-from swarmnode.swarm.records.receipt import MAX_BATCH_S, Receipt, sign_receipt
-from swarmnode.swarm.storage.receipt_folder import ReceiptFolder, receipts_of
+from swarmnode.swarm.records.receipt import MAX_BATCH_S, Receipt, ReceiptFolder, receipts_of, sign_receipt
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarmnode.compute.graph.boundary import check_travel
+from swarmnode.compute.graph.boundary import Layout, check_travel
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.exporting.gradient_check import check_gradients
 from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.graph import Graph, Ref
-from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.graph.partition import UNITS, partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.graph.serialise import write_graph

@@ -20,7 +20,7 @@ from swarmnode.codec.body import MAX_STOP_IDS, MAX_TEMPERATURE, MAX_TOKEN_ID
 from swarmnode.codec.sampling import MAX_REPETITION_PENALTY
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.hub import HubCheckpoint, open_checkpoint
-from swarmnode.compute.model.packing.tensor_entry import read_json
+from swarmnode.compute.packing.tensor_entry import read_json
 from swarmnode.counting import format_bytes
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.swarm.records.manifest import CAUSAL_LM, GENERATE, GRAPH, INFER, MAX_NAME_CHARS, MAX_UNITS, ModelInfo
@@ -37,8 +37,8 @@ from swarmnode.swarm.storage.small_files import check_free, check_space, new_fol
 if TYPE_CHECKING:
     from swarmnode.compute.graph.exporting.reader import Exported
     from swarmnode.compute.graph.graph import Graph
-    from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
-    from swarmnode.compute.model.dequantize.hub_gguf import HubGguf
+    from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
+    from swarmnode.compute.model.hub import HubGguf
 
 
 BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -111,9 +111,9 @@ def open_model(
     Raises UsageError if `model` is neither a folder, a GGUF file nor a hub id, or if `out` is not free; CheckpointError if
     it is damaged or its quantisation is not supported; LocalError if the disk is too small.
     """
-    from swarmnode.compute.model.dequantize.checkpoint import QuantisedCheckpoint
-    from swarmnode.compute.model.dequantize.gguf import SUFFIX, GgufCheckpoint
+    from swarmnode.compute.model.checkpoint_writer import QuantisedCheckpoint
     from swarmnode.compute.model.family import settings_of
+    from swarmnode.compute.model.gguf.gguf import SUFFIX, GgufCheckpoint
 
     path = Path(model).expanduser()
     gguf = local_gguf(model)
@@ -156,8 +156,8 @@ def open_model(
 def local_gguf(model: str) -> Path | None:
     """Return the GGUF file that `model` names, a file or a folder here, or a model on the hub, which is fetched; None if it names
     none. Raises UsageError, CheckpointError."""
-    from swarmnode.compute.model.dequantize.gguf import find_gguf
-    from swarmnode.compute.model.dequantize.hub_gguf import find_on_hub
+    from swarmnode.compute.model.gguf.gguf import find_gguf
+    from swarmnode.compute.model.hub import find_on_hub
 
     path = Path(model).expanduser()
     if path.exists():
@@ -232,10 +232,10 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
     GGUF file is written into the empty `folder`. Raises CheckpointError or UsageError if the model is unknown or cannot be split or
     exported.
     """
-    from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source
+    from swarmnode.compute.graph.exporting.export import PROGRAM_SUFFIX, export_source
     from swarmnode.compute.graph.partition import UNITS, partition
-    from swarmnode.compute.model.dequantize.gguf import SUFFIX, GgufCheckpoint, find_gguf
-    from swarmnode.compute.model.dequantize.hub_gguf import find_on_hub
+    from swarmnode.compute.model.gguf.gguf import SUFFIX, GgufCheckpoint, find_gguf
+    from swarmnode.compute.model.hub import find_on_hub
     from swarmnode.founding import graph_source
 
     path = Path(model).expanduser()
@@ -259,7 +259,7 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
 
 def _gguf_of_hub(named: HubGguf, folder: Path) -> GgufCheckpoint:
     """Return a GGUF model of the hub after fetching the headers of its files into `folder`. Raises CheckpointError."""
-    from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
+    from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 
     for size in HEADER_BYTES:
         copy = named.fetch_beginnings(size, folder)
@@ -304,8 +304,8 @@ def _of_language_model(checkpoint: Checkpoint, model: str, out: Path, *, byte_le
     Raises CheckpointError if its tensors do not match its config, its family cannot be split, its tokenizer needs code of
     its own, or its generation_config.json asks for an unsupported setting.
     """
+    from swarmnode.compute.model.assemble import check_tensors
     from swarmnode.compute.model.fresh import position_limit
-    from swarmnode.compute.model.tensor_check import check_tensors
     from swarmnode.compute.serving.loading import check_family
 
     check_generation_config(checkpoint.path)
@@ -430,10 +430,9 @@ def from_module(
     units; None takes the default. Raises UsageError if `units` is out of range, or, with operator and line, if the module
     cannot be exported.
     """
-    from swarmnode.compute.graph.boundary import check_travel
+    from swarmnode.compute.graph.boundary import Layout, check_travel
+    from swarmnode.compute.graph.exporting.export import export_source
     from swarmnode.compute.graph.exporting.reader import Exported
-    from swarmnode.compute.graph.exporting.source import export_source
-    from swarmnode.compute.graph.layout import Layout
     from swarmnode.compute.graph.partition import UNITS, partition
     from swarmnode.compute.graph.serialise import write_graph
 
@@ -461,7 +460,7 @@ def check_vocabulary(vocabulary: int | None, files: Iterable[str]) -> None:
 
 def _short_name(spec: str) -> str:
     """Return the module's name with printable characters only, in at most the length that a manifest allows."""
-    from swarmnode.compute.graph.exporting.source import module_name
+    from swarmnode.compute.graph.exporting.export import module_name
 
     return "".join(filter(str.isprintable, module_name(spec)))[:MAX_NAME_CHARS] or "graph"
 

@@ -15,7 +15,7 @@ from swarmnode.swarm.storage.content import GGUF_SUFFIX, Progress
 from swarmnode.swarm.storage.small_files import check_free, check_space, new_file, new_folder
 
 if TYPE_CHECKING:
-    from swarmnode.compute.model.packing.recipes import FormatChoice, FormatMix
+    from swarmnode.compute.packing.recipes import FormatChoice, FormatMix
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def quantise_model(
         CheckpointError: if the model is damaged, or cannot be packed.
         LocalError: if the disk is full, or a package is missing.
     """
-    from swarmnode.compute.model.packing.recipes import recipe_of
+    from swarmnode.compute.packing.recipes import recipe_of
 
     recipe = recipe_of(form)
     path = Path(model).expanduser()
@@ -64,7 +64,7 @@ def _of_gguf(
     file: Path, out: Path, recipe: FormatMix, *, again: bool, force: bool, progress: Progress | None
 ) -> Quantised:
     """Write a GGUF file with the matrices of another one."""
-    from swarmnode.compute.model.packing.repack import GgufRepack
+    from swarmnode.compute.model.gguf.repack import GgufRepack
 
     if not out.name.endswith(GGUF_SUFFIX):
         raise UsageError(f"{out}: of a GGUF file a GGUF file is made; end its name with {GGUF_SUFFIX}")
@@ -78,7 +78,7 @@ def _of_gguf(
 def _of_folder(model: str, out: Path, recipe: FormatMix, *, force: bool, progress: Progress | None) -> Quantised:
     """Write a folder with the matrices of a folder or a hub model."""
     from swarmnode.compute.model.family import settings_of
-    from swarmnode.compute.model.packing.repack import FolderPack
+    from swarmnode.compute.model.gguf.repack import FolderPack
 
     if out.name.endswith(GGUF_SUFFIX):
         raise UsageError(

@@ -62,7 +62,7 @@ from swarmnode.swarm.records.manifest import (
     swarm_id,
 )
 from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME, Progress, describe_files
-from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path
+from swarmnode.swarm.storage.owner_files import IssuedInvites, issued_invites_path
 from swarmnode.swarm.storage.small_files import new_folder
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm, save_swarm
 
@@ -326,7 +326,7 @@ class NewOwner:
 
     def save(self) -> None:
         """Write a new key, under its password if there is one. Raises LocalError if it cannot be written."""
-        from swarmnode.swarm.storage.owner_key import save_owner_key
+        from swarmnode.swarm.storage.owner_files import save_owner_key
 
         if self.file is not None:
             save_owner_key(self.key, self.file, self.password)
@@ -371,7 +371,7 @@ def new_owner(path: Path, new_password: Callable[[], str], *, force: bool = Fals
 
     Raises UsageError if the file exists already, without `force`.
     """
-    from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
+    from swarmnode.swarm.storage.owner_files import SUFFIX as OWNER_SUFFIX
 
     file = path.with_suffix(OWNER_SUFFIX)
     if file.exists() and not force:
@@ -434,7 +434,7 @@ def link_moved(swarm: Swarm, path: Path, model: Path, progress: Progress | None 
     Returns the swarm as its file now has it; None if the swarm uses no GGUF file, or `model` differs from it. Reads the whole model
     if its size is right. Raises CheckpointError if a part of a split model is missing, LocalError if the file cannot be written.
     """
-    from swarmnode.compute.model.dequantize.gguf import find_gguf, parts_of
+    from swarmnode.compute.model.gguf.gguf import find_gguf, parts_of
 
     assert swarm.manifest is not None
     linked = sorted(

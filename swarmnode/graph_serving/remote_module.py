@@ -27,6 +27,7 @@ from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
 from swarmnode.codec.messages import INFER_PROTOCOL, Infer, Inferred
 from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.graph.boundary import (
+    Layout,
     batch_of,
     check_values,
     described,
@@ -37,7 +38,6 @@ from swarmnode.compute.graph.boundary import (
     told,
 )
 from swarmnode.compute.graph.costs.estimate import values_bytes
-from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.training.saved_activations import has_nan
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, PeerError, PeerRefused, UsageError, blaming
@@ -46,7 +46,7 @@ from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host
 from swarmnode.peer.questions import ask_one, board_of
-from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.blame import ARGUABLE, Blame, Verdict
 from swarmnode.serving.client.router import Router

@@ -21,25 +21,25 @@ from swarmnode.codec.body import Body
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame
 from swarmnode.codec.messages import INFER_PROTOCOL, Error, Infer, Inferred
 from swarmnode.compress.codecs import Encoded, encode_values
-from swarmnode.compute.capacity.speed import Speeds
+from swarmnode.compute.capacity.capacity import Speeds
 from swarmnode.compute.executor import ByPiece, Executor, Urgency, as_piece, drain
 from swarmnode.compute.graph.boundary import batch_of, from_wire, to_wire, told
 from swarmnode.compute.graph.costs.estimate import forward_bytes, values_bytes
-from swarmnode.compute.graph.operators import torch_constant
+from swarmnode.compute.graph.graph import torch_constant
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.stopwatch import Clock, best_s
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolError
 from swarmnode.ledger import Account, Reservation
+from swarmnode.links.switchboard import Channel
 from swarmnode.measuring.capability import Capability
 from swarmnode.measuring.hardware import Hardware, LentDevice, Workplace
 from swarmnode.measuring.meters import RefusalMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.fair_share import FairShare
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.limits.fair_share import FairShare
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span

@@ -1,7 +1,7 @@
 """Bandwidth tests between two peers whose ordinary traffic has not shown their bandwidth yet (`protocol/frames.md`).
 
 The tested peer sends back as much as it receives, so both learn their upload and download. The links measure
-and keep the results (`net/measuring/link_statistics.py`). This file decides which peers to ask, how much to send, and which to
+and keep the results (`links/link_statistics.py`). This file decides which peers to ask, how much to send, and which to
 refuse. No site outside the swarm is used.
 """
 
@@ -20,8 +20,8 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.measuring_messages import MAX_PROBE_BYTES, Probe
 from swarmnode.codec.messages import Error
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, refusal
+from swarmnode.links.link import Link
 from swarmnode.net.interfaces import PeerId, Stream
-from swarmnode.net.links.link import Link
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.peer.questions import LocalPeer
 

@@ -19,7 +19,7 @@ import msgspec
 import torch
 from msgspec import UNSET
 
-from swarmnode.compute.capacity.speed import Speeds
+from swarmnode.compute.capacity.capacity import Speeds
 from swarmnode.swarm.records.announcement import MAX_PARALLEL_SPEEDUP, WorkSpeeds
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 from swarmnode.version import __version__

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from swarmnode.compute.graph.serialise import GraphCheckpoint
+from swarmnode.compute.model.assemble import check_tensors
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.dequantize.gguf import SUFFIX
+from swarmnode.compute.model.gguf.gguf import SUFFIX
 from swarmnode.compute.model.mtp import (
     GuessingLayer,
     borrowed_tensors,
@@ -20,9 +21,8 @@ from swarmnode.compute.model.mtp import (
     load_mtp,
     mtp_tensors,
 )
-from swarmnode.compute.model.packing.tensor_entry import read_json
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.model.tensor_check import check_tensors
+from swarmnode.compute.packing.tensor_entry import read_json
 from swarmnode.errors import UsageError
 from swarmnode.founding.model_source import open_model
 from swarmnode.swarm.records.announcement import MAX_DRAFT_MODEL_CHARS

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swarmnode.compute.capacity.memory import (
+from swarmnode.compute.capacity.capacity import (
     TRAINING_BYTES,
+    Speeds,
     UnitSizes,
     cache_tokens_that_fit,
     describe_fit,
@@ -24,15 +25,14 @@ from swarmnode.compute.capacity.memory import (
     unit_sizes,
     units_that_fit,
 )
-from swarmnode.compute.capacity.speed import Speeds
 from swarmnode.compute.device import Device, probe_device, probe_devices, set_threads, threads_each, usable_cores
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.graph.costs.estimate import usual_width
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.mtp import eagle_bytes, is_eagle, mtp_bytes
-from swarmnode.compute.model.packing import ggml
-from swarmnode.compute.model.packing.card_matrix import TRITON, kernels
+from swarmnode.compute.packing import ggml
+from swarmnode.compute.packing.card_matrix import TRITON, kernels
 from swarmnode.compute.serving.loading import prepare_span
 from swarmnode.compute.serving.mtp_guesses import CACHE_POSITIONS
 from swarmnode.compute.stopwatch import Throttle
@@ -44,7 +44,7 @@ from swarmnode.measuring.capability import Capability, Conditions, SpeedCache, s
 from swarmnode.measuring.draft_part import CACHE_TOKENS, DraftPart, HeadPart, draft_name
 from swarmnode.net.clock import MACHINE_CLOCK, Clock
 from swarmnode.peer.host import Host
-from swarmnode.plan.audits.judgement import KV8, PACKED
+from swarmnode.plan.audits import KV8, PACKED
 from swarmnode.plan.spans.devices import DeviceView, PipelineLayout, lay_out
 from swarmnode.plan.view import Span as Units
 from swarmnode.swarm.records.announcement import Machine, Section
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 MEMORY_SHARE = 0.8  # of the free memory: a volunteer goes on using the machine
 SPEEDS_FILE = "speeds.json"
-FASTER_PACKED = 3  # decoding with fast products on CPUs beside dequantised weights, docs/performance.md
+FASTER_PACKED = 3  # decoding with fast products on CPUs beside dequantised weights, docs/evidence.md
 NAME_LENGTH = 48  # characters of a device's announced name
 
 

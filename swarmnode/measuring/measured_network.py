@@ -13,7 +13,7 @@ import numpy as np
 from swarmnode.errors import LocalError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host
-from swarmnode.plan.offline.scenario import MAX_DEVICES
+from swarmnode.plan.offline.planner_files import MAX_DEVICES
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.plan.view import View, view_of
@@ -46,7 +46,7 @@ def link_matrix(host: Host, units: int, most: int) -> dict[str, Any]:
 
 
 def measured_network(swarm: Swarm, announced: Mapping[PeerId, Announcement]) -> dict[str, Any]:
-    """Return a scenario (`plan/offline/scenario.py`) of the peers that lend a machine, in the order of their ids.
+    """Return a scenario (`plan/offline/planner_files.py`) of the peers that lend a machine, in the order of their ids.
 
     `estimated` lists the pairs [from, to] whose delay follows from coordinates or is assumed, and those whose bandwidth was not
     measured. Raises LocalError if no peer lends a machine.

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import ErrorCode
+from swarmnode.links.switchboard import Channel
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import SIZES, Histogram, Reading, Readings
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.plan.view import Span
 
 SERVE, TRAIN = "serve", "train"

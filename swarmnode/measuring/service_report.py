@@ -22,8 +22,7 @@ from swarmnode.net.addressing.reachability import Reachability
 from swarmnode.net.identity import identities, verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.receipt import Receipt
-from swarmnode.swarm.storage.receipt_folder import LIFE_S, RECEIPTS, counts, read_receipts, receipts_of
+from swarmnode.swarm.records.receipt import LIFE_S, RECEIPTS, Receipt, counts, read_receipts, receipts_of
 from swarmnode.swarm.storage.small_files import read_kept, try_to_keep
 from swarmnode.swarm.storage.swarmfile import Swarm
 

@@ -31,11 +31,11 @@ from swarmnode.codec.measuring_messages import (
 )
 from swarmnode.codec.messages import Error, ProposerKind
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
+from swarmnode.net.addressing.addresses import Claimant
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.limits.fair_share import Recent
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer, ask_one
 
 log = logging.getLogger(__name__)

@@ -24,17 +24,18 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Hello, Revocations
 from swarmnode.errors import ErrorCode, LocalError, NotAdmitted, PeerError, PeerRefused, ProtocolError, SwarmnodeError
 from swarmnode.files import lock_in_turn
+from swarmnode.links.link import Link
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.link_statistics import protocol_name
 from swarmnode.net.identity import Identity, SigningKey
 from swarmnode.net.interfaces import Network, PeerId, Stream
-from swarmnode.net.links.link import Link
-from swarmnode.net.links.link_config import Gate, GuardedLink, LinkConfig
-from swarmnode.net.measuring.link_statistics import protocol_name
+from swarmnode.net.network_config import Gate, GuardedLink
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.swarm.peers.record_validation import NOTICE_LIFE_S, due, notice_keys, take_in
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.certificate import Role, admit_peer, open_certificate, open_grant
+from swarmnode.swarm.records.invite import Role, admit_peer, open_certificate, open_grant
 from swarmnode.swarm.records.membership import CLOCKED, EXPIRED, Membership
-from swarmnode.swarm.storage.issued_invites import AdmittedPeer
+from swarmnode.swarm.storage.owner_files import AdmittedPeer
 from swarmnode.swarm.storage.remembered import MembershipFile
 from swarmnode.swarm.storage.swarmfile import Swarm
 

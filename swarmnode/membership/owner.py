@@ -13,11 +13,21 @@ import msgspec
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.net.identity import SigningKey, is_peer_id
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.certificate import MAX_GROUP_CHARS, MAX_USES, VERSION, Grant, Role, sign_grant
-from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, encode_invite, looks_like_invite
+from swarmnode.swarm.records.invite import (
+    MAX_GROUP_CHARS,
+    MAX_USES,
+    VERSION,
+    Grant,
+    OwnedInvite,
+    Role,
+    decode_invite,
+    encode_invite,
+    looks_like_invite,
+    sign_grant,
+)
 from swarmnode.swarm.records.manifest import SERVE
 from swarmnode.swarm.records.membership import nobody, open_list, sign_list
-from swarmnode.swarm.storage.issued_invites import IssuedInvite, IssuedInvites
+from swarmnode.swarm.storage.owner_files import IssuedInvite, IssuedInvites
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 MIN_ID_CHARS = 6

@@ -169,6 +169,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     """Server with a thread for each connection, at most MAX_CONNECTIONS: a further one closes the oldest of the address that has
     most."""
 
+    request_queue_size = MAX_CONNECTIONS  # a caller beyond socketserver's five would wait for seconds
     daemon_threads = True
     block_on_close = False  # else an ended thread is kept as long as the server
 

@@ -6,8 +6,8 @@ import asyncio
 from typing import cast
 
 from swarmnode.errors import PeerLost
+from swarmnode.net.fair_share import CountedStream
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.fair_share import CountedStream
 
 WRITE_HIGH_BYTES = 1 << 20
 CLOSE_TIMEOUT_S = 2.0

@@ -9,7 +9,7 @@ from swarmnode.lending.cards import CardLimits
 from swarmnode.lending.lending import Rules
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.peer.placement import PlacementConfig
-from swarmnode.plan.offline.plan_file import PlanFile
+from swarmnode.plan.offline.planner_files import PlanFile
 from swarmnode.plan.view import Span
 
 RATES = ("max_upload_bps", "max_download_bps")  # a running node can change a rate limit, but not add or remove one

@@ -31,6 +31,9 @@ from swarmnode.errors import (
     ProtocolError,
     UsageError,
 )
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.pacing import RateLimiter
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.membership.access_control import access_control_of
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -38,9 +41,7 @@ from swarmnode.net.addressing.addresses import is_loopback, peer_of, without_pee
 from swarmnode.net.clock import Clock, SteadyTime
 from swarmnode.net.identity import Identity, IdentitySlot, verify
 from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.links.link_config import OPEN_GATE, LinkConfig
-from swarmnode.net.links.rate_limiter import RateLimiter
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.net.network_config import OPEN_GATE
 from swarmnode.net.tasks import Supervisor, Tasks, cancel_and_wait
 from swarmnode.peer.completed_work import CompletedWork, HomePeers
 from swarmnode.peer.host_config import HostConfig, network_config
@@ -50,9 +51,9 @@ from swarmnode.platform import MACHINE, Platform
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import MAX_ADDRESSES, MAX_NAME_CHARS, Announcement, Introduction, State
-from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.invite import Role
 from swarmnode.swarm.records.manifest import MAX_MANIFEST_BYTES, check_products, swarm_id
-from swarmnode.swarm.storage.issued_invites import issued_invites_path, note_members
+from swarmnode.swarm.storage.owner_files import issued_invites_path, note_members
 from swarmnode.swarm.storage.remembered import KnownPeers, ManifestCache, own_name
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.version import __version__

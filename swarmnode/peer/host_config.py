@@ -13,10 +13,9 @@ from swarmnode.net.addressing.addresses import is_loopback, is_public, is_relaye
 from swarmnode.net.clock import Clock
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.link_config import OPEN_GATE
-from swarmnode.net.network_config import LOOPBACK_ANY_PORT, NetworkConfig
+from swarmnode.net.network_config import LOOPBACK_ANY_PORT, OPEN_GATE, NetworkConfig
 from swarmnode.swarm.peers.record_validation import record_validator
-from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.invite import Role
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 if TYPE_CHECKING:

@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from swarmnode.codec.measuring_messages import MAX_UNIT_US
+from swarmnode.links.link_statistics import MAX_ERROR, Coordinate, LinkStatistics, Surveyor
+from swarmnode.net.addressing.addresses import home_of
 from swarmnode.net.addressing.reachability import Evidence, Reachability, conclude, own_interfaces
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import home_of
-from swarmnode.net.limits.fair_share import Recent
-from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate, Surveyor
-from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.swarm.records.announcement import (
     MAX_PATHS,
     MAX_RTTS,

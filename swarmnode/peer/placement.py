@@ -13,7 +13,7 @@ from swarmnode.decisions import Topic
 from swarmnode.net.deadlines import Backoff
 from swarmnode.peer.host import Host
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
-from swarmnode.plan.offline.plan_file import PlanFile
+from swarmnode.plan.offline.planner_files import PlanFile
 from swarmnode.plan.spans.placement import (
     BY_THROUGHPUT,
     Hysteresis,

@@ -18,10 +18,10 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error, Hello
 from swarmnode.decisions import DecisionLog
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import Buffer, Network, PeerId
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.peer.paths import ObservedLatency

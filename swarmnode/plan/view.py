@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from swarmnode.codec.messages import ANY_DRAFTS
+from swarmnode.links.link_statistics import MAX_ERROR, Coordinate
+from swarmnode.net.addressing.addresses import home_of, wide_group
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import home_of, wide_group
-from swarmnode.net.measuring.coordinate import MAX_ERROR, Coordinate
 from swarmnode.swarm.records.announcement import Announcement, State, peer_digest
 
 DEFAULT_RTT_S = 0.05  # between home machines of one continent, where nothing was measured

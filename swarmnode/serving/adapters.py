@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from swarmnode.codec.messages import Open
-from swarmnode.compute.model.adapters.changes import Change, moved_to
+from swarmnode.compute.model.adapters.span_adapters import Change, moved_to
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, CheckpointError, ErrorCode, LocalError, PeerError, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation

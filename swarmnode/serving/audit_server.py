@@ -11,8 +11,8 @@ from swarmnode.codec.audit_messages import AUDIT_PROTOCOL, GetStatement, Stateme
 from swarmnode.codec.messages import Error, Open
 from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.errors import ErrorCode
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
 from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer
 from swarmnode.serving.session.opening import units_of
 from swarmnode.serving.session.session import StageSession

@@ -14,10 +14,10 @@ from swarmnode.codec.messages import Input, Truncate, Want
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.compute.serving.sampling import Drawn, Guess, Sampler
 from swarmnode.errors import ErrorCode
+from swarmnode.links.hop import Entry
 from swarmnode.measuring.meters import DECODE, PREFILL
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.links.hop import Entry
-from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.plan.compression import CodecSchedule
 
 
 @dataclass(frozen=True)

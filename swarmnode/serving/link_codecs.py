@@ -11,10 +11,10 @@ from swarmnode.codec.messages import Input, LinkCodec, Mode, Open
 from swarmnode.codec.tensors import SPARSE_CODECS, Codec, DType, TensorInfo
 from swarmnode.compress.codecs import DTYPE_OF
 from swarmnode.errors import ErrorCode
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.peer.host import Host
-from swarmnode.plan.serving.codec_schedule import CodecSchedule, LinkView, choose
+from swarmnode.plan.compression import CodecSchedule, LinkView, choose
 from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.records.manifest import SERVING_CODECS

@@ -21,9 +21,9 @@ from swarmnode.compute.executor import ByPiece, Urgency
 from swarmnode.compute.training.saved_activations import Gradients, is_within
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, ProtocolError, blaming, refusal
+from swarmnode.links.switchboard import Channel, OnFrame, OnLost, Switchboard
 from swarmnode.measuring.meters import BACKWARD, FORWARD
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Channel, OnFrame, OnLost, Switchboard
 
 Part = TypeVar("Part")
 T = TypeVar("T")

@@ -26,8 +26,8 @@ from swarmnode.ledger import MemoryLedger
 from swarmnode.measuring.meters import SERVE
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.net.addressing.addresses import Claimant
+from swarmnode.plan.compression import CodecSchedule
 from swarmnode.plan.view import Span
 from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample

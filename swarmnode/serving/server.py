@@ -18,12 +18,12 @@ from swarmnode.config import ServerConfig
 from swarmnode.counting import counted
 from swarmnode.decisions import Topic
 from swarmnode.errors import Busy, ErrorCode, ProtocolError
+from swarmnode.links.switchboard import Channel
 from swarmnode.measuring.meters import RefusalMeter
 from swarmnode.measuring.trace import SessionTrace, TraceLog, trace_server
 from swarmnode.metrics.metric import Readings
+from swarmnode.net.addressing.addresses import Claimant, owner_of
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.limits.address_group import Claimant, owner_of
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.serving.adapters import StageAdapters

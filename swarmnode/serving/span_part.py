@@ -12,12 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds, measure_serving
+from swarmnode.compute.capacity.capacity import PREFILL_POSITIONS, Speeds, measure_serving
 from swarmnode.compute.model.mtp import GuessingLayer
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.cohort import LONGEST_SHARED
 from swarmnode.compute.serving.mtp_guesses import MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.window import LONGEST_SHARED
 from swarmnode.errors import PrecisionError
 from swarmnode.ledger import Account, MemoryLedger, Reservation
 from swarmnode.measuring.capability import Capability

@@ -28,14 +28,14 @@ from torch import Tensor
 
 from swarmnode.codec.tensors import PLAIN_CODECS, Codec, TensorInfo, payload_bytes
 from swarmnode.compress.codecs import to_buffer
-from swarmnode.compute.capacity.speed import PREFILL_POSITIONS, Speeds
+from swarmnode.compute.capacity.capacity import PREFILL_POSITIONS, Speeds
 from swarmnode.compute.executor import Executor, Urgency, WorkItem, is_device_fault
+from swarmnode.compute.serving.cohort import LONGEST_SHARED
 from swarmnode.compute.serving.device_transfers import Check, DeviceInputs, DeviceOutputs
 from swarmnode.compute.serving.mtp_guesses import DrawnStates, MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput
 from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.compute.serving.sampling import Drawn
-from swarmnode.compute.serving.window import LONGEST_SHARED
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarmnode.config import ClientConfig, StageConfig
-from swarmnode.plan.routes.lattice import RoutingConfig
+from swarmnode.plan.routes.routing import RoutingConfig
 from swarmnode.swarm.peers.directory import DirectoryConfig
 from swarmnode.swarm.records.run import FINGERPRINT_BYTES, Averaging, Run, check_run
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 from swarmnode.errors import UsageError
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.view import Span
 from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.devices import SimulatedDevice, device_of

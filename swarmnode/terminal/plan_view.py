@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from swarmnode.plan.offline.grid import Grid, Problem
     from swarmnode.plan.offline.hosting import Hosting, Workload
-    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.plan.offline.planner_files import Scenario
     from swarmnode.plan.view import Span
     from swarmnode.simulate.environment.model import Model
 

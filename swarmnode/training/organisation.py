@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from swarmnode.compute.capacity.memory import STATE_BYTES, TRAINING_BYTES
+from swarmnode.compute.capacity.capacity import STATE_BYTES, TRAINING_BYTES
 from swarmnode.measuring.hardware import Hardware
 from swarmnode.peer.host import Host
 from swarmnode.peer.placement import Placement, PlacementConfig

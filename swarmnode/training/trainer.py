@@ -39,9 +39,9 @@ from swarmnode.errors import (
     UsageError,
     refusal,
 )
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.deadlines import Backoff
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.training.coordinator.timeouts import CLEANUP, LASTING, SILENCE_S, STALLED_S

@@ -40,10 +40,10 @@ from swarmnode.compute.training.saved_activations import LARGEST_SENT, is_within
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode, ExecutorDied, PeerLost, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, Full
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.compression import Controller, Look
 from swarmnode.serving.passage import call_hop, ending, within

@@ -22,14 +22,14 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, ProtocolError, UsageError
 from swarmnode.ledger import Account, Full, MemoryLedger
+from swarmnode.links.switchboard import Channel
 from swarmnode.measuring.hardware import Workplace
 from swarmnode.measuring.meters import TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
+from swarmnode.net.addressing.addresses import Claimant
+from swarmnode.net.fair_share import FairPace, FairShare, Pace
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.limits.fair_share import FairPace, FairShare, Pace
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span

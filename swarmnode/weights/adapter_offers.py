@@ -19,10 +19,10 @@ from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Chunk, End, Error, GetChunks, OfferAdapter
 from swarmnode.errors import ErrorCode, LocalError, NetworkDown, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.membership.access_control import load_home_key
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.peer.host import Host
 from swarmnode.peer.questions import MAX_WAITING, SILENCE_S, LocalPeer, board_of
 from swarmnode.swarm.peers.record_validation import LISTED_S, adapter_subkey, adapters_in, adapters_key

@@ -31,9 +31,9 @@ from swarmnode.swarm.records.adapter_record import (
     open_adapter,
 )
 from swarmnode.swarm.records.manifest import AdapterInfo, file_names
+from swarmnode.swarm.storage.chunk_folder import FOLDER, folder_name
 from swarmnode.swarm.storage.content import FileContent
 from swarmnode.swarm.storage.own_adapters import BlockedAdapters, OwnAdapter, OwnAdapters
-from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name
 from swarmnode.weights.adapter_offers import AdapterOffers, list_adapters
 from swarmnode.weights.chunk_server import Seeder
 from swarmnode.weights.sources import Source

@@ -19,15 +19,14 @@ from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Chunk, Error, GetChunks, GetManifest, ManifestReply
 from swarmnode.errors import ErrorCode, PeerError, ProtocolError
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import MANIFEST_PROTOCOL
 from swarmnode.peer.questions import LocalPeer
-from swarmnode.swarm.storage.chunk_folder import HAVE, ChunkFolder
+from swarmnode.swarm.storage.chunk_folder import HAVE, ChunkFolder, WeightCache
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, fault_of_size, matching_hashes
 from swarmnode.swarm.storage.swarmfile import Swarm
-from swarmnode.swarm.storage.weight_cache import WeightCache
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from swarmnode.codec.messages import Chunk, GetChunks
 from swarmnode.errors import ProtocolError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import ask, ask_one
 from swarmnode.swarm.records import manifest as manifests
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 from swarmnode.errors import CheckpointError, PeerRefused
 from swarmnode.files import linked_file
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.peer.host import Host
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement, peer_digest
 from swarmnode.swarm.records.manifest import CAUSAL_LM
+from swarmnode.swarm.storage.chunk_folder import FOLDER, WeightCache
 from swarmnode.swarm.storage.content import (
     CHUNK_BYTES,
     GGUF_SUFFIX,
@@ -26,14 +27,13 @@ from swarmnode.swarm.storage.content import (
     is_weights,
     matching_hashes,
 )
-from swarmnode.swarm.storage.weight_cache import FOLDER, WeightCache
 from swarmnode.weights.chunk_server import WEIGHTS_PROTOCOL
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.sources import HubSource, LocalFiles, PeerSource, Source, largest_answer_bytes
 
 if TYPE_CHECKING:
     from swarmnode.compute.model.checkpoint import Checkpoint
-    from swarmnode.compute.model.packing.tensor_entry import TensorEntry
+    from swarmnode.compute.packing.tensor_entry import TensorEntry
 
 log = logging.getLogger(__name__)
 

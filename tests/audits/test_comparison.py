@@ -11,7 +11,7 @@ from swarmnode.audits.audit_case import HopAccount, TextRun, compare
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tensors import Codec
 from swarmnode.compute.serving.sketch import sketch
-from swarmnode.plan.audits.judgement import Calibration
+from swarmnode.plan.audits import Calibration
 from swarmnode.serving.session.session_streams import ids_digest
 from swarmnode.swarm.records.statement import Edge, Statement
 

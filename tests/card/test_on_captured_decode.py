@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from swarmnode.compute.executor import card_answers
-from swarmnode.compute.model.adapters.changes import Lora
+from swarmnode.compute.model.adapters.span_adapters import Lora
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS, CapturedDecode, StaticColumns
+from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.compute.stopwatch import Stopwatch, Tell
 from swarmnode.config import INT8_KV, PLAIN
 from swarmnode.ledger import Account, MemoryLedger

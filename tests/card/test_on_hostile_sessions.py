@@ -20,7 +20,7 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.config import ServerConfig
 from swarmnode.ledger import MemoryLedger
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.pipeline import Pipeline

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.compute.capacity.memory import limit_bytes_for, unit_sizes
+from swarmnode.compute.capacity.capacity import limit_bytes_for, unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import ExecutorDied
 from swarmnode.lending.lending import Keep, LendingState

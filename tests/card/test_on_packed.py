@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnode.compute.capacity.memory import unit_sizes
+from swarmnode.compute.capacity.capacity import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
-from swarmnode.compute.model.packing.card_matrix import working_bytes
-from swarmnode.compute.model.packing.packed_weight import PackedWeight, held_by
+from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.card_matrix import working_bytes
+from swarmnode.compute.packing.packed_weight import PackedWeight, held_by
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner

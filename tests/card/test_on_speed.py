@@ -6,7 +6,7 @@ import msgspec
 import pytest
 import torch
 
-from swarmnode.compute.capacity.speed import measure_serving, measure_training
+from swarmnode.compute.capacity.capacity import measure_serving, measure_training
 from swarmnode.compute.device import Device, computes_in_bfloat16, probe_device
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span

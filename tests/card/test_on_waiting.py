@@ -21,7 +21,7 @@ from swarmnode.compute.serving.sampling import Sampler, sample
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ErrorCode
-from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Sample
 from swarmnode.serving.worker import Worker
 from swarmnode.swarm.records.run import Run

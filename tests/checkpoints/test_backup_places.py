@@ -6,7 +6,7 @@ import pytest
 
 from swarmnode.checkpoints.backups import AT_ONCE, MAX_WAITING, TURN_S, WAITS_S, BackupPlaces, BackupTurn
 from swarmnode.errors import Busy
-from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.addressing.addresses import Claimant
 
 
 class Scene:

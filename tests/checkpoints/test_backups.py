@@ -20,15 +20,14 @@ from swarmnode.checkpoints.votes import Electorate, Votes, all_named, named
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import BackUp, Hello, StateEntry
 from swarmnode.errors import ErrorCode, LocalError, PeerRefused
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.tasks import cancel_and_wait
 from swarmnode.peer.questions import ask
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
 from swarmnode.swarm.records.run import Run, encode_run
-from swarmnode.swarm.storage.backups import BackupFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.states import BackupFolder, StateStore
 from tests.peer.memory_network import MemoryNetwork
 from tests.peer.toy_peer import ToyPeer
 
@@ -278,7 +277,7 @@ async def test_writers_that_never_give_their_states_keep_no_place(world: World) 
 
 
 async def test_old_folders_make_room_and_young_ones_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmnode.swarm.storage.backups.MAX_WRITERS", 1)
+    monkeypatch.setattr("swarmnode.swarm.storage.states.MAX_WRITERS", 1)
     folder = BackupFolder(tmp_path, SWARM)
     try:
         store = folder.open("first", RUN, 10)
@@ -292,7 +291,7 @@ async def test_old_folders_make_room_and_young_ones_do_not(tmp_path: Path, monke
 
 
 def test_a_writers_old_run_makes_room_for_its_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmnode.swarm.storage.backups.WRITER_SHARE", 1.0)
+    monkeypatch.setattr("swarmnode.swarm.storage.states.WRITER_SHARE", 1.0)
     folder, newer = (
         BackupFolder(tmp_path, SWARM, 4 << 20, share=1.0),
         Run(data=bytes(32), steps=7, batch=4, microbatch=2),

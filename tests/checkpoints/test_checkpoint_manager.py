@@ -18,7 +18,7 @@ from swarmnode.checkpoints.state_server import StateServer
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.snapshot import read_step, write_step
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.swarm.storage.states import StateStore
 from tests.compute.training.toy import ToySegment, one_learner
 from tests.peer.memory_network import MemoryNetwork

@@ -20,7 +20,7 @@ from swarmnode.codec.messages import Hello
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.snapshot import write_step
 from swarmnode.errors import LocalError, PeerRefused, UsageError
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo, encode_manifest
 from swarmnode.swarm.storage.content import checkpoint_files, describe_files
 from swarmnode.swarm.storage.states import StateStore

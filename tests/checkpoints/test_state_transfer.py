@@ -21,7 +21,7 @@ from swarmnode.checkpoints.votes import ChosenStep, Electorate, Votes
 from swarmnode.codec.body import SHARED, VERSION
 from swarmnode.codec.messages import Hello, ListStates, StateEntry, States
 from swarmnode.errors import LocalError, PeerRefused, ProtocolError
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage import chunk_folder
@@ -69,7 +69,12 @@ class Peer:
     def lies(self) -> None:
         """All chunks that it gives are false from now on."""
         read = self.server._read
-        setattr(self.server, "_read", lambda *arguments: b"?" + read(*arguments)[1:])  # noqa: B010
+
+        def false(*arguments: Any) -> tuple[bytes, Any]:
+            data, stamp = read(*arguments)
+            return b"?" + data[1:], stamp
+
+        setattr(self.server, "_read", false)  # noqa: B010
 
     async def die(self) -> None:
         await self.server.close()

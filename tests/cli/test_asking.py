@@ -18,19 +18,19 @@ from swarmnode.cli.plan.fit import _rows
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute import stopwatch
-from swarmnode.compute.capacity.speed import KNOWN_MODELS, LLAMA_8B
+from swarmnode.compute.capacity.capacity import KNOWN_MODELS, LLAMA_8B
 from swarmnode.compute.device import Device
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing import ggml
-from swarmnode.compute.model.packing.ggml import library
+from swarmnode.compute.packing import ggml
+from swarmnode.compute.packing.ggml import library
 from swarmnode.config import StageConfig
 from swarmnode.examination import judge_bandwidth, judge_versions, judge_weights
 from swarmnode.founding.model_source import from_checkpoint
+from swarmnode.links.link_config import PeerVersions
 from swarmnode.measuring.bandwidth import Bandwidth
 from swarmnode.measuring.hardware import packed_advice
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link_config import PeerVersions
-from swarmnode.plan.offline.fit import fit
+from swarmnode.net.addressing.addresses import Claimant
+from swarmnode.plan.cost import fit
 from swarmnode.swarm.records.manifest import PACKED_FORMAT, Manifest, ModelInfo
 from swarmnode.swarm.storage.content import PACKED_NAME, FileContent
 from swarmnode.version import install_command

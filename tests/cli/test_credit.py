@@ -10,8 +10,7 @@ from pathlib import Path
 from swarmnode.lending import cards
 from swarmnode.measuring.service_report import FOLDER
 from swarmnode.net.identity import Identity, verify
-from swarmnode.swarm.records.receipt import Receipt, sign_receipt
-from swarmnode.swarm.storage.receipt_folder import ReceiptFolder, receipts_of
+from swarmnode.swarm.records.receipt import Receipt, ReceiptFolder, receipts_of, sign_receipt
 from swarmnode.swarm.storage.small_files import write_kept
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.cli.command import assert_clear, invoke

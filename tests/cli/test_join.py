@@ -14,10 +14,9 @@ import pytest
 from swarmnode.cli.options.swarm import open_swarm
 from swarmnode.lending.control import ControlServer
 from swarmnode.lending.lending import Lending
-from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+from swarmnode.swarm.storage.chunk_folder import folder_name
 from swarmnode.swarm.storage.remembered import own_name
-from swarmnode.swarm.storage.swarmfile import load_swarm
-from swarmnode.swarm.storage.weight_cache import folder_name
+from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_swarm
 from tests.cli.command import assert_clear, invoke
 from tests.cli.test_owner import file, founded  # noqa: F401  # a fixture
 from tests.swarm.storage.test_joined_swarms import FRIENDS

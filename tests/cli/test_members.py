@@ -16,9 +16,9 @@ from swarmnode.client.owner_client import OFFLINE, OwnersView
 from swarmnode.errors import UsageError
 from swarmnode.membership.owner import InviteTerms, issue_invite
 from swarmnode.net.identity import Identity
-from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.invite import Role
 from swarmnode.swarm.records.membership import home_digest, open_list
-from swarmnode.swarm.storage.issued_invites import (
+from swarmnode.swarm.storage.owner_files import (
     MAX_PEERS_OF_AN_INVITE,
     SEEN_STEP_S,
     AdmittedPeer,

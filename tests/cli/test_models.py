@@ -11,10 +11,9 @@ from typer.testing import CliRunner
 from swarmnode.cli.main import app
 from swarmnode.swarm.records.adapter_record import Share
 from swarmnode.swarm.records.manifest import encode_manifest, swarm_id
-from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 from swarmnode.swarm.storage.own_adapters import AdapterTerms, OwnAdapters
 from swarmnode.swarm.storage.remembered import ManifestCache
-from swarmnode.swarm.storage.swarmfile import load_swarm, new_swarm
+from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_swarm, new_swarm
 from tests.cli.command import assert_clear, invoke
 from tests.cli.test_owner import founded
 from tests.swarm.records.test_manifest import make_manifest

@@ -12,11 +12,9 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from swarmnode.errors import UsageError
 from swarmnode.membership.owner import with_host_grant
 from swarmnode.net.identity import Identity
-from swarmnode.swarm.records.certificate import Role
-from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, sign_swarm
+from swarmnode.swarm.records.invite import OwnedInvite, Role, decode_invite, sign_swarm
 from swarmnode.swarm.records.manifest import OPEN, PRIVATE, encode_manifest, swarm_id
-from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_issued_invites
-from swarmnode.swarm.storage.owner_key import save_owner_key
+from swarmnode.swarm.storage.owner_files import IssuedInvites, issued_invites_path, open_issued_invites, save_owner_key
 from swarmnode.swarm.storage.swarmfile import new_swarm, save_swarm
 from swarmnode.terminal.formatting import parse_duration
 from tests.cli.command import assert_clear, invoke

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from tests.cli.command import assert_clear, invoke, swarmnode
 from tests.simulate.results.page_parser import ParsedPage
 

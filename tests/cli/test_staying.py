@@ -16,7 +16,7 @@ import pytest
 from swarmnode.cli.lend.service import commands, service
 from swarmnode.cli.lend.service.managers import UNIT, Launchd, ScheduledTask, Systemd, unit_text
 from swarmnode.swarm.records.invite import decode_invite
-from swarmnode.swarm.storage.weight_cache import WeightCache
+from swarmnode.swarm.storage.chunk_folder import WeightCache
 from tests.cli.command import assert_clear, invoke
 from tests.cli.test_launch import hostile_names
 from tests.swarm.storage.test_joined_swarms import FRIENDS

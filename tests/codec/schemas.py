@@ -23,8 +23,7 @@ from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import Counted, Form, Group, MemberSpec, PathRate, Wait
 from swarmnode.swarm.records.adapter_record import AdapterRecord
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.certificate import Certificate, Grant
-from swarmnode.swarm.records.invite import Invite, OwnedInvite
+from swarmnode.swarm.records.invite import Certificate, Grant, Invite, OwnedInvite
 from swarmnode.swarm.records.manifest import AdapterInfo, Manifest, ModelInfo
 from swarmnode.swarm.records.membership import RevocationList
 from swarmnode.swarm.records.receipt import Receipt, Voucher

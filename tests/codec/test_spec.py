@@ -30,17 +30,8 @@ from swarmnode.codec import (
 from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
 from swarmnode.swarm.peers import shards
-from swarmnode.swarm.records import (
-    adapter_record,
-    announcement,
-    certificate,
-    invite,
-    manifest,
-    membership,
-    receipt,
-    run,
-    statement,
-)
+from swarmnode.swarm.records import adapter_record, announcement, invite, manifest, membership, receipt, run, statement
+from swarmnode.swarm.records import invite as certificate
 from swarmnode.swarm.storage import content
 from tests.codec.schemas import NAMES, plain
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarmnode.compute.capacity.memory import (
+from swarmnode.compute.capacity.capacity import (
     UnitSizes,
     cache_tokens_that_fit,
     describe_fit,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from swarmnode.compute.capacity.speed import (
+from swarmnode.compute.capacity.capacity import (
     FEW_UNITS,
     PREFILL_POSITIONS,
     TRAINING_POSITIONS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from swarmnode.compute.capacity.speed import measure_serving
+from swarmnode.compute.capacity.capacity import measure_serving
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput

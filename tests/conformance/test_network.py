@@ -24,8 +24,8 @@ from swarmnode.net.addressing.addresses import free_port, without_peer
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Network, PeerId, Record, RecordValidator, Stream
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
-from swarmnode.net.links.link_config import OPEN_GATE, Gate
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
+from swarmnode.net.network_config import OPEN_GATE, Gate
 from tests.conformance import puppet
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -21,3 +21,16 @@ def test_each_error_says_what_to_do() -> None:
     script = load(CONTRIB / "docs" / "errors.py")
     kinds = [kind for _, kind in script.tree(SwarmnodeError)]
     assert len(kinds) > 10 and all(kind.remedy.endswith((".", "`.")) for kind in kinds)
+
+
+def test_the_pages_of_figures_are_the_records() -> None:
+    script = load(CONTRIB / "docs" / "figures.py")
+    assert script.EVIDENCE.read_text() == script.evidence(), "run: python contrib/docs/figures.py"
+    assert script.PERFORMANCE.read_text() == script.performance(), "run: python contrib/docs/figures.py"
+
+
+def test_what_a_benchmark_prints_becomes_rows() -> None:
+    script = load(CONTRIB / "docs" / "figures.py")
+    printed = 'reads {nothing}\n{"decode": {"ratio": 0.91234, "runs": [1, 2]},\n "rows": [{"name": "edits"}]}\n'
+    (result,) = script.results(printed)
+    assert dict(script.flat(result)) == {"decode ratio": "0.9123", "decode runs": "1, 2", "rows 0 name": "edits"}

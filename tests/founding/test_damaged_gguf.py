@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.compute.model.dequantize.gguf import GgufCheckpoint
-from swarmnode.compute.model.packing.recipes import recipe_of
-from swarmnode.compute.model.packing.repack import GgufRepack
+from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
+from swarmnode.compute.model.gguf.repack import GgufRepack
+from swarmnode.compute.packing.recipes import recipe_of
 from swarmnode.errors import SwarmnodeError
 from tests.cli.command import assert_clear, invoke
 from tests.compute.model.llama_gguf import save_llama_gguf

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarmnode.errors import CheckpointError
 from swarmnode.founding.model_source import from_model
-from tests.compute.model.test_dequantize import PROJECTION, quantise, spoilt, without
+from tests.compute.packing.test_dequantize import PROJECTION, quantise, spoilt, without
 from tests.llama import save_llama
 
 Spoil = Callable[[dict[str, Tensor]], object]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.dequantize.hub_gguf import _label, _models
+from swarmnode.compute.model.hub import _label, _models
 from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.founding.model_source import outline
 from swarmnode.founding.quantisation import quantise_model

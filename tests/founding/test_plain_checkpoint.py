@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.client.model_files import context_limit
-from swarmnode.compute.capacity.memory import unit_sizes
+from swarmnode.compute.capacity.capacity import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.founding import model_source

@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing import repack as rounding
-from swarmnode.compute.model.packing.ggml import library
-from swarmnode.compute.model.packing.recipes import END, FORMATS, RECIPES, Matrix, choose, recipe_of
-from swarmnode.compute.model.packing.repack import GgufRepack
+from swarmnode.compute.model.gguf import repack as rounding
+from swarmnode.compute.model.gguf.repack import GgufRepack
 from swarmnode.compute.model.span import load_model
+from swarmnode.compute.packing.ggml import library
+from swarmnode.compute.packing.recipes import END, FORMATS, RECIPES, Matrix, choose, recipe_of
 from swarmnode.config import EXACT, PLAIN
 from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.founding.model_source import from_model

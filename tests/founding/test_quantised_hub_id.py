@@ -13,8 +13,8 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.swarm.records.manifest import FORMAT, QUANTISED_FORMAT
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from tests.cli.command import invoke
-from tests.compute.model.test_dequantize import quantise
 from tests.compute.model.test_hub import COMMIT, make_default, serving
+from tests.compute.packing.test_dequantize import quantise
 from tests.llama import save_llama
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from swarmnode.client.tokenizer import Tokenizer, Turn, stop_ids
+from swarmnode.compute.model.assemble import check_tensors
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.encoder import EMBED, EMBEDDING, load_encoder, read_pooling
-from swarmnode.compute.model.tensor_check import check_tensors
 
 LLAMA_CPP: dict[str, list[int]] = {
     "a  1": [81, 256, 33],

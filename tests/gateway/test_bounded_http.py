@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from swarmnode.gateway.http.http_server import HEAD_S, MAX_HEAD_BYTES, BoundedHttp
-from swarmnode.net.limits.fair_share import FairShare
+from swarmnode.net.fair_share import FairShare
 from tests.net.virtual import in_virtual_time
 
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\n"

@@ -14,7 +14,7 @@ import torch
 
 from swarmnode.client.model_files import KeptTokenizer
 from swarmnode.client.tokenizer import Tokenizer
-from swarmnode.compute.capacity.memory import graph_sizes
+from swarmnode.compute.capacity.capacity import graph_sizes
 from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import GraphCheckpoint

@@ -16,8 +16,7 @@ from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.page.page import Page
 from swarmnode.net.tasks import cancel_and_wait
-from swarmnode.swarm.storage.named_swarms import JoinedSwarms
-from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
+from swarmnode.swarm.storage.swarmfile import JoinedSwarms, Swarm, load_swarm
 from tests.cli.command import assert_clear, invoke
 from tests.cli.test_owner import founded as founders_file
 from tests.gateway.conftest import serving

@@ -20,9 +20,9 @@ from swarmnode.errors import ErrorCode, PeerError, PeerRefused, ProtocolError
 from swarmnode.founding.model_source import ModelSource, from_module
 from swarmnode.graph_serving.remote_module import RemoteModule
 from swarmnode.graph_serving.stage import InferenceServer
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.measuring.hardware import LentDevice
 from swarmnode.net.clock import Clock
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.peer.questions import ask_one, board_of
 from tests.compute.inline_executor import InlineExecutor

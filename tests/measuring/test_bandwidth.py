@@ -11,10 +11,10 @@ from swarmnode.codec.body import VERSION
 from swarmnode.codec.measuring_messages import Probe
 from swarmnode.codec.messages import Error, Hello
 from swarmnode.errors import ErrorCode, PeerRefused
+from swarmnode.links.link import Link
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.link_statistics import LinkStatistics
 from swarmnode.measuring.bandwidth import PROBE_PROTOCOL, SIZES, ProbeConfig, Prober
-from swarmnode.net.links.link import Link
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.measuring.link_statistics import LinkStatistics
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from tests.net.virtual import in_virtual_time

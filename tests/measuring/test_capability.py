@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from msgspec import UNSET
 
-from swarmnode.compute.capacity.speed import Speeds
+from swarmnode.compute.capacity.capacity import Speeds
 from swarmnode.measuring.capability import (
     DEPARTED_PASSES,
     DEPARTED_S,

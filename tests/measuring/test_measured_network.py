@@ -12,7 +12,7 @@ import pytest
 
 from swarmnode.errors import LocalError
 from swarmnode.measuring.measured_network import measured_network
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest
 
 NEAR = (0, 0, 0, 1, 10)  # a coordinate in tenths of a millisecond

@@ -13,8 +13,7 @@ from swarmnode.codec.messages import Mode, Want
 from swarmnode.config import ServerConfig
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.paths import FRESH_S, PEERS_KEPT, ObservedLatency
-from swarmnode.plan.routes.lattice import SessionSize
-from swarmnode.plan.routes.routing import find_route
+from swarmnode.plan.routes.routing import SessionSize, find_route
 from swarmnode.plan.view import view_of
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.router import Route

@@ -9,10 +9,10 @@ import pytest
 
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello, Ready
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.link_statistics import Coordinate
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.addressing.reachability import Reachability
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.net.measuring.coordinate import Coordinate
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.peer.paths import Paths

@@ -22,8 +22,7 @@ from swarmnode.metrics.metric import Histogram, Reading, Readings
 from swarmnode.net.addressing.reachability import Reachability
 from swarmnode.net.identity import Identity
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.receipt import Receipt, sign_receipt
-from swarmnode.swarm.storage.receipt_folder import LIFE_S, receipts_of
+from swarmnode.swarm.records.receipt import LIFE_S, Receipt, receipts_of, sign_receipt
 from swarmnode.swarm.storage.swarmfile import Swarm
 from tests.swarm.storage.test_receipt_folder import NOW, SWARM
 

@@ -12,9 +12,9 @@ from swarmnode.codec.body import Body
 from swarmnode.codec.measuring_messages import MAX_TRACE_STEPS, MAX_TRACE_US, GetTrace, Trace, TraceStep, trace_id
 from swarmnode.codec.messages import End, Error
 from swarmnode.errors import ErrorCode, PeerError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.measuring.trace import TRACE_PROTOCOL, Late, SessionTrace, Timeline, TimelinePart, TraceLog, fetch_traces
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.medium import Path
 from swarmnode.peer.questions import ask
 from tests.net.virtual import in_virtual_time

@@ -10,13 +10,13 @@ import pytest
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import GetManifest, Hello, Revocations
 from swarmnode.errors import ErrorCode, PeerError, PeerRefused, ProtocolError
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.membership.access_control import MEMBERSHIP_PROTOCOL, AccessControl
 from swarmnode.net.identity import Identity
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.swarm.peers.record_validation import by_subkey, notice_rules
-from swarmnode.swarm.records.certificate import Role, admit_peer
+from swarmnode.swarm.records.invite import Role, admit_peer
 from swarmnode.swarm.records.membership import Membership, nobody, sign_list
 from swarmnode.swarm.storage.remembered import MembershipFile
 from tests.swarm.society import NOW, OWNER, STRANGER, SWARM, Ticket, listed

@@ -6,11 +6,10 @@ import pytest
 
 from swarmnode.errors import UsageError
 from swarmnode.membership.owner import InviteTerms, find_invite, make_invite, newest_list, revoke, with_host_grant
-from swarmnode.swarm.records.certificate import Role, open_grant
-from swarmnode.swarm.records.invite import OwnedInvite, decode_invite, sign_swarm
+from swarmnode.swarm.records.invite import OwnedInvite, Role, decode_invite, open_grant, sign_swarm
 from swarmnode.swarm.records.manifest import OPEN, PRIVATE, TRAIN, encode_manifest, swarm_id
 from swarmnode.swarm.records.membership import MAX_REVOKED_PEERS, open_list
-from swarmnode.swarm.storage.issued_invites import IssuedInvites, open_issued_invites
+from swarmnode.swarm.storage.owner_files import IssuedInvites, open_issued_invites
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, new_swarm, save_swarm
 from tests.swarm.records.test_manifest import make_manifest
 from tests.swarm.society import ALICE, BOB, OWNER, STRANGER

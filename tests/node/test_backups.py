@@ -15,7 +15,7 @@ from swarmnode.config import StageConfig
 from swarmnode.net.identity import Identity, IdentitySlot
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host_config import HostConfig
-from swarmnode.plan.offline.plan_file import PlanFile
+from swarmnode.plan.offline.planner_files import PlanFile
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Run
 from tests.net.virtual import in_virtual_time

@@ -18,15 +18,14 @@ from swarmnode.credit import priorities
 from swarmnode.credit.priorities import folder_credits
 from swarmnode.credit.receipts import CREDIT_PROTOCOL, GATHER_S, ReceiptIssuer, ReceiptKeeper
 from swarmnode.errors import ErrorCode, PeerRefused
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.identity import Identity, verify
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.node.node import REPORT_S
 from swarmnode.peer.questions import ask
 from swarmnode.plan.credit import HALF_CREDIT, Credit
 from swarmnode.swarm.records.manifest import CREDIT, TRAIN
-from swarmnode.swarm.records.receipt import Receipt, sign_receipt
+from swarmnode.swarm.records.receipt import Receipt, ReceiptFolder, receipts_of, sign_receipt
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.storage.receipt_folder import ReceiptFolder, receipts_of
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.compute.capacity.memory import limit_bytes_for, unit_sizes
+from swarmnode.compute.capacity.capacity import limit_bytes_for, unit_sizes
 from swarmnode.compute.executor import Urgency, WorkItem
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import ExecutorDied, LocalError

@@ -12,7 +12,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.messages import Open
-from swarmnode.compute.serving.window import Window
+from swarmnode.compute.serving.cohort import Window
 from swarmnode.founding.model_source import from_checkpoint
 from swarmnode.founding.swarm_creation import from_folders
 from swarmnode.serving.client.generation import Generation

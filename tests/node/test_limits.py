@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.compute.capacity.memory import limit_bytes_for, unit_sizes
+from swarmnode.compute.capacity.capacity import limit_bytes_for, unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.errors import Busy, LocalError, PeerRefused, UsageError
 from tests.net.virtual import in_virtual_time

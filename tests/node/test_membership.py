@@ -15,19 +15,19 @@ from swarmnode.client.owner_client import OwnerClient, OwnersView, end_membershi
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import GetManifest, Hello, ManifestReply
 from swarmnode.errors import ErrorCode, LocalError, NoRoute, NotAdmitted, PeerError
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.membership.access_control import is_first_use, load_home_key
 from swarmnode.membership.owner import InviteTerms, find_invite, make_invite, newest_list, revoke, with_host_grant
 from swarmnode.net.identity import Identity, SigningKey
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.node.bootstrap import Bootstrap
 from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.peer.questions import ask
 from swarmnode.swarm.peers.standing import parse_trust
-from swarmnode.swarm.records.certificate import Role, open_grant
+from swarmnode.swarm.records.invite import Role, open_grant
 from swarmnode.swarm.records.manifest import PRIVATE
-from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, note_members, open_admitted_peers
+from swarmnode.swarm.storage.owner_files import IssuedInvites, issued_invites_path, note_members, open_admitted_peers
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
 from tests.adapters import merged_checkpoint, save_llama_adapter
 from tests.net.virtual import in_virtual_time

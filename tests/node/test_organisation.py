@@ -15,14 +15,14 @@ import pytest
 
 from swarmnode.client.training.preparation import NO_DATA
 from swarmnode.codec.training_messages import Condition
-from swarmnode.compute.capacity.memory import limit_bytes_for
+from swarmnode.compute.capacity.capacity import limit_bytes_for
 from swarmnode.net.identity import Identity, IdentitySlot
 from swarmnode.net.memory.medium import Path as NetworkPath
 from swarmnode.node.node_config import NodeConfig
 from swarmnode.peer.host import Host
 from swarmnode.peer.host_config import HostConfig
 from swarmnode.peer.placement import Placement
-from swarmnode.plan.offline.plan_file import PlanFile
+from swarmnode.plan.offline.planner_files import PlanFile
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Place, State, TrainingNews
 from swarmnode.swarm.records.manifest import TRAIN

@@ -15,7 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing.ggml import library
+from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from swarmnode.config import EXACT, FAST, StageConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.compute.capacity.memory import limit_bytes_for
+from swarmnode.compute.capacity.capacity import limit_bytes_for
 from swarmnode.plan.spans.flow import bound, supply_of, throughput
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded

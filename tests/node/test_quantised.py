@@ -10,12 +10,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing.ggml import library
+from swarmnode.compute.packing.ggml import library
 from swarmnode.errors import CheckpointError, ProtocolError
 from swarmnode.founding.model_source import ModelSource, from_checkpoint
 from swarmnode.ledger import Account
 from swarmnode.swarm.records.manifest import QUANTISED_FORMAT, decode_manifest, encode_manifest
-from tests.compute.model.test_dequantize import quantise, save
+from tests.compute.packing.test_dequantize import quantise, save
 from tests.llama import save_llama
 from tests.net.virtual import in_virtual_time
 from tests.node.virtual_swarm import VirtualMember, VirtualSwarm, sees_ready

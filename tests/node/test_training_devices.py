@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swarmnode.codec.training_messages import Reduce
-from swarmnode.compute.capacity.memory import limit_bytes_for, training_sizes
+from swarmnode.compute.capacity.capacity import limit_bytes_for, training_sizes
 from swarmnode.compute.executor import Urgency, WorkItem
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.learner import Learner

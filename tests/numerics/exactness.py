@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from swarmnode.compute.graph.exporting.export import check_example, export_module
 from swarmnode.compute.graph.exporting.gradient_check import Loss, SameDraws, check_gradients, untouched
 from swarmnode.compute.graph.exporting.reader import Exported
-from swarmnode.compute.graph.operators import is_random
+from swarmnode.compute.graph.graph import is_random
 from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.graph.serialise import decode_graph, encode_graph

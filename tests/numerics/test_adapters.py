@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from swarmnode.compute.model.adapters.adapter_file import AdapterFile, adapter_in
-from swarmnode.compute.model.adapters.changes import Lora
-from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
+from swarmnode.compute.model.adapters.span_adapters import Lora, SpanAdapters
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.linear import FbgemmLinear, Packing
-from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.stopwatch import Stopwatch
@@ -29,7 +28,7 @@ from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError
 from swarmnode.ledger import Account, MemoryLedger
 from tests.adapters import RANK, matrices, merge, with_magnitudes, write_adapter
 from tests.compute.model.llama_gguf import save_llama_gguf
-from tests.compute.model.test_packed_weight import dequantised, pack
+from tests.compute.packing.test_packed_weight import dequantised, pack
 from tests.numerics.families import tiny_config
 
 TOLERANCE = 1e-4  # of the logits' standard deviation; float32, whose sums depend on the order

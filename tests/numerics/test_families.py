@@ -14,9 +14,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from swarmnode.compute.model.checkpoint import Checkpoint, load_config
 from swarmnode.compute.model.family import family_of
+from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.loading import check_family, load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.saved_activations import Gradients, accumulate, leaves
 from swarmnode.errors import CheckpointError

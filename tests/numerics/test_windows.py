@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.cohort import ROLLBACK, Window, sliding_layers
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.window import ROLLBACK, Window, sliding_layers
 from swarmnode.errors import ErrorCode, ProtocolError
 from tests.numerics.families import COMMON
 from tests.numerics.test_families import TOLERANCE, difference

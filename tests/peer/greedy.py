@@ -8,7 +8,7 @@ from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Error, Mode, Open
 from swarmnode.codec.sampling import Sampling
 from swarmnode.errors import ErrorCode
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
 from tests.peer.toy_swarm import HELLO, ToySwarm, link_config

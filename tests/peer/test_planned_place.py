@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from swarmnode.peer.placement import COMING_S, PlannedPlace
-from swarmnode.plan.offline.plan_file import PlanFile
+from swarmnode.plan.offline.planner_files import PlanFile
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import State
 

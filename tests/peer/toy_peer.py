@@ -9,8 +9,8 @@ from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.decisions import DecisionLog
 from swarmnode.errors import PeerError
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.peer.paths import ObservedLatency
 

@@ -23,14 +23,14 @@ from swarmnode.compute.serving.sampling import Drawn
 from swarmnode.config import ClientConfig, ServerConfig
 from swarmnode.errors import NoRoute
 from swarmnode.ledger import MemoryLedger
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.measuring.meters import SERVE, ClientMeter, StageMeter
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.peer.paths import ObservedLatency
-from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.plan.view import Span
 from swarmnode.serving.adapters import StageAdapters

@@ -28,10 +28,11 @@ from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.local import train_locally
 from swarmnode.ledger import MemoryLedger
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import Network, PeerId
-from swarmnode.net.links.link_config import OPEN_GATE, Gate, LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
+from swarmnode.net.network_config import OPEN_GATE, Gate
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.swarm.peers.directory import Directory
 from swarmnode.swarm.peers.standing import Standing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
-from swarmnode.plan.offline.scenario import FloatArray, Scenario
+from swarmnode.plan.offline.planner_files import FloatArray, Scenario
 
 GPT3_XL = MicrobatchTraffic(activation_bytes=0.471249e9, gradient_bytes=0.65e9)  # as in arXiv 2206.01288
 

@@ -13,11 +13,11 @@ import pytest
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import GetManifest, Hello, ManifestReply
 from swarmnode.errors import ErrorCode, LocalError, PeerError
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.localswarm import START_TIMEOUT_S, NodeProcess
 from swarmnode.net.identity import Identity
 from swarmnode.net.libp2p.engine import Engine, EngineConfig
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import ask
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm
 from tests.real.forked import ForkedSwarm

@@ -13,6 +13,7 @@ import pytest
 
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.net.identity import Identity
+from tests.real.forked import ForkedSwarm
 from tests.real.nat_lab import ABSENT_DOOR, DOORS, VISITOR, NatLab, lacking, reaches
 from tests.tiny import PROMPT, TinyModel
 
@@ -61,7 +62,7 @@ def shown(how: str, seen: NodeProcess) -> None:
 
 def test_homes_meet_through_holes_and_go_on_over_relays(tiny: TinyModel, tmp_path: Path) -> None:
     expected = tiny.alone(LONG_PROMPT, 8)
-    with NatLab(list(SPANS)) as lab, LocalSwarm(tmp_path) as local:
+    with NatLab(list(SPANS)) as lab, ForkedSwarm(tmp_path) as local:
         invite = found(local, lab, tiny.folder)
         absent = f"/ip4/{ABSENT_DOOR}/tcp/4001/p2p/{Identity.generate().peer_id}"  # delays nobody
         nodes = [
@@ -92,7 +93,7 @@ def test_a_host_behind_a_router_that_maps_ports_is_reached_by_the_line_that_it_p
     tiny: TinyModel, tmp_path: Path
 ) -> None:
     """`host --nat` at home, the router between, and a friend on the internet who types the line: tokens come, over no relay."""
-    with NatLab(["one"]) as lab, LocalSwarm(tmp_path) as local:
+    with NatLab(["one"]) as lab, ForkedSwarm(tmp_path) as local:
         outside = lab.map_ports("one")
         name = ("--name", str(tmp_path / "friends"))
         host = local.start("host", ["host", str(tiny.folder), "--nat", "--json", *name], inside=lab.inside("one"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.compute.capacity.memory import limit_bytes_for, unit_sizes
+from swarmnode.compute.capacity.capacity import limit_bytes_for, unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.real.forked import ForkedSwarm

@@ -24,9 +24,8 @@ from swarmnode.net.identity import hosting_alone
 from swarmnode.programs import RunKeywords
 from swarmnode.serving.client.generation import GenerateKeywords, GenerateOptions, with_keywords
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.storage.named_swarms import JoinedSwarms
-from swarmnode.swarm.storage.owner_key import is_locked
-from swarmnode.swarm.storage.swarmfile import load_swarm
+from swarmnode.swarm.storage.owner_files import is_locked
+from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_swarm
 from tests.cli.command import invoke
 from tests.gateway.speaking import save_speaking_llama
 from tests.swarm.storage.test_joined_swarms import FRIENDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import subprocess
 import sys
 import tarfile
@@ -10,28 +11,26 @@ from pathlib import Path
 
 import pytest
 
+from tests.gateway.speaking import save_speaking_llama
 from tests.real import test_training
 from tests.real.forked import ForkedSwarm
 from tests.real.test_training import DATA, read_log
 from tests.tiny import PROMPT, TinyModel
 from tests.training_results import assert_same_curve
 
-EARLIER = (
-    "9e87b32b187bc1da03437ecaaff9b4a207b93dc9",
-    "8b4f93666495ecd7ac9f97b6ff3648d0ffc8a612",
-)  # of the protocol, and of the rooms
-BEFORE_THE_ROOMS = EARLIER[-1]
+FIRST = "9e87b32b187bc1da03437ecaaff9b4a207b93dc9"  # of the protocol
+LAST = "23c7121780a7e8edbcf3533ee6e65432f2d21ec2"  # before each deed had one mechanism
 ROOT = Path(__file__).parents[2]
 NEW = 12
 model = test_training.model  # a fixture
 STEPS = 4
 FEW_STEPS = (
     "--data", str(DATA), "--steps", str(STEPS), "--batch", "8", "--microbatch", "2", "--sequence", "32", "--lr", "1e-3",
-    "--weight-decay", "0",  # with a decay, a run has a recipe, which earlier versions refuse
+    "--weight-decay", "0",
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=EARLIER)
+@pytest.fixture(scope="module", params=(FIRST, LAST))
 def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Return what goes before a command, so that the earlier version runs it."""
     return earlier_version(request.param, tmp_path_factory.mktemp("earlier"))
@@ -75,9 +74,9 @@ def test_neighbouring_versions_serve_together(tiny: TinyModel, earlier: tuple[st
             assert str(expected)[1:-1] in told.replace("\n", "")
 
 
-def test_nodes_from_before_the_rooms_train_with_ours(model: Path, tmp_path: Path) -> None:
+def test_neighbouring_versions_train_together(model: Path, tmp_path: Path) -> None:
     """A stage of each, and a trainer of each after the other: the losses are those of one process."""
-    inside = earlier_version(BEFORE_THE_ROOMS, tmp_path / "earlier")
+    inside = earlier_version(LAST, tmp_path / "earlier")
     with ForkedSwarm(tmp_path) as local:
         local.create(model, "--mode", "train")
         local.bootstrap()
@@ -95,3 +94,28 @@ def test_nodes_from_before_the_rooms_train_with_ours(model: Path, tmp_path: Path
             losses[name] = read_log(log)
     assert_same_curve(losses["ours"], losses["alone"], steps=STEPS)
     assert len(losses["theirs"]) == STEPS
+
+
+def test_neighbouring_versions_tune_together(tmp_path: Path) -> None:
+    """A stage of each, and an owner of each after the other: the losses are those of one process."""
+    inside = earlier_version(LAST, tmp_path / "earlier")
+    model, data = tmp_path / "model", tmp_path / "chats.jsonl"
+    save_speaking_llama(model)
+    data.write_text("\n".join(json.dumps({"prompt": f"Say {word}.", "completion": word}) for word in ["one", "two"]))
+    with ForkedSwarm(tmp_path) as local:
+        local.create(model)
+        local.bootstrap()
+        for member in (
+            local.node("theirs", "--span", "0:2", "--tune-share", "50%", "--compress", "none", inside=inside),
+            local.node("ours", "--span", "2:4", "--tune-share", "50%", "--compress", "none"),
+        ):
+            member.wait_for("ready")
+        losses = {}
+        for name, settings in {"alone": ("--local",), "ours": (), "theirs": ()}.items():
+            size = ("--steps", "2", "--batch", "2", "--microbatch", "1", "--sequence", "16", "--rank", "2")
+            written = ("--out", str(tmp_path / name), "--log", str(tmp_path / f"{name}.log"))
+            command = ("tune", str(local.file), "--data", str(data), *size, *written, *settings)
+            local.command(*command, inside=inside if name == "theirs" else ())
+            losses[name] = [row["loss"] for row in map(json.loads, (tmp_path / f"{name}.log").read_text().splitlines())]
+    assert losses["ours"] == pytest.approx(losses["alone"], rel=1e-4)
+    assert losses["theirs"] == pytest.approx(losses["alone"], rel=1e-4)

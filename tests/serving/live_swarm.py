@@ -15,9 +15,9 @@ from typing import Any
 from swarmnode.config import ClientConfig, ServerConfig
 from swarmnode.decisions import DecisionLog
 from swarmnode.errors import PeerError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.peer.paths import ObservedLatency, Paths

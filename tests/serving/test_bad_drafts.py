@@ -12,7 +12,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Drafts, Error, Fault, Input, Mode, Open, Output, Ready
 from swarmnode.codec.sampling import Sampling
 from swarmnode.errors import ErrorCode, ProtocolError
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.client.generation import drafts_in
 from swarmnode.serving.drafting.drafter import Drafter, MtpDrafter

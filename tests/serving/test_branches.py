@@ -12,7 +12,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Branch, Error, Mode, Open, Ready, Truncate, Want, branch_proof
 from swarmnode.codec.sampling import Sampling
 from swarmnode.errors import ErrorCode
-from swarmnode.net.links.switchboard import Channel
+from swarmnode.links.switchboard import Channel
 from swarmnode.serving.client.session_spec import ids_entry
 from tests.net.virtual import in_virtual_time
 from tests.peer.toy_swarm import ToySwarm

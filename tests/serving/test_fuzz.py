@@ -15,7 +15,7 @@ from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Error, Fault
 from swarmnode.errors import ErrorCode, SwarmnodeError
-from swarmnode.net.links.switchboard import Channel
+from swarmnode.links.switchboard import Channel
 from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from swarmnode.serving.job import Job
 from tests.net.virtual import in_virtual_time

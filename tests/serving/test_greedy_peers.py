@@ -13,7 +13,7 @@ from swarmnode.compute.serving.cache import CacheBudget
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.serving.session.session_memory import SessionMemory
 from tests.net.virtual import in_virtual_time
 from tests.peer.greedy import PROMPT, Greedy

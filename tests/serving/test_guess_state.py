@@ -13,8 +13,8 @@ from swarmnode.codec.messages import Drafts, Input, ProposerKind, Want
 from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.sampling import Drawn, Guess, Sampler
-from swarmnode.net.links.hop import Entry, until
-from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.links.hop import Entry, until
+from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.client.generation import drafts_in
 from swarmnode.serving.drafting.first_hop import DraftLead
 from swarmnode.serving.drafting.last_hop import GuessedJobs, TakenBack

@@ -12,7 +12,7 @@ from swarmnode.codec.messages import Want
 from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.sampling import Sampler
-from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.job import ForwardHidden, Job, Return, Sample, cut, merge, take
 
 

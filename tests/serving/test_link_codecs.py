@@ -10,7 +10,7 @@ from swarmnode.codec.messages import Input, LinkCodec, Mode, Open
 from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.errors import ErrorCode
-from swarmnode.plan.serving.codec_schedule import MAX_CHANGES
+from swarmnode.plan.compression import MAX_CHANGES
 from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.serving.client.client_session import ToldCodecs
 from swarmnode.serving.link_codecs import CodecRules, LinkCodecs

@@ -12,7 +12,7 @@ from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.cache import CacheBudget, Claim
 from swarmnode.errors import ErrorCode
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.net.limits.address_group import Claimant
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return
 from swarmnode.serving.pipeline import Pipeline

@@ -14,8 +14,8 @@ from swarmnode.codec.messages import Error, Mode, Open, Ready, Want
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, NoRoute, PeerRefused, SwarmnodeError
 from swarmnode.ledger import Account
+from swarmnode.links.hop import ENTRY_BYTES
 from swarmnode.net.interfaces import Stream
-from swarmnode.net.links.hop import ENTRY_BYTES
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.session_spec import SessionSpec, ids_entry
 from tests.net.virtual import in_virtual_time

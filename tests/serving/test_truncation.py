@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from swarmnode.codec.messages import Mode, Truncate, Want
-from swarmnode.net.links.hop import Hop
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.hop import Hop
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.session_spec import SessionSpec, ids_entry
 from tests.net.virtual import in_virtual_time

@@ -20,7 +20,7 @@ from swarmnode.compute.serving.runner import StepInput
 from swarmnode.compute.serving.runner import StepOutput as Output
 from swarmnode.compute.serving.sampling import Sampler
 from swarmnode.errors import ErrorCode, ProtocolError
-from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Sample
 from swarmnode.serving.worker import DRAWING_THREADS, Worker
 from swarmnode.swarm.records.manifest import SERVING_CODECS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.results.measures import Measures
 from swarmnode.simulate.results.report import summary

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarmnode.net.identity import Identity, SigningKey
-from swarmnode.swarm.records.certificate import VERSION, Grant, Role, admit_peer, sign_grant
+from swarmnode.swarm.records.invite import VERSION, Grant, Role, admit_peer, sign_grant
 from swarmnode.swarm.records.membership import Membership, RevocationList, nobody, sign_list
 
 SWARM = bytes(range(32))

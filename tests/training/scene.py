@@ -15,10 +15,10 @@ from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.executor import WorkItem
 from swarmnode.errors import PeerError
 from swarmnode.ledger import MemoryLedger
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
-from swarmnode.plan.audits.selection import AuditBudget
+from swarmnode.plan.audits import AuditBudget
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.run import encode_run
 from swarmnode.training.spot_checks.spot_checks import SpotChecks

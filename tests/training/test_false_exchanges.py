@@ -28,10 +28,10 @@ from swarmnode.compute.training.recomputation import additions_apart, gradient_s
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
 from swarmnode.net.tasks import Tasks
-from swarmnode.plan.audits.selection import AuditBudget
+from swarmnode.plan.audits import AuditBudget
 from swarmnode.training.spot_checks.step_records import KeptMicrobatch
 from tests.compute.training.toy import ToySegment
 from tests.peer.training_swarm import Volunteer, local_losses

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.net.measuring.coordinate import Coordinate
+from swarmnode.links.link_statistics import Coordinate
 from swarmnode.plan.spans.placement import Joiner, MovePolicy
 from swarmnode.plan.training import rule as training_rule
 from swarmnode.plan.training.layout import STANDING_BY, StageLayout

@@ -30,12 +30,12 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.ledger import MemoryLedger
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import Answer, ask
-from swarmnode.plan.audits.selection import AuditBudget
+from swarmnode.plan.audits import AuditBudget
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.swarm.records.statement import Commitment, sign_commitment

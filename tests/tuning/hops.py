@@ -17,8 +17,8 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.config import ServerConfig
 from swarmnode.ledger import MemoryLedger
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.tuning.adapter_parts import TuningDevice, TuningPace, encode_recipe
 from swarmnode.tuning.client.state_shapes import StateShapes

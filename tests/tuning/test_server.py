@@ -44,9 +44,9 @@ from swarmnode.compute.training.adapters.trainer import ActivationSize
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.serving.session.session_memory import Promise
 from swarmnode.tuning import server

@@ -14,9 +14,9 @@ import pytest_asyncio
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Chunk, Error, GetChunks, Hello, OfferAdapter
 from swarmnode.errors import ErrorCode, PeerError, PeerRefused
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel
 from swarmnode.net.identity import Identity
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.peer.questions import board_of
 from swarmnode.swarm.records.adapter_record import DAY_S, AdapterRecord, Share, sign_adapter
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent

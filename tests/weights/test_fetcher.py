@@ -12,8 +12,8 @@ import pytest
 
 from swarmnode.errors import ErrorCode, LocalError, PeerLost, PeerRefused
 from swarmnode.swarm.storage import chunk_folder
+from swarmnode.swarm.storage.chunk_folder import WeightCache
 from swarmnode.swarm.storage.content import CHUNK_BYTES, FileContent, chunk_hashes, describe_files
-from swarmnode.swarm.storage.weight_cache import WeightCache
 from swarmnode.weights.fetcher import RUN_CHUNKS, RUNS_AT_ONCE, Fetcher
 from swarmnode.weights.sources import Source
 from tests.net.virtual import in_virtual_time

@@ -10,14 +10,14 @@ import pytest
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Attach, Chunk, GetChunks, Hello
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, PeerRefused, ProtocolError
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.peer.host import fetch_manifest
 from swarmnode.peer.questions import ask
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo, encode_manifest
+from swarmnode.swarm.storage.chunk_folder import WeightCache
 from swarmnode.swarm.storage.content import CHUNK_BYTES, checkpoint_files, chunk_hashes, describe_files, matching_hashes
 from swarmnode.swarm.storage.swarmfile import new_swarm
-from swarmnode.swarm.storage.weight_cache import WeightCache
 from swarmnode.weights.chunk_server import REQUESTS_PER_PEER, WEIGHTS_PROTOCOL, Seeder
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.sources import PeerSource, largest_answer_bytes

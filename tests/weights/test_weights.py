@@ -14,7 +14,7 @@ import pytest_asyncio
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.errors import CheckpointError
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import Announcement
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo, encode_manifest

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from swarmnode.membership.owner import InviteTerms
     from swarmnode.net.identity import SigningKey
     from swarmnode.swarm.records.manifest import Manifest
-    from swarmnode.swarm.storage.issued_invites import IssuedInvites
+    from swarmnode.swarm.storage.owner_files import IssuedInvites
     from swarmnode.swarm.storage.swarmfile import Swarm
 
 PORT = 4001
@@ -436,7 +436,7 @@ class Welcome:
         return friends_invite(swarm, key, self.terms, self._book(), used) or ""
 
     def _book(self) -> IssuedInvites:
-        from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+        from swarmnode.swarm.storage.owner_files import issued_invites_path, open_issued_invites
 
         return open_issued_invites(issued_invites_path(self.path))
 

@@ -54,7 +54,7 @@ def revoke(
     logs.begin()
     from swarmnode.client.owner_client import OwnersView, Revocation, end_membership
     from swarmnode.membership.owner import find_invite
-    from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+    from swarmnode.swarm.storage.owner_files import issued_invites_path, open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
     file = swarm_file(swarm, home)
@@ -131,8 +131,8 @@ def invite(
     Example: swarmnode invite friends.swarm --note Carol --expires 30d
     """
     from swarmnode.membership.owner import InviteTerms, issue_invite
-    from swarmnode.swarm.records.certificate import Role
-    from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+    from swarmnode.swarm.records.invite import Role
+    from swarmnode.swarm.storage.owner_files import issued_invites_path, open_issued_invites
     from swarmnode.swarm.storage.swarmfile import load_swarm
 
     granted = of_same_names(InviteTerms, terms, role=Role[terms.role.upper()])
@@ -173,7 +173,7 @@ def members(*, swarm: str = SWARM, home: Path = HOME, as_json: bool = JSON, logs
     logs.begin()
     from swarmnode.client.owner_client import OwnersView
     from swarmnode.errors import NetworkDown
-    from swarmnode.swarm.storage.issued_invites import issued_invites_path, open_issued_invites
+    from swarmnode.swarm.storage.owner_files import issued_invites_path, open_issued_invites
 
     loaded = open_swarm(swarm, home)
     book = open_issued_invites(issued_invites_path(loaded.file)) if loaded.file else None

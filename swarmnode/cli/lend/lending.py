@@ -125,7 +125,7 @@ def stop(name: str = NAME, home: Path = HOME, as_json: bool = JSON) -> None:
 
 def _tell_nodes(command: str, name: str, home: Path, as_json: bool, **more: Any) -> None:
     from swarmnode.lending.control import is_listening, running_nodes, tell_node
-    from swarmnode.swarm.storage.named_swarms import find_name, name_advice
+    from swarmnode.swarm.storage.swarmfile import find_name, name_advice
 
     nodes, failed = running_nodes(home), list[str]()
     if name:

@@ -52,8 +52,8 @@ def prune(
 
     Example: swarmnode models prune --unused 30d
     """
-    from swarmnode.swarm.storage.named_swarms import find_name, name_advice
-    from swarmnode.swarm.storage.weight_cache import evict
+    from swarmnode.swarm.storage.chunk_folder import evict
+    from swarmnode.swarm.storage.swarmfile import find_name, name_advice
 
     fetched = _fetched(home)
     if swarm:
@@ -75,8 +75,7 @@ def prune(
 
 def _fetched(home: Path) -> list[FetchedWeights]:
     """Return all fetched weights, the largest first."""
-    from swarmnode.swarm.storage.chunk_folder import used_bytes
-    from swarmnode.swarm.storage.weight_cache import FOLDER, last_used
+    from swarmnode.swarm.storage.chunk_folder import FOLDER, last_used, used_bytes
 
     names, root = _names(home), home / FOLDER
     folders = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
@@ -89,7 +88,7 @@ def _fetched(home: Path) -> list[FetchedWeights]:
 
 def _names(home: Path) -> dict[str, str]:
     """Return the names of the joined and founded swarms, by their folders' names."""
+    from swarmnode.swarm.storage.chunk_folder import folder_name
     from swarmnode.swarm.storage.swarmfile import load_all_named
-    from swarmnode.swarm.storage.weight_cache import folder_name
 
     return {folder_name(swarm.id): name for name, swarm in load_all_named(home).items()}

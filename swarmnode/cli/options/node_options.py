@@ -21,7 +21,7 @@ from swarmnode.terminal.option import of_same_names, one_of, option, path_option
 if TYPE_CHECKING:
     from swarmnode.node.node_config import NodeConfig
     from swarmnode.peer.host_config import HostConfig
-    from swarmnode.plan.offline.plan_file import PlanFile
+    from swarmnode.plan.offline.planner_files import PlanFile
     from swarmnode.plan.view import Span
 
 
@@ -35,7 +35,7 @@ def _addresses(**bounds: bool) -> Callable[[Sequence[str], str], tuple[str, ...]
 
 
 def _load_plan(path: Path, _flag: str) -> PlanFile:
-    from swarmnode.plan.offline.plan_file import PlanFile
+    from swarmnode.plan.offline.planner_files import PlanFile
 
     return PlanFile.load(path)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from swarmnode.files import read_bounded
 from swarmnode.net.identity import SigningKey
-from swarmnode.swarm.storage.owner_key import SUFFIX, is_locked, load_owner_key, parse_owner_key
+from swarmnode.swarm.storage.owner_files import OWNER_SUFFIX, is_locked, load_owner_key, parse_owner_key
 from swarmnode.terminal.console import ask, fail, is_piped
 from swarmnode.terminal.option import option, path_option
 
@@ -62,7 +62,7 @@ class OwnerOptions:
 
     def _path(self, swarm_file: Path) -> Path | None:
         """Return the path of the owner's key; None if the environment has the key itself."""
-        return None if os.environ.get(KEY_VARIABLE) else self.owner_key or swarm_file.with_suffix(SUFFIX)
+        return None if os.environ.get(KEY_VARIABLE) else self.owner_key or swarm_file.with_suffix(OWNER_SUFFIX)
 
     def _open(self, path: Path | None) -> SigningKey:
         """Return the key in an unlocked file, or in the environment if `path` is None; end the command if the file is missing."""

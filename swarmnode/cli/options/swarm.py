@@ -23,7 +23,7 @@ def home_of(context: Context) -> Path:
 
 def complete_swarms(context: Context, incomplete: str) -> list[str]:
     """Return the names of swarms that begin with `incomplete`; none if a list of them cannot be read."""
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms
 
     try:
         return [name for name in JoinedSwarms(home_of(context)).all_names() if name.startswith(incomplete)]
@@ -34,10 +34,9 @@ def complete_swarms(context: Context, incomplete: str) -> list[str]:
 def complete_adapters(context: Context, incomplete: str) -> list[str]:
     """Return the names of adapters that begin with `incomplete`: those that the swarm on the line, else the one used last, was
     founded with, and those of this home. Returns none if the swarm is unknown."""
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
     from swarmnode.swarm.storage.own_adapters import OwnAdapters
     from swarmnode.swarm.storage.remembered import ManifestCache
-    from swarmnode.swarm.storage.swarmfile import load_swarm
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_swarm
 
     home = home_of(context)
     typed = context.params.get("swarm") or next(
@@ -66,8 +65,7 @@ def open_swarm(text: str, home: Path) -> Swarm:
     """Return the swarm that `text` names, and remember it as the one used last. If `text` is empty, the invite in the environment
     counts, else the swarm used last; ends the command if there is neither. Raises UsageError."""
     from swarmnode.swarm.records.invite import looks_like_invite
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name
-    from swarmnode.swarm.storage.swarmfile import load_swarm, swarm_path
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, find_name, load_swarm, swarm_path
 
     joined = JoinedSwarms(home)
     if text == STANDARD_INPUT:
@@ -85,7 +83,7 @@ def open_swarm(text: str, home: Path) -> Swarm:
 def name_swarm(file: Path, home: Path) -> str:
     """Let commands in any folder know a founder's swarm by the name of its file, and return what a user types for it: that name
     (with the beginning of the swarm's id if another swarm has it), or the path after a note if the name cannot be kept."""
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms
 
     try:
         return JoinedSwarms(home).remember_file(file)
@@ -100,8 +98,7 @@ def name_swarm(file: Path, home: Path) -> str:
 def swarm_file(text: str, home: Path) -> Path:
     """Return the path of the founder's own .swarm file, which `text` is the path or the name of; end the command if there is
     none."""
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name, name_advice
-    from swarmnode.swarm.storage.swarmfile import swarm_path
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, find_name, name_advice, swarm_path
 
     path = swarm_path(text)
     if path.exists():

@@ -15,7 +15,7 @@ from swarmnode.terminal.progress import spinner
 if TYPE_CHECKING:
     import torch
 
-    from swarmnode.compute.capacity.speed import ModelShape, ModuleSpeed
+    from swarmnode.compute.capacity.capacity import ModelShape, ModuleSpeed
     from swarmnode.compute.device import Device
 
 POSITIONS = 64  # in a chunk of a prompt
@@ -47,7 +47,7 @@ def show_speed(model: str, stage: StageConfig, home: Path, *, as_json: bool) -> 
 
 
 def _shape_of(model: str) -> ModelShape:
-    from swarmnode.compute.capacity.speed import LLAMA_8B, ModelShape
+    from swarmnode.compute.capacity.capacity import LLAMA_8B, ModelShape
 
     if not model:
         return LLAMA_8B
@@ -59,7 +59,7 @@ def _shape_of(model: str) -> ModelShape:
 def _measure(
     device: Device, dtype: torch.dtype, shape: ModelShape, home: Path, tell: Callable[[str], None]
 ) -> dict[str, Any]:
-    from swarmnode.compute.capacity.speed import KNOWN_MODELS, measure_modules, whole_layer
+    from swarmnode.compute.capacity.capacity import KNOWN_MODELS, measure_modules, whole_layer
     from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
     from swarmnode.files import existing
 
@@ -99,10 +99,9 @@ def _models(
 ) -> Iterator[dict[str, Any]]:
     """Yield for each model and format how much of it fits here, and its speed on machines like this one. `modules` were measured
     of layers of `timed`."""
-    from swarmnode.compute.capacity.memory import most_anywhere
-    from swarmnode.compute.capacity.speed import measure_product_s
+    from swarmnode.compute.capacity.capacity import measure_product_s, most_anywhere
     from swarmnode.measuring.hardware import MEMORY_SHARE
-    from swarmnode.plan.offline.fit import fit
+    from swarmnode.plan.cost import fit
 
     room_bytes = int(device.free_bytes * MEMORY_SHARE)
     full_s = _products_s(modules, "decode_s") / timed.layer.parameters  # of one parameter

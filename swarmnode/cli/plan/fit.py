@@ -17,7 +17,7 @@ from swarmnode.terminal.progress import spinner
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmnode.compute.capacity.memory import UnitSizes
+    from swarmnode.compute.capacity.capacity import UnitSizes
     from swarmnode.compute.device import Device
     from swarmnode.compute.graph.graph import Graph
     from swarmnode.compute.model.checkpoint import Checkpoint
@@ -108,12 +108,12 @@ def _rows(
     import torch
 
     from swarmnode.client.model_files import context_limit
-    from swarmnode.compute.capacity.memory import most_anywhere
+    from swarmnode.compute.capacity.capacity import most_anywhere
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.compute.stopwatch import measure_read_rate
     from swarmnode.founding.model_source import outline
     from swarmnode.measuring.hardware import MEMORY_SHARE, packed_advice
-    from swarmnode.plan.offline import fit as plan
+    from swarmnode.plan import cost as plan
 
     source, task = outline(model, folder)
     is_text = isinstance(source, Checkpoint)
@@ -145,7 +145,7 @@ def _rows(
 def _optimizers(source: Checkpoint | Graph) -> Iterator[tuple[str, UnitSizes]]:
     """Yield each optimiser with the sizes of the units that it trains. Raises UsageError for a module or packed weights."""
     from swarmnode.cli.train.schedule import ScheduleOptions
-    from swarmnode.compute.capacity.memory import run_sizes
+    from swarmnode.compute.capacity.capacity import run_sizes
     from swarmnode.compute.model.checkpoint import Checkpoint
     from swarmnode.errors import UsageError
     from swarmnode.swarm.records.run import OPTIMIZERS, Recipe, Run
@@ -163,11 +163,11 @@ def _precisions(source: Checkpoint | Graph, device: Device, kv: str) -> Iterator
     """Yield each possible precision of the weights with the sizes of the units; for a graph, only the exported one."""
     import torch
 
-    from swarmnode.compute.capacity.memory import UnitSizes, unit_sizes
+    from swarmnode.compute.capacity.capacity import UnitSizes, unit_sizes
     from swarmnode.compute.graph.costs.estimate import unit_weight_bytes
     from swarmnode.compute.graph.graph import Graph
     from swarmnode.measuring.hardware import has_packed_products
-    from swarmnode.plan.audits.judgement import PACKED
+    from swarmnode.plan.audits import PACKED
 
     if isinstance(source, Graph):
         weight_bytes = unit_weight_bytes(source)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from swarmnode.plan.offline.hosting import DeviceRates, Workload
-    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.plan.offline.planner_files import Scenario
     from swarmnode.simulate.environment.model import Model
 
 _traffic = partial(option, None, typed=float, min=0.0, max=1e6)
@@ -139,7 +139,7 @@ def _workload(model: Model, options: ModelOptions) -> Workload:
 
 def _hardware(network: Scenario, model: Model, options: ModelOptions) -> DeviceRates:
     """Return each device's layers per second, forward and back, and the bytes of its memory that units may take."""
-    from swarmnode.compute.capacity.memory import usable_bytes
+    from swarmnode.compute.capacity.capacity import usable_bytes
     from swarmnode.plan.offline.hosting import DeviceRates
     from swarmnode.simulate.environment.devices import BACKWARD, device_of
 
@@ -190,7 +190,7 @@ def plan(
 
     Example: swarmnode plan network.json --model ./llama --report plan.html
     """
-    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.plan.offline.planner_files import Scenario
     from swarmnode.terminal.tables import show
 
     effort = Effort(seconds, seed, quiet=as_json)

@@ -20,7 +20,7 @@ from swarmnode.terminal.progress import share_bar
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.plan.offline.planner_files import Scenario
     from swarmnode.plan.view import Span
     from swarmnode.simulate.environment.peers import Change
     from swarmnode.simulate.simulation import Simulation
@@ -92,7 +92,7 @@ def simulate(
 
     Example: swarmnode plan simulate home.json --model ./llama --churn 10% --hours 1 --report swarm.html
     """
-    from swarmnode.plan.offline.scenario import Scenario
+    from swarmnode.plan.offline.planner_files import Scenario
     from swarmnode.simulate.results.report import report as make_report
     from swarmnode.simulate.results.report import summary
 
@@ -159,7 +159,7 @@ def _planned(path: Path, workload: str, devices: int, units: int) -> list[Span]:
     """Return the span that each device begins with. Ends the command if the swarm does not train. Raises UsageError if the plan
     does not fit."""
     from swarmnode.errors import UsageError
-    from swarmnode.plan.offline.plan_file import PlanFile
+    from swarmnode.plan.offline.planner_files import PlanFile
 
     if workload != "train":
         fail("--plan works only for training; add --workload train", 2)

@@ -94,8 +94,7 @@ def _what_is_meant(swarm: str, prompt: str, ids: str, home: Path) -> tuple[str, 
     prompt is piped. A prompt of -, or none (nor `ids`) if the input is piped, is read from standard input, after the swarm if that
     comes from there too. Fails if nothing comes.
     """
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name
-    from swarmnode.swarm.storage.swarmfile import names_a_swarm
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, find_name, names_a_swarm
 
     alone = swarm and not prompt and not ids
     begun = find_name(swarm, JoinedSwarms(home).all_names()) if alone and is_piped() else None

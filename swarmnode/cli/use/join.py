@@ -50,8 +50,8 @@ def join(
     Example: swarmnode join
     """
     from swarmnode.swarm.records.invite import decode_invite
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
     from swarmnode.swarm.storage.remembered import keep_own_name, own_name
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms
 
     text = _invite(invite)
     terms = _terms(decode_invite(text))
@@ -89,8 +89,7 @@ def leave(
     Example: swarmnode leave friends
     """
     from swarmnode.errors import UsageError
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name, name_advice
-    from swarmnode.swarm.storage.swarmfile import load_all_named, load_named
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, find_name, load_all_named, load_named, name_advice
 
     joined = JoinedSwarms(home)
     known = joined.names()
@@ -137,9 +136,8 @@ def _running(swarm: bytes, home: Path) -> int | None:
 def _kept(swarm: Swarm, name: str, home: Path) -> Iterator[str]:
     """Yield what `leave` does not remove, each with the command or the reason."""
     from swarmnode.cli.lend.service.service import Service
-    from swarmnode.swarm.storage.chunk_folder import used_bytes
-    from swarmnode.swarm.storage.receipt_folder import receipts_of
-    from swarmnode.swarm.storage.weight_cache import FOLDER, folder_name
+    from swarmnode.swarm.records.receipt import receipts_of
+    from swarmnode.swarm.storage.chunk_folder import FOLDER, folder_name, used_bytes
 
     if swarm.file is not None:
         yield f"{swarm.file}, your own file of the swarm"

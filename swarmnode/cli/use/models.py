@@ -66,9 +66,8 @@ def models(home: Path = HOME, as_json: bool = JSON) -> None:
 
 def _known(home: Path) -> Iterator[KnownModel]:
     from swarmnode.errors import UsageError
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, known_swarms
     from swarmnode.swarm.storage.remembered import ManifestCache
-    from swarmnode.swarm.storage.swarmfile import load_named
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, known_swarms, load_named
 
     joined, cache = JoinedSwarms(home), ManifestCache(home)
     for name in {*joined.names(), *known_swarms(home)}:

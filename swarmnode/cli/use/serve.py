@@ -146,8 +146,7 @@ def _tell_served(ours: OtherGateway, asked: Mapping[str, Swarm], home: Path, as_
 def _asked(swarms: list[str], home: Path) -> dict[str, Swarm]:
     """Return the swarms to serve, by their names in the API: those in `swarms`; if it is empty, all that have a name here and the
     one used last. Ends the command if there is none. Raises UsageError."""
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
-    from swarmnode.swarm.storage.swarmfile import load_all_named, names_a_swarm
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_all_named, names_a_swarm
 
     if swarms:
         loaded = [open_swarm(swarm, home) for swarm in swarms]
@@ -204,8 +203,7 @@ class SwarmJoiner:
             await add(*await self._joined.get())
 
     async def _look(self, home: Path) -> None:
-        from swarmnode.swarm.storage.named_swarms import JoinedSwarms
-        from swarmnode.swarm.storage.swarmfile import load_named
+        from swarmnode.swarm.storage.swarmfile import JoinedSwarms, load_named
 
         joined = JoinedSwarms(home)
         while True:

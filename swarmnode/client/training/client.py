@@ -27,7 +27,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host, joining
 from swarmnode.peer.questions import board_of
 from swarmnode.platform import MACHINE, Platform
-from swarmnode.swarm.records.certificate import Role
+from swarmnode.swarm.records.invite import Role
 from swarmnode.swarm.records.run import Run, differences
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm

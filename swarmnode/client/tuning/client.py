@@ -35,8 +35,7 @@ from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.client.router import DirectoryRouter
 from swarmnode.swarm.peers.standing import EVERYBODY, Trust
 from swarmnode.swarm.records.announcement import State
-from swarmnode.swarm.records.certificate import Role
-from swarmnode.swarm.records.invite import MAX_BOOTSTRAPS
+from swarmnode.swarm.records.invite import MAX_BOOTSTRAPS, Role
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.tuning.client.averaging import SharedRun, VectorLayout
 from swarmnode.tuning.client.follower import Ticket, TuningFollower

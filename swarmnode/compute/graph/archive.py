@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.operators import resolve
+from swarmnode.compute.graph.graph import resolve
 from swarmnode.errors import CheckpointError, UsageError
 
 MAX_JSON_BYTES = 256 << 20
@@ -72,8 +72,15 @@ class Program(nn.Module):
         self._inputs: list[str] = []
         self._moves: list[tuple[str, str]] = []  # (buffer, value)
         for spec in graph_module["signature"]["input_specs"]:
-            self._read_input(spec)
-        self.any_batch = self._is_any_batch()
+            ((kind, content),) = spec.items()
+            if kind == "user_input" and "as_tensor" in content["arg"]:
+                self._inputs.append(content["arg"]["as_tensor"]["name"])
+            elif kind in ("parameter", "buffer", "tensor_constant"):
+                self._names[content["arg"]["name"]] = content[f"{kind}_name"]
+            else:
+                raise UsageError(f"the exported program takes a {kind} that is no tensor: only tensors can be used")
+        sizes = [self._graph["tensor_values"][name]["sizes"] for name in self._inputs]
+        self.any_batch = any("as_expr" in dimensions[0] for dimensions in sizes if dimensions)
         self._outputs = self._read_outputs(graph_module["signature"]["output_specs"])
         for name in self._names.values():
             _register(self, name, tensors[name], name in parameters)
@@ -101,19 +108,6 @@ class Program(nn.Module):
 
     # -- reading
 
-    def _read_input(self, spec: Json) -> None:
-        ((kind, content),) = spec.items()
-        if kind == "user_input" and "as_tensor" in content["arg"]:
-            self._inputs.append(content["arg"]["as_tensor"]["name"])
-        elif kind in ("parameter", "buffer", "tensor_constant"):
-            self._names[content["arg"]["name"]] = content[f"{kind}_name"]
-        else:
-            raise UsageError(f"the exported program takes a {kind} that is no tensor: only tensors can be used")
-
-    def _is_any_batch(self) -> bool:
-        sizes = [self._graph["tensor_values"][name]["sizes"] for name in self._inputs]
-        return any("as_expr" in dimensions[0] for dimensions in sizes if dimensions)
-
     def _read_outputs(self, specs: list[Json]) -> list[str]:
         """Record the buffers that are updated, and return the values of the outputs. Raises UsageError for other outputs."""
         outputs: list[str] = []
@@ -138,7 +132,13 @@ class Program(nn.Module):
             if target == _NO_GRAD:
                 self._resolve(node["inputs"][1]["arg"]["as_graph"]["graph"])
             elif not target.startswith(_CHECKS):
-                self._functions[target] = _ON_SIZES.get(target) or _tensor_function(target)
+                try:  # unlike in a graph it may write in place, since the program is exported again
+                    function = _ON_SIZES.get(target) or resolve(target.removeprefix("torch.ops."), is_source=True)
+                except CheckpointError as error:
+                    raise UsageError(
+                        f"the exported program cannot be used: {error}; change the module and export it again"
+                    ) from None
+                self._functions[target] = function
 
     # -- running
 
@@ -146,7 +146,13 @@ class Program(nn.Module):
         for node in graph["nodes"]:
             target = node["target"]
             if target == _NO_GRAD:
-                outputs: Any = self._run_region(node, values)
+                enabled, region, *operands = (item["arg"] for item in node["inputs"])
+                inner = region["as_graph"]["graph"]
+                names = [item["as_tensor"]["name"] for item in inner["inputs"]]
+                own = dict(zip(names, (_argument(operand, values) for operand in operands), strict=True))
+                with torch.set_grad_enabled(bool(enabled["as_bool"])):
+                    self._run(inner, own)
+                outputs: Any = [own[item["as_tensor"]["name"]] for item in inner["outputs"]]
             elif target.startswith(_CHECKS):
                 continue
             else:
@@ -156,28 +162,6 @@ class Program(nn.Module):
                     *by_place, **{name: value for name, kind, value in arguments if kind == 2}
                 )
             _store(node["outputs"], outputs, values)
-
-    def _run_region(self, node: Json, values: dict[str, Any]) -> list[Any]:
-        enabled, region, *operands = (item["arg"] for item in node["inputs"])
-        inner = region["as_graph"]["graph"]
-        names = [item["as_tensor"]["name"] for item in inner["inputs"]]
-        own = dict(zip(names, (_argument(operand, values) for operand in operands), strict=True))
-        with torch.set_grad_enabled(bool(enabled["as_bool"])):
-            self._run(inner, own)
-        return [own[item["as_tensor"]["name"]] for item in inner["outputs"]]
-
-
-def _tensor_function(target: str) -> Callable[..., Any]:
-    """Return the operator of that name. Raises UsageError if a program may not use it.
-
-    Unlike in a graph it may write in place, since the program is exported again.
-    """
-    try:
-        return resolve(target.removeprefix("torch.ops."), is_source=True)
-    except CheckpointError as error:
-        raise UsageError(
-            f"the exported program cannot be used: {error}; change the module and export it again"
-        ) from None
 
 
 def _argument(argument: Json, values: dict[str, Any]) -> Any:

@@ -1,8 +1,13 @@
-"""Check of tensors against the values of a graph's boundary, by their descriptions alone, and conversion of arrays to them."""
+"""Check of tensors against the values of a graph's boundary, by their descriptions alone, and conversion of arrays to them.
+
+A layout: the computation and the weights of each unit of a cut graph, and the values that cross each boundary.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +15,207 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarmnode.codec.body import SHARED
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.compress.codecs import DTYPE_OF, TORCH_DTYPE
-from swarmnode.compute.graph.graph import Graph, GraphInput, Size, TensorType
+from swarmnode.compute.graph.graph import (
+    BUFFER,
+    CONSTANT,
+    BufferUpdate,
+    Graph,
+    GraphInput,
+    OperatorCall,
+    Ref,
+    TensorType,
+    is_random,
+    torch_constant,
+)
 from swarmnode.compute.graph.label_count import label_means, obstructed_means
-from swarmnode.compute.graph.layout import Layout, Value
-from swarmnode.compute.graph.operators import torch_constant
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Encode, LabelShares, token_batches
 from swarmnode.data.arrays import load_arrays
 from swarmnode.data.samples import ARRAYS_SUFFIX
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError
+
+_NO_GRADIENT = frozenset({"aten.detach.default", "aten.detach_copy.default"})
+
+
+@dataclass(frozen=True)
+class Value:
+    """Value that crosses a boundary. `trained`: it depends on trained weights, so its gradient comes back."""
+
+    ref: Ref
+    type: TensorType
+    trained: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Computation of one unit: its nodes, the names of the weights that it reads, and the updates of its buffers."""
+
+    nodes: tuple[OperatorCall, ...]
+    weights: tuple[str, ...]
+    moves: tuple[BufferUpdate, ...]
+
+
+class Layout:
+    """Units of a graph. Raises CheckpointError if a weight is used by units that cannot share it.
+
+    `boundaries[k]` are the values before unit k, the inputs first; the last boundary has only the results. `labels` are the inputs
+    that the last unit takes, in a trained graph; they cross no boundary for its sake. A node that computes only from constants
+    belongs to no unit: every unit that needs it computes it again.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._trained = trained_values(graph)
+        self._types = {Ref(item.name): item.type for item in graph.inputs} | value_types(graph.nodes)
+        constants = constant_values(graph)
+        self._unit_of = {
+            node.name: bisect_right(graph.cuts, number)
+            for number, node in enumerate(graph.nodes)
+            if node.name not in constants
+        }
+        self.units = tuple(self._collect(constants))
+        self.blocks = self._find_blocks()
+        self.labels = self._find_labels()
+        self.boundaries = tuple(self._boundaries())
+
+    def __repr__(self) -> str:
+        widths = [len(boundary) for boundary in self.boundaries]
+        return f"Layout({len(self.units)} units, {min(widths)} to {max(widths)} values at a boundary)"
+
+    def _collect(self, constants: set[str]) -> Iterable[Unit]:
+        """Yield the units, each with the constant nodes that it needs."""
+        weights = {weight.name for weight in self.graph.weights}
+        own: list[list[OperatorCall]] = [[] for _ in range(self.graph.units)]
+        for node in self.graph.nodes:
+            if node.name not in constants:
+                own[self._unit_of[node.name]].append(node)
+        for number, nodes in enumerate(own):
+            moves = tuple(move for move in self.graph.moves if self._unit_of.get(move.value.name) == number)
+            needed = {ref.name for node in nodes for ref in node.refs()}
+            for node in reversed(self.graph.nodes):
+                if node.name in constants and node.name in needed:
+                    needed |= {ref.name for ref in node.refs()}
+            names = {node.name for node in nodes} | (needed & constants)
+            used = needed | {move.buffer for move in moves}
+            yield Unit(
+                tuple(node for node in self.graph.nodes if node.name in names), tuple(sorted(used & weights)), moves
+            )
+
+    def _find_blocks(self) -> dict[str, int]:
+        """Return the block of each trained weight and buffer, by name.
+
+        Raises CheckpointError if several units use one, unless it is a trained weight of the first and the last.
+        """
+        last = self.graph.units - 1
+        users: dict[str, list[int]] = {}
+        for number, unit in enumerate(self.units):
+            for name in unit.weights:
+                users.setdefault(name, []).append(number)
+        blocks: dict[str, int] = {}
+        for weight in self.graph.weights:
+            numbers = users.get(weight.name, [])
+            if not numbers or not (weight.trained or weight.kind == BUFFER):
+                continue
+            if len(numbers) > 1 and not (weight.trained and numbers == [0, last]):
+                raise CheckpointError(
+                    f"{weight.tensor} is used by layers {numbers}; only the first "
+                    "and the last layer may share a weight; use fewer --units"
+                )
+            blocks[weight.name] = numbers[0] if len(numbers) == 1 else SHARED
+        return blocks
+
+    def _find_labels(self) -> tuple[Value, ...]:
+        """Return the inputs that the last unit takes as labels.
+
+        Empty if nothing is trained, there is only one unit, or no other input shows the size of the batch.
+        """
+        inputs = [Ref(item.name) for item in self.graph.inputs]
+        *others, last = map(taken, self.units)
+        labels = [ref for ref in inputs if ref in last] if others and self.graph.loss is not None else []
+        crossing = [ref for ref in inputs if ref not in labels or any(ref in taken for taken in others)]
+        tells = not self.graph.any_batch or any(self._types[ref].tells_batch for ref in crossing)
+        return self._values(labels if tells else [])
+
+    def _boundaries(self) -> Iterable[tuple[Value, ...]]:
+        made = {Ref(item.name): -1 for item in self.graph.inputs}
+        labels = {value.ref for value in self.labels}
+        used: dict[Ref, int] = {}
+        for number, unit in enumerate(self.units):
+            own = {node.name for node in unit.nodes}
+            made.update({ref: number for ref in self._types if ref.name in own and ref.name in self._unit_of})
+            is_last = number + 1 == self.graph.units
+            used.update(dict.fromkeys(taken(unit) - labels if is_last else taken(unit), number))
+        used.update(dict.fromkeys(self.graph.results, self.graph.units))
+        crossing = [
+            [ref for ref in self._types if ref in made and made[ref] < number <= used.get(ref, -1)]
+            for number in range(self.graph.units)
+        ]
+        inputs = [Ref(item.name) for item in self.graph.inputs]
+        crossing[0] = [ref for ref in inputs if ref in used or ref not in labels]
+        if self.graph.any_batch:
+            # An input crosses the boundaries up to the last one that would not show the size of the batch otherwise.
+            teller = next((ref for ref in crossing[0] if self._types[ref].tells_batch), None)
+            if teller is None:
+                raise CheckpointError(
+                    "no input of the graph has the size of the batch; export the module with batched inputs"
+                )
+            silent = [k for k, refs in enumerate(crossing) if not any(self._types[ref].tells_batch for ref in refs)]
+            for refs in crossing[: max(silent, default=-1) + 1]:
+                if teller not in refs:
+                    refs.insert(0, teller)
+        for refs in [*crossing, self.graph.results]:
+            yield self._values(refs)
+
+    def _values(self, refs: Iterable[Ref]) -> tuple[Value, ...]:
+        return tuple(
+            Value(ref, kind, ref.name in self._trained and _takes_gradient(kind))
+            for ref, kind in ((ref, self._types[ref]) for ref in refs)
+        )
+
+
+def taken(unit: Unit) -> set[Ref]:
+    """Return the values that the nodes of a unit take."""
+    return {ref for node in unit.nodes for ref in node.refs()}
+
+
+def value_types(nodes: Iterable[OperatorCall]) -> dict[Ref, TensorType]:
+    """Return the type of every tensor that `nodes` compute."""
+    types: dict[Ref, TensorType] = {}
+    for node in nodes:
+        for item, kind in enumerate(node.types):
+            if kind is not None:
+                types[Ref(node.name, item if len(node.types) > 1 else None)] = kind
+    return types
+
+
+def trained_values(graph: Graph) -> set[str]:
+    """Return the names of the values that depend on trained weights so that gradients reach these. Whole numbers take none."""
+    trained = {weight.name for weight in graph.weights if weight.trained}
+    whole = {ref for ref, kind in value_types(graph.nodes).items() if not _takes_gradient(kind)}
+    for node in graph.nodes:
+        if node.operator not in _NO_GRADIENT and any(ref.name in trained and ref not in whole for ref in node.refs()):
+            trained.add(node.name)
+    return trained
+
+
+def _takes_gradient(kind: TensorType) -> bool:
+    dtype: torch.dtype = torch_constant(kind.dtype)
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def constant_values(graph: Graph) -> set[str]:
+    """Return the names of the nodes that compute the same in every pass: positions, masks, tables."""
+    known = {weight.name for weight in graph.weights if weight.kind == CONSTANT}
+    nodes: set[str] = set()
+    results = {ref.name for ref in graph.results}
+    for node in graph.nodes:
+        fixed = all(ref.name in known or ref.name in nodes for ref in node.refs())
+        if fixed and not is_random(node.operator, node.args) and node.name not in results:
+            nodes.add(node.name)
+    return nodes
+
 
 Described = tuple[torch.dtype, tuple[int, ...]]
 """Description of a tensor: its dtype and shape"""
@@ -134,9 +330,17 @@ def input_values(graph: Graph, arrays: Mapping[str, Any]) -> tuple[Tensor, ...]:
     batch = _batch(graph, values)
     for item, value in zip(graph.inputs, values, strict=True):
         if tuple(value.shape) != item.type.sizes(batch):
+            sizes = (
+                str(size)
+                if isinstance(size, int)
+                else "batch"
+                if size.coefficients == (0, 1)
+                else "a size of the batch's"
+                for size in item.type.shape
+            )
             fixed = "" if graph.any_batch else f", for it was exported for batches of {batch} only"
             raise UsageError(
-                f"{item.argument!r} has the shape {tuple(value.shape)}, but the model takes {_shape_text(item)}{fixed}"
+                f"{item.argument!r} has the shape {tuple(value.shape)}, but the model takes ({', '.join(sizes)}){fixed}"
                 + (f"; the batch is {batch} here" if graph.any_batch and len(values) > 1 else "")
             )
     return values
@@ -144,8 +348,10 @@ def input_values(graph: Graph, arrays: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 def output_arrays(graph: Graph, values: Sequence[Tensor]) -> dict[str, np.ndarray]:
     """Return the outputs by name as numpy arrays; bfloat16 is widened to float32."""
-    by_ref = dict(zip(graph.results, values, strict=True))
-    return {output.name: _as_array(by_ref[output.value]) for output in graph.outputs}
+    near = (value.detach().cpu() for value in values)
+    wide = (value.float() if value.dtype is torch.bfloat16 else value for value in near)
+    by_ref = dict(zip(graph.results, wide, strict=True))
+    return {output.name: by_ref[output.value].numpy() for output in graph.outputs}
 
 
 def _batch(graph: Graph, values: Sequence[Tensor]) -> int:
@@ -187,22 +393,6 @@ def _as_tensor(array: Any, item: GraphInput) -> Tensor:
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         array = array.astype(np.float64)
     return torch.from_numpy(array.copy()).to(dtype)
-
-
-def _as_array(value: Tensor) -> np.ndarray:
-    value = value.detach().cpu()
-    return (value.float() if value.dtype is torch.bfloat16 else value).numpy()
-
-
-def _shape_text(item: GraphInput) -> str:
-    """Return the shape as a text, as "(batch, 3, 8)"."""
-
-    def text(size: Size) -> str:
-        return (
-            str(size) if isinstance(size, int) else "batch" if size.coefficients == (0, 1) else "a size of the batch's"
-        )
-
-    return f"({', '.join(map(text, item.type.shape))})"
 
 
 def described(values: Sequence[Tensor]) -> list[Described]:

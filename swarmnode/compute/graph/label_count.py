@@ -15,8 +15,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from swarmnode.compute.graph.graph import CONSTANT, Graph, OperatorCall, Poly, Ref, Weight
-from swarmnode.compute.graph.operators import argument_value, is_random, resolve, torch_constant
+from swarmnode.compute.graph.graph import (
+    CONSTANT,
+    Graph,
+    OperatorCall,
+    Poly,
+    Ref,
+    Weight,
+    argument_value,
+    is_random,
+    resolve,
+    torch_constant,
+)
 from swarmnode.compute.training.segment import Shares
 from swarmnode.errors import UsageError
 
@@ -32,21 +42,8 @@ MEANS = frozenset(
     {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"}
 )
 _SAME = frozenset(
-    {
-        "clone",
-        "alias",
-        "detach",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-        "view",
-        "_to_copy",
-        "to",
-        "type_as",
-        "contiguous",
-        "expand",
-    }
-    | {"nan_to_num", "neg", "add", "sub", "stack", "cat", "sum", "mean", "select", "slice", "unbind"}
+    {"clone", "alias", "detach", "reshape", "squeeze", "unsqueeze", "view", "_to_copy", "to", "type_as", "contiguous"}
+    | {"expand", "nan_to_num", "neg", "add", "sub", "stack", "cat", "sum", "mean", "select", "slice", "unbind"}
 )
 """Operators that may take a sum of means as an argument; each is linear in a finite sum."""
 _DIVIDING = frozenset({"div", "divide", "true_divide"})
@@ -69,11 +66,6 @@ class LabelMean:
     ignored: int | None
     weight: Ref | None
     obstacle: str
-
-    @property
-    def leaves_nothing_out(self) -> bool:
-        """Whether every label counts as 1 unless it has the ignored value."""
-        return self.weight is None and self.ignored is not None
 
     @property
     def refs(self) -> tuple[Ref, ...]:
@@ -104,21 +96,15 @@ class LabelMean:
     def shares(self, microbatches: Sequence[Batch]) -> list[float]:
         """Return the factor of each microbatch's mean in the mean over all of them; 0 if none of its labels counts."""
         counts = [self.count(batch)[0] for batch in microbatches]
-        usual = self._usual_count(microbatches, sum(counts) / len(counts))
+        usual = sum(counts) / len(counts)  # of a microbatch that has the factor 1
+        if self.ignored is None and self.graph.any_batch:
+            # The module itself counts: it may bound a count from below or take the mean of a mask. So the usual count follows
+            # from all microbatches together.
+            joint = {name: torch.cat([batch[name] for batch in microbatches]) for name in self.inputs}
+            doubled = {name: torch.cat([value, value]) for name, value in joint.items()}
+            whole, twice = self.count(joint)[0], self.count(doubled)[0]
+            usual = whole / len(microbatches) if twice > _DOUBLED * whole else whole
         return [count / usual if usual else 0.0 for count in counts]
-
-    def _usual_count(self, microbatches: Sequence[Batch], mean: float) -> float:
-        """Return the count of a microbatch that has the factor 1: `mean`, unless the module itself counts the labels.
-
-        Then the count follows from all microbatches together: the module may bound a count from below or take the mean of a mask.
-        """
-        if self.ignored is not None or not self.graph.any_batch:
-            return mean
-        names = self.inputs
-        joint = {name: torch.cat([batch[name] for batch in microbatches]) for name in names}
-        doubled = {name: torch.cat([value, value]) for name, value in joint.items()}
-        whole, twice = self.count(joint)[0], self.count(doubled)[0]
-        return whole / len(microbatches) if twice > _DOUBLED * whole else whole
 
     def is_uneven(self, batches: Iterable[Batch]) -> bool:
         """Return whether microbatches may count unequal numbers of labels. Raises UsageError if all of them count none."""
@@ -128,7 +114,10 @@ class LabelMean:
             counted, there = counted + count, there + labels
         if not counted:
             raise UsageError("no sample of the data has a label that counts; check the labels")
-        return not self.leaves_nothing_out or counted < there
+        counts_alike = (
+            self.weight is None and self.ignored is not None
+        )  # each label as 1, unless it has the ignored value
+        return not counts_alike or counted < there
 
 
 def label_means(graph: Graph) -> tuple[LabelMean, ...]:
@@ -190,14 +179,10 @@ def _find(graph: Graph, *, are_told: bool = False) -> Iterator[LabelMean]:
         refs = [argument for argument in node.args if isinstance(argument, Ref)]
         if base in MEANS:
             yield from _over_classes(flow, node)
-        elif (
-            base in _DIVIDING
-            and len(refs) == 2
-            and _is_scalar(node)
-            and flow.divides(*refs)
-            and not flow.obstacle(node)
-        ):
-            yield LabelMean(graph, node, refs[1], None, None, "")
+        elif base in _DIVIDING and len(refs) == 2:
+            is_scalar = all(kind is not None and all(size == 1 for size in kind.shape) for kind in node.types)
+            if is_scalar and flow.divides(*refs) and not flow.obstacle(node):
+                yield LabelMean(graph, node, refs[1], None, None, "")
 
 
 def _over_classes(flow: _Flow, node: OperatorCall) -> Iterator[LabelMean]:
@@ -222,10 +207,6 @@ def arguments_of(node: OperatorCall) -> dict[str, Any]:
     arguments = resolve(node.operator)._schema.arguments  # type: ignore[attr-defined]
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
     return defaults | dict(zip((argument.name for argument in arguments), node.args, strict=False)) | node.kwargs
-
-
-def _is_scalar(node: OperatorCall) -> bool:
-    return all(kind is not None and all(size == 1 for size in kind.shape) for kind in node.types)
 
 
 class _Flow:

@@ -15,11 +15,10 @@ from itertools import accumulate, pairwise
 import msgspec
 
 from swarmnode.compress.codecs import DTYPE_OF
-from swarmnode.compute.graph.boundary import wire_dtype
+from swarmnode.compute.graph.boundary import constant_values, value_types, wire_dtype
 from swarmnode.compute.graph.costs.estimate import estimate_nodes, reference_seconds, type_bytes
 from swarmnode.compute.graph.graph import BUFFER, PARAMETER, Graph, Ref
 from swarmnode.compute.graph.label_count import label_means
-from swarmnode.compute.graph.layout import constant_values, value_types
 
 UNITS = 64
 """No unit shall have more than 1 / UNITS of the time or of the weights, if there is a good place to cut."""
@@ -43,10 +42,20 @@ def partition(graph: Graph, units: int = UNITS) -> Partition:
 
     The last piece computes all means over labels, since it receives their shares.
     """
-    graph, sums = _means_last(graph)
+    # Means over labels, and the nodes that depend on them, move to the end.
+    moved = {mean.node.name for mean in label_means(graph)}
+    for node in graph.nodes:
+        if any(ref.name in moved for ref in node.refs()):
+            moved.add(node.name)
+    first = [node for node in graph.nodes if node.name not in moved]
+    last = [node for node in graph.nodes if node.name in moved]
+    graph, sums = msgspec.structs.replace(graph, nodes=(*first, *last)), len(first)
     batch = graph.batch
     seconds = [0.0, *accumulate(reference_seconds(estimate_nodes(graph, batch).values()))]
-    weights = [0.0, *accumulate(_first_weights(graph))]
+    # The bytes of the parameters that each node is the first to use.
+    sizes = {weight.name: type_bytes(weight.type, 1) for weight in graph.weights if weight.kind == PARAMETER}
+    new = (sum(sizes.pop(ref.name, 0) for ref in node.refs()) for node in graph.nodes)
+    weights = [0.0, *accumulate(new)]
     crossing = crossing_bytes(graph)
     closed, remarks = _closed_places(graph, seconds)
     closed |= _places_that_no_frame_crosses(graph) | set(range(sums + 1, len(graph.nodes)))
@@ -54,18 +63,6 @@ def partition(graph: Graph, units: int = UNITS) -> Partition:
     places = _without_crumbs([0, *good, len(graph.nodes)], crossing, [seconds, weights], _CRUMB / units)
     cuts = _choose(places, crossing, [seconds, weights], 1 / units)
     return Partition(msgspec.structs.replace(graph, cuts=tuple(cuts)), tuple(remarks))
-
-
-def _means_last(graph: Graph) -> tuple[Graph, int]:
-    """Return the graph with its means over labels, and the nodes that depend on them, moved to the end, and the number of the
-    first moved node."""
-    moved = {mean.node.name for mean in label_means(graph)}
-    for node in graph.nodes:
-        if any(ref.name in moved for ref in node.refs()):
-            moved.add(node.name)
-    first = [node for node in graph.nodes if node.name not in moved]
-    last = [node for node in graph.nodes if node.name in moved]
-    return msgspec.structs.replace(graph, nodes=(*first, *last)), len(first)
 
 
 def crossing_bytes(graph: Graph) -> list[int]:
@@ -119,12 +116,6 @@ def balance(
             for end in range(units + 1)
         ]
     return list(best[units][1])
-
-
-def _first_weights(graph: Graph) -> list[int]:
-    """Return for each node the bytes of the parameters that it is the first to use."""
-    sizes = {weight.name: type_bytes(weight.type, 1) for weight in graph.weights if weight.kind == PARAMETER}
-    return [sum(sizes.pop(ref.name, 0) for ref in node.refs()) for node in graph.nodes]
 
 
 def _closed_places(graph: Graph, seconds: list[float]) -> tuple[set[int], list[str]]:

@@ -1,21 +1,32 @@
-"""GraphSegment: trains and serves units of a graph. It interprets: operators are looked up once, then called in order."""
+"""GraphSegment: trains and serves units of a graph. It interprets: operators are looked up once, then called in order.
+
+Range checks: numbers that operators use as indices into a table, or as probabilities, are checked before their use.
+
+These numbers come from samples and from other peers. On a CPU one out of range is an IndexError. On a CUDA device it is a failed
+assertion, and with it the whole process loses the device. So they are compared on the device, without waiting for it. Those out of
+range are replaced by valid ones, and the pass is refused when it is over.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.boundary import batch_of, check_labels, described, text_of
-from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
-from swarmnode.compute.graph.label_count import WeighedMeans
-from swarmnode.compute.graph.layout import Layout, Unit, Value, taken
-from swarmnode.compute.graph.operators import (
+from swarmnode.compute.graph.boundary import Layout, Unit, Value, batch_of, check_labels, described, taken, text_of
+from swarmnode.compute.graph.graph import (
+    INSTEAD_OF_OPERATOR,
+    Argument,
+    Graph,
+    Poly,
+    Ref,
     argument_value,
     draws_by_device,
     gives_list,
@@ -23,12 +34,218 @@ from swarmnode.compute.graph.operators import (
     resolve,
     torch_constant,
 )
-from swarmnode.compute.graph.ranges import RangeCheck
+from swarmnode.compute.graph.label_count import WeighedMeans
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.training.randomness import CounterDropout, reseed
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.compute.training.segment import Segment, Shares, Values
 from swarmnode.errors import CheckpointError, ProtocolError
+
+Given = Mapping[str, Any]
+"""Arguments of an operator, by their names in its schema"""
+
+
+class RangeCheck:
+    """Check that the indexes and numbers that a graph's operators take from samples and from other peers are in range, for one
+    pass at a time."""
+
+    def __init__(self) -> None:
+        self._wrong: Tensor | None = None  # bool, on the device
+
+    def guarded(self, operator: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the function of an operator, like "aten.gather.default", so that its arguments are made safe first.
+
+        Operators without a rule are returned unchanged.
+        """
+        rule = _RULES.get(operator.split(".")[1])
+        if rule is None:
+            return function
+        computes = INSTEAD_OF_OPERATOR.get(operator, function)
+        arguments = function._schema.arguments  # type: ignore[attr-defined]
+        names = [argument.name for argument in arguments]
+        defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            return computes(**given | rule(self, defaults | given))
+
+        return call
+
+    def begin(self) -> None:
+        """Begin another pass: forget the faults of the one before."""
+        self._wrong = None
+
+    def all_well(self) -> bool:
+        """Return whether everything was in range since `begin`. Waits for the device if anything was compared."""
+        return self._wrong is None or not bool(self._wrong)
+
+    def places(self, places: Tensor, low: int, high: int, *, passes: int | None = None) -> Tensor:
+        """Return the indices with those outside [low, high) replaced by 0; `passes` is one more that is valid."""
+        wrong = (places < low) | (places >= high)
+        return self.replaced(places, wrong if passes is None else wrong & (places != passes))
+
+    def together(self, values: Tensor, wrong: Tensor, instead: Tensor | int) -> Tensor:
+        """Return the values, all replaced by `instead` if any of `wrong` is true."""
+        return torch.where(self._found(wrong), torch.as_tensor(instead).to(values), values)
+
+    def replaced(self, values: Tensor, wrong: Tensor, instead: int = 0) -> Tensor:
+        """Return the values, those of them replaced by `instead` that are `wrong`."""
+        self._found(wrong)
+        return values.masked_fill(wrong, instead)
+
+    def _found(self, wrong: Tensor) -> Tensor:
+        found = wrong.any()
+        self._wrong = found if self._wrong is None else self._wrong | found
+        return found
+
+
+def _rows(check: RangeCheck, given: Given) -> dict[str, Any]:
+    return {"indices": check.places(given["indices"], 0, given["weight"].shape[0])}
+
+
+def _bags(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Check offsets: they begin at 0, never decrease, and lie within the indices."""
+    offsets, count = given["offsets"], len(given["indices"])
+    wrong = (offsets < 0) | (offsets > count)
+    wrong[:1] |= offsets[:1] != 0
+    wrong[1:] |= offsets.diff() < 0
+    return {**_rows(check, given), "offsets": check.together(offsets, wrong, 0)}
+
+
+def _repeats(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Check repeats: they are not negative, and make up the declared size of the result."""
+    repeats, size = given["repeats"], given["output_size"]
+    if not isinstance(repeats, Tensor):
+        return {}
+    if size is None:
+        return {"repeats": check.places(repeats, 0, torch.iinfo(torch.int32).max)}
+    times = 1
+    if "self" in given and repeats.numel() == 1:  # repeats each element
+        source, dim = given["self"], given["dim"]
+        times = source.numel() if dim is None else source.shape[dim]
+    wrong = (repeats < 0).any() | (repeats.sum() * times != size)
+    instead = torch.zeros_like(repeats)
+    instead[:1] = size // times
+    return {"repeats": check.together(repeats, wrong, instead)}
+
+
+def _shares(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Check the weights of a draw: not negative, infinite or NaN, and no rows of zeros. Wrong ones become 1."""
+    values = given["self"]
+    wrong = ~((values >= 0) & (values < float("inf")))
+    nothing = values.masked_fill(wrong, 0).sum(-1, keepdim=True) == 0
+    return {"self": check.replaced(values, wrong | nothing, 1)}
+
+
+def _along(check: RangeCheck, given: Given, name: str = "index", *, from_end: bool = False) -> dict[str, Any]:
+    """Check places in a dimension, or in all elements without one. `from_end`: negative numbers count from its end."""
+    source, dim = given["self"], given.get("dim")
+    size = source.numel() if dim is None else source.shape[dim] if source.dim() else 1
+    return {name: check.places(given[name], -size if from_end else 0, size)}
+
+
+def _index(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Check one index for each of the first dimensions. A mask covers as many dimensions as it has."""
+    indices: list[Any] = []
+    dim = 0
+    for index in given["indices"]:
+        is_places = index is not None and index.dtype not in (torch.bool, torch.uint8)
+        size = given["self"].shape[dim]
+        indices.append(check.places(index, -size, size) if is_places else index)
+        dim += 1 if index is None or is_places else index.dim()
+    return {"indices": indices}
+
+
+def _classes(check: RangeCheck, given: Given) -> dict[str, Any]:
+    scores, target = given["self"], given["target"]
+    if target.is_floating_point():
+        return {}
+    count = scores.shape[1 if scores.dim() > 1 else 0]
+    return {"target": check.places(target, 0, count, passes=given.get("ignore_index"))}
+
+
+def _labels(check: RangeCheck, given: Given) -> dict[str, Any]:
+    return {"target": check.places(given["target"], -1, given["self"].shape[-1])}
+
+
+def _one_hot(check: RangeCheck, given: Given) -> dict[str, Any]:
+    count = given["num_classes"]
+    return {"self": check.places(given["self"], 0, count if count > 0 else torch.iinfo(torch.int32).max)}
+
+
+def _probabilities(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Check a tensor of probabilities, unless one number (`p`) is given for all elements. NaN is wrong, too."""
+    values = given["self"]
+    return {} if "p" in given else {"self": check.replaced(values, ~((values >= 0) & (values <= 1)))}
+
+
+def _masked(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Check a mask: it may not choose more places than the source has elements."""
+    mask = given["mask"].expand(torch.broadcast_shapes(given["mask"].shape, given["self"].shape))
+    beyond = mask & (mask.flatten().cumsum(0).view(mask.shape) > prod(given["source"].shape))
+    return {"mask": check.replaced(mask, beyond)}
+
+
+def _asserted(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Check an assertion that the export assumed for every batch."""
+    truth = given["self"]
+    return {"self": check.together(truth, ~truth.bool(), 1)}
+
+
+def _transcripts(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Check labels against the number of classes, and lengths against the scores and the labels."""
+    scores, targets = given["log_probs"], given["targets"]
+    if targets.dim() > 1:  # labels behind a row's end are never read
+        lengths = torch.as_tensor(given["target_lengths"], device=targets.device)
+        behind = torch.arange(targets.shape[1], device=targets.device) >= lengths[:, None]
+        targets = targets.masked_fill(behind, 0)
+    safe: dict[str, Any] = {"targets": check.places(targets, 0, scores.shape[-1])}
+    if isinstance(given["input_lengths"], Tensor):
+        safe["input_lengths"] = check.places(given["input_lengths"], 0, scores.shape[0] + 1)
+    lengths = given["target_lengths"]
+    if isinstance(lengths, Tensor):
+        most = targets.shape[1] if targets.dim() > 1 else targets.numel()
+        wrong = (lengths < 0) | (lengths > most)
+        if targets.dim() == 1:
+            wrong = wrong | (lengths.sum() != most)
+        safe["target_lengths"] = check.together(lengths, wrong.any(), 0)
+    return safe
+
+
+def _groups(check: RangeCheck, given: Given) -> dict[str, Any]:
+    """Check the ends of groups of rows: they never decrease, and lie within the rows."""
+    ends = given["offs"]
+    if ends is None:
+        return {}
+    left, right = given["self"], given["mat2"]
+    count = left.shape[0] if right.dim() == 3 else left.shape[-1] if left.dim() == 2 else right.shape[-1]
+    wrong = (ends < 0) | (ends > count)
+    wrong[1:] |= ends.diff() < 0
+    return {"offs": check.together(ends, wrong.any(), count)}
+
+
+_RULES: dict[str, Callable[[RangeCheck, Given], dict[str, Any]]] = {
+    "embedding": _rows,
+    "embedding_bag": _bags,
+    "repeat_interleave": _repeats,
+    "multinomial": _shares,
+    **dict.fromkeys(("index_select", "gather", "index_add", "index_copy"), _along),
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce"), _along),
+    **dict.fromkeys(("index", "index_put"), _index),
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"), _classes),
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward", "multi_margin_loss"), _classes),
+    "multilabel_margin_loss": _labels,
+    "index_fill": partial(_along, from_end=True),
+    "take": partial(_along, from_end=True),
+    "take_along_dim": partial(_along, name="indices"),
+    "one_hot": _one_hot,
+    "binary_cross_entropy": _probabilities,
+    "bernoulli": _probabilities,
+    "masked_scatter": _masked,
+    "_assert_async": _asserted,
+    "ctc_loss": _transcripts,
+    "_grouped_mm": _groups,
+}
 
 
 @dataclass(frozen=True)
@@ -86,10 +303,15 @@ class GraphSegment(Segment):
         self.is_portable = not any(draws_by_device(node.operator, node.args) for node in graph.nodes)
         held = {name for unit in self.layout.units[start:end] for name in unit.weights}
         self._weights = {weight.name: weight for weight in graph.weights if weight.name in held}
-        self._tensors = {
-            name: _as_weight(weights[weight.tensor].to(self.device), weight.trained, weight.type, weight.tensor)
-            for name, weight in self._weights.items()
-        }
+        self._tensors: dict[str, Tensor] = {}
+        for name, weight in self._weights.items():
+            tensor, kind = weights[weight.tensor].to(self.device), weight.type
+            if tuple(tensor.shape) != kind.shape or str(tensor.dtype) != f"torch.{kind.dtype}":
+                (text,) = map(text_of, described([tensor]))
+                raise CheckpointError(
+                    f"the tensor {weight.tensor} is {text}, but the graph has {kind.dtype} {kind.shape}; export the module again"
+                )
+            self._tensors[name] = nn.Parameter(tensor) if weight.trained else tensor
         self._programs = {number: self._compile(self.layout.units[number], number) for number in range(start, end)}
         places = {self._slot(Ref(name)): tensor for name, tensor in self._tensors.items()}
         self._template: list[Any] = [places.get(slot) for slot in range(len(self._slots))]
@@ -162,7 +384,14 @@ class GraphSegment(Segment):
             dropout.begin(seed, number)
         try:
             with dropout or nullcontext():
-                _interpret(program, slots, batch)
+                for call in program.calls:
+                    args = [_fill(argument, slots, batch) for argument in call.args]
+                    kwargs = {key: _fill(argument, slots, batch) for key, argument in call.kwargs.items()}
+                    output = call.function(*args, **kwargs)
+                    for item, slot in call.results:
+                        slots[slot] = output if item is None else output[item]
+                    for slot in call.done:
+                        slots[slot] = None
         except (IndexError, torch.linalg.LinAlgError) as error:
             raise ProtocolError(f"layer {number} of the graph cannot work with this batch: {error}") from error
         for buffer, slot in program.moves:
@@ -181,25 +410,24 @@ class GraphSegment(Segment):
         calls = []
         for node in unit.nodes:
             done = sorted({self._slot(ref) for ref in node.refs() if last_use.get(ref) == node.name})
-            calls.append(self._compile_call(node, tuple(done)))
+            function = resolve(node.operator)
+            if len(node.types) == 1:
+                item = 0 if gives_list(function) else None
+                results: list[tuple[int | None, int]] = [(item, self._slot(Ref(node.name)))]
+            else:
+                results = [(item, self._slot(Ref(node.name, item))) for item in range(len(node.types))]
+            call = _Call(
+                function=self._means.guarded(node, self._ranges.guarded(node.operator, function)),
+                args=tuple(map(self._compile_argument, node.args)),
+                kwargs={key: self._compile_argument(argument) for key, argument in node.kwargs.items()},
+                results=tuple(results),
+                done=tuple(done),
+            )
+            calls.append(call)
         return _Program(
             calls=tuple(calls),
             moves=tuple((self._tensors[move.buffer], self._slot(move.value)) for move in unit.moves),
             is_random=any(is_random(node.operator, node.args) for node in unit.nodes),
-        )
-
-    def _compile_call(self, node: OperatorCall, done: tuple[int, ...]) -> _Call:
-        function = resolve(node.operator)
-        if len(node.types) == 1:
-            results: list[tuple[int | None, int]] = [(0 if gives_list(function) else None, self._slot(Ref(node.name)))]
-        else:
-            results = [(item, self._slot(Ref(node.name, item))) for item in range(len(node.types))]
-        return _Call(
-            function=self._means.guarded(node, self._ranges.guarded(node.operator, function)),
-            args=tuple(map(self._compile_argument, node.args)),
-            kwargs={key: self._compile_argument(argument) for key, argument in node.kwargs.items()},
-            results=tuple(results),
-            done=done,
         )
 
     def _compile_argument(self, argument: Argument) -> Any:
@@ -223,21 +451,9 @@ def load_segment(folder: Path, start: int, end: int, *, device: torch.device | s
         raise CheckpointError(
             f"{folder}: the graph needs the tensor {missing[0]}, which the weights lack; export the module again"
         )
-    copies = {
-        name: tensor.clone() for name, tensor in checkpoint.read(names).items()
-    }  # training must not write into a mapped file
+    # Training must not write into a mapped file.
+    copies = {name: tensor.clone() for name, tensor in checkpoint.read(names).items()}
     return GraphSegment(checkpoint.graph, copies, start, end, device=device)
-
-
-def _interpret(program: _Program, slots: list[Any], batch: int) -> None:
-    for call in program.calls:
-        args = [_fill(argument, slots, batch) for argument in call.args]
-        kwargs = {key: _fill(argument, slots, batch) for key, argument in call.kwargs.items()}
-        output = call.function(*args, **kwargs)
-        for item, slot in call.results:
-            slots[slot] = output if item is None else output[item]
-        for slot in call.done:
-            slots[slot] = None
 
 
 def _fill(argument: Any, slots: list[Any], batch: int) -> Any:
@@ -247,12 +463,3 @@ def _fill(argument: Any, slots: list[Any], batch: int) -> Any:
     if kind is list:
         return [_fill(item, slots, batch) for item in argument]
     return argument.at(batch) if kind is Poly else argument
-
-
-def _as_weight(tensor: Tensor, trained: bool, kind: TensorType, name: str) -> Tensor:
-    if tuple(tensor.shape) != kind.shape or str(tensor.dtype) != f"torch.{kind.dtype}":
-        (text,) = map(text_of, described([tensor]))
-        raise CheckpointError(
-            f"the tensor {name} is {text}, but the graph has {kind.dtype} {kind.shape}; export the module again"
-        )
-    return nn.Parameter(tensor) if trained else tensor

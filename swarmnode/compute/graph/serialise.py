@@ -1,7 +1,7 @@
 """File of a graph: JSON that names operators and values, beside the weights as safetensors. No code, no pickle.
 
 Everything is checked before it is used: sizes, names, that values exist before they are used, and that every operator is listed
-in `operators.py`.
+in `graph.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from swarmnode.compute.graph.boundary import Layout
 from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.graph import (
     BUFFER,
@@ -29,9 +30,9 @@ from swarmnode.compute.graph.graph import (
     Ref,
     Size,
     TensorType,
+    resolve,
+    torch_constant,
 )
-from swarmnode.compute.graph.layout import Layout
-from swarmnode.compute.graph.operators import resolve, torch_constant
 from swarmnode.compute.model.checkpoint import SINGLE_FILE, Checkpoint
 from swarmnode.errors import CheckpointError
 
@@ -104,6 +105,10 @@ def decode_graph(raw: bytes) -> Graph:
     return graph
 
 
+def _invalid(what: str) -> CheckpointError:
+    return CheckpointError(f"{what}; export the module again")
+
+
 def check_graph(graph: Graph) -> None:
     """Raise CheckpointError for the first fault of a graph."""
     rules = {
@@ -112,13 +117,15 @@ def check_graph(graph: Graph) -> None:
         "a bounded number of weights": len(graph.weights) <= MAX_WEIGHTS,
         "a bounded number of nodes": 0 < len(graph.nodes) <= MAX_NODES,
         "a bounded number of units": graph.units <= MAX_UNITS,
-        "units of at least one node": _is_rising((0, *graph.cuts, len(graph.nodes))),
+        "units of at least one node": all(
+            before < after for before, after in pairwise((0, *graph.cuts, len(graph.nodes)))
+        ),
         "a batch of at least one sample": 0 < graph.batch <= MAX_NUMBER,
         "every weight once": len({weight.tensor for weight in graph.weights}) == len(graph.weights),
     }
     for rule, kept in rules.items():
         if not kept:
-            raise CheckpointError(f"the graph is not valid: it needs {rule}; export the module again")
+            raise _invalid(f"the graph is not valid: it needs {rule}")
     known = _check_names(graph)
     for node in graph.nodes:
         _check_node(node, known)
@@ -127,26 +134,19 @@ def check_graph(graph: Graph) -> None:
     for move in graph.moves:
         _check_ref(move.value, known)
         if kinds.get(move.buffer) != BUFFER:
-            raise CheckpointError(
-                f"the graph writes into {move.buffer[:MAX_TEXT]!r}, which is not a buffer; export the module again"
-            )
-    _check_results(graph, known)
-
-
-def _check_results(graph: Graph, known: dict[str, int]) -> None:
+            raise _invalid(f"the graph writes into {move.buffer[:MAX_TEXT]!r}, which is not a buffer")
     if (graph.loss is None) == (not graph.outputs) or len(graph.outputs) > MAX_OUTPUTS:
-        raise CheckpointError(f"the graph needs a loss, or 1 to {MAX_OUTPUTS} outputs; export the module again")
-    weights = {weight.name for weight in graph.weights}
+        raise _invalid(f"the graph needs a loss, or 1 to {MAX_OUTPUTS} outputs")
     names: dict[str, int] = {}
     for output in graph.outputs:
         _check_name(output.name, names)
         names[output.name] = 1
     for ref in graph.results:
         _check_ref(ref, known)
-        if ref.name in weights:
-            raise CheckpointError("the graph returns a weight as its result; export the module again")
+        if ref.name in kinds:
+            raise _invalid("the graph returns a weight as its result")
     if graph.loss is not None and graph.loss.name not in {node.name for node in graph.nodes}:
-        raise CheckpointError("the graph's loss is not a result of an operator; export the module again")
+        raise _invalid("the graph's loss is not a result of an operator")
 
 
 def _check_names(graph: Graph) -> dict[str, int]:
@@ -158,13 +158,9 @@ def _check_names(graph: Graph) -> dict[str, int]:
                 "unknown kind; upgrade swarmnode, or export the module again"
             )
         if not all(isinstance(size, int) for size in weight.type.shape):
-            raise CheckpointError(
-                f"the graph's weight {weight.tensor[:MAX_TEXT]!r} depends on the batch; export the module again"
-            )
+            raise _invalid(f"the graph's weight {weight.tensor[:MAX_TEXT]!r} depends on the batch")
         if weight.values and len(weight.values) != math.prod(weight.type.sizes(1)):
-            raise CheckpointError(
-                f"the graph has a wrong number of elements of {weight.tensor[:MAX_TEXT]!r}; export the module again"
-            )
+            raise _invalid(f"the graph has a wrong number of elements of {weight.tensor[:MAX_TEXT]!r}")
     known: dict[str, int] = {}
     for name, kind in graph.sources:
         _check_type(kind)
@@ -177,9 +173,7 @@ def _check_node(node: OperatorCall, known: dict[str, int]) -> None:
     _check_name(node.name, known)
     resolve(node.operator)
     if len(node.args) + len(node.kwargs) > MAX_ARGUMENTS or not 0 < len(node.types) <= MAX_RESULTS:
-        raise CheckpointError(
-            f"the graph's operator {node.name} has too many arguments or results; export the module again"
-        )
+        raise _invalid(f"the graph's operator {node.name} has too many arguments or results")
     for argument in (*node.args, *node.kwargs.values()):
         if isinstance(argument, list) and len(argument) > MAX_LIST:
             raise CheckpointError(
@@ -201,31 +195,27 @@ def _check_atom(atom: Argument, known: dict[str, int]) -> None:
     elif isinstance(atom, Poly):
         _check_size(atom)
     elif isinstance(atom, Real) and atom.text not in _REALS:
-        raise CheckpointError("the graph has an invalid float; export the module again")
+        raise _invalid("the graph has an invalid float")
     elif isinstance(atom, str) and len(atom) > MAX_TEXT:
         raise CheckpointError("the graph has a text that is too long; export the module with shorter names")
     elif isinstance(atom, float) and not math.isfinite(atom):
-        raise CheckpointError("the graph has an infinite float or NaN as a plain number; export the module again")
+        raise _invalid("the graph has an infinite float or NaN as a plain number")
 
 
 def _check_ref(ref: Ref, known: dict[str, int]) -> None:
     results = known.get(ref.name, 0)
     if results == 0 or (ref.item is None) != (results == 1) or not 0 <= (ref.item or 0) < results:
-        raise CheckpointError(
-            f"the graph uses the value {ref.name[:MAX_TEXT]!r} before it exists; export the module again"
-        )
+        raise _invalid(f"the graph uses the value {ref.name[:MAX_TEXT]!r} before it exists")
 
 
 def _check_name(name: str, known: dict[str, int]) -> None:
     if not 0 < len(name) <= MAX_TEXT or not name.isprintable() or name in known:
-        raise CheckpointError(
-            f"the graph has two values named {name[:MAX_TEXT]!r}, or the name is invalid; export the module again"
-        )
+        raise _invalid(f"the graph has two values named {name[:MAX_TEXT]!r}, or the name is invalid")
 
 
 def _check_type(kind: TensorType) -> None:
     if not isinstance(torch_constant(kind.dtype), torch.dtype) or len(kind.shape) > MAX_DIMENSIONS:
-        raise CheckpointError("the graph has a value of an impossible type; export the module again")
+        raise _invalid("the graph has a value of an impossible type")
     for size in kind.shape:
         _check_size(size)
 
@@ -233,11 +223,7 @@ def _check_type(kind: TensorType) -> None:
 def _check_size(size: Size) -> None:
     numbers = (size,) if isinstance(size, int) else size.coefficients
     if not 0 < len(numbers) <= MAX_DEGREE + 1 or any(abs(number) > MAX_NUMBER for number in numbers):
-        raise CheckpointError("the graph has an impossible size; export the module again")
-
-
-def _is_rising(numbers: tuple[int, ...]) -> bool:
-    return all(before < after for before, after in pairwise(numbers))
+        raise _invalid("the graph has an impossible size")
 
 
 class GraphCheckpoint(Checkpoint):

@@ -18,11 +18,11 @@ from huggingface_hub.errors import StrictDataclassError
 
 from swarmnode.compute.model.family import Family, family_of, plain_config, settings_of
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.packing.quantised_weights import QuantisedTensors
-from swarmnode.compute.model.packing.tensor_entry import (
+from swarmnode.compute.model.quantised_weights import QuantisedTensors
+from swarmnode.compute.packing.tensor_entry import (
     MAX_TOLD_CHARS,
-    FileSlice,
     TensorEntry,
+    file_slice,
     packed_entries,
     packed_slices,
     read_json,
@@ -52,7 +52,6 @@ DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
     "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
-
 
 _OF_NO_USER = ("_token_id must be `None` or", "This is a legacy value of the official releases")
 
@@ -182,7 +181,7 @@ class Checkpoint:
         mapped. Raises CheckpointError if a file cannot be read."""
         if self.quantised is None:
             return self.open_slices(names)
-        return {name: FileSlice(self.entries[name]) for name in names}
+        return {name: file_slice(self.entries[name]) for name in names}
 
 
 @lean()
@@ -271,29 +270,23 @@ def _without_kernels(values: Any) -> Any:
     return {key: _without_kernels(value) for key, value in kept.items()}
 
 
-def _instead(path: Path) -> str:
-    """Return a hint on the other formats in a folder without safetensors; empty if none is recognised."""
-    if any(path.glob("*.gguf")):
-        return ", but GGUF: found a swarm on it (`create`, `host`), which writes its weights as safetensors into NAME-weights"
-    if any(path.glob("*.bin")):
-        return ", but pickles (.bin), which may run code and are never opened: convert them to safetensors"
-    return ""
-
-
 def read_entries(path: Path) -> dict[str, TensorEntry]:
     """Return every tensor of the checkpoint in folder `path`, by name, from the headers alone.
 
     Raises CheckpointError if files or tensors are missing or damaged.
     """
-    return {**_safetensors_entries(path), **packed_entries(path)}
-
-
-def _safetensors_entries(path: Path) -> dict[str, TensorEntry]:
     index_file = path / INDEX_FILE
     if not index_file.is_file():
         if not (path / SINGLE_FILE).is_file():
-            raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is here{_instead(path)}")
-        return read_header(path / SINGLE_FILE)
+            instead = ""  # a hint on the other formats in the folder
+            if any(path.glob("*.gguf")):
+                instead = (
+                    ", but GGUF: found a swarm on it (`create`, `host`), which writes safetensors into NAME-weights"
+                )
+            elif any(path.glob("*.bin")):
+                instead = ", but pickles (.bin), which may run code and are never opened: convert them to safetensors"
+            raise CheckpointError(f"{path}: neither {SINGLE_FILE} nor {INDEX_FILE} is here{instead}")
+        return {**read_header(path / SINGLE_FILE), **packed_entries(path)}
     weight_map = read_weight_map(index_file)
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
@@ -305,7 +298,7 @@ def _safetensors_entries(path: Path) -> dict[str, TensorEntry]:
             f"{path / weight_map[missing[0]]}: lacks the tensor {missing[0]}, "
             f"which {INDEX_FILE} promises; fetch the checkpoint again"
         )
-    return entries
+    return {**entries, **packed_entries(path)}
 
 
 def read_weight_map(index_file: Path) -> dict[str, str]:

@@ -128,7 +128,31 @@ def _is_one_of(module: str, names: Iterable[str]) -> bool:
 def family_of(config: Any) -> Family:
     """Return the family of this transformers config. Raises CheckpointError with the reason if the model cannot be cut."""
     model_class = causal_class(config)
-    _refuse_by_config(config, model_class)
+    kind, other = f"model type {config.model_type!r}", _other_layers(config)
+    if (settings := settings_of(config)) is not None:
+        raise CheckpointError(
+            f"the config is of a quantised checkpoint ({settings.get('quant_method', 'unknown')}): give the folder to "
+            "`create --model` or `host`"
+        )
+    for is_so, reason in (
+        (
+            getattr(model_class, "_is_stateful", False),
+            "keeps a recurrent state (linear attention or Mamba) that cannot be batched yet; choose another model",
+        ),
+        (
+            is_dynamic(config),
+            "has rotary frequencies that change with every position (dynamic): sessions in one pass would change each other; "
+            "choose another model",
+        ),
+        (
+            _asks_for_routers(config),
+            "asks for its routers' logits (output_router_logits), which come from all layers at once, so it cannot be split: "
+            "set it to false in config.json",
+        ),
+        (other, f"has layers of type {', '.join(other)}: only attention layers can be split; choose another model"),
+    ):
+        if is_so:
+            raise CheckpointError(f"{kind} {reason}")
     return Family(**vars(trace_model(model_class, config)), model_class=model_class, config=config)
 
 
@@ -174,32 +198,3 @@ def causal_class(config: Any) -> type[Any]:
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     chosen: type[Any] = model_class[0] if isinstance(model_class, tuple) else model_class
     return chosen
-
-
-def _refuse_by_config(config: Any, model_class: type[Any]) -> None:
-    kind = f"model type {config.model_type!r}"
-    settings = settings_of(config)
-    if settings is not None:
-        method = settings.get("quant_method", "unknown")
-        raise CheckpointError(
-            f"the config is of a quantised checkpoint ({method}): give the folder to `create --model` or `host`"
-        )
-    if getattr(model_class, "_is_stateful", False):
-        raise CheckpointError(
-            f"{kind} keeps a recurrent state (linear attention or "
-            "Mamba) that cannot be batched yet; choose another model"
-        )
-    if is_dynamic(config):
-        raise CheckpointError(
-            f"{kind} has rotary frequencies that change with every position (dynamic): "
-            "sessions in one pass would change each other; choose another model"
-        )
-    if _asks_for_routers(config):
-        raise CheckpointError(
-            f"{kind} asks for its routers' logits (output_router_logits), which come from all layers at once, so it "
-            "cannot be split: set it to false in config.json"
-        )
-    if other := _other_layers(config):
-        raise CheckpointError(
-            f"{kind} has layers of type {', '.join(other)}: only attention layers can be split; choose another model"
-        )

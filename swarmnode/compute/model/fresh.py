@@ -17,34 +17,17 @@ from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.errors import CheckpointError, SwarmnodeError
 
 TINY_SIZES = {
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-    "max_seq_len": 64,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "max_seq_len"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 48),
+    **dict.fromkeys(("hidden_size", "word_embed_proj_dim"), 32),
     "intermediate_size_mlp": 24,
-    "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
-    "n_inner": 48,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    **dict.fromkeys(("head_dim", "v_head_dim", "q_lora_rank", "kv_lora_rank"), 8),
+    **dict.fromkeys(("num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim"), 4),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size"), 3),
     "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 4,
-    "v_head_dim": 8,
-    "rotary_dim": 4,
-    "sliding_window": 3,
-    "window_size": 3,
-    "attention_chunk_size": 3,
+    **dict.fromkeys(("n_group", "topk_group"), 1),
 }
 TINY_LAYERS = 4
 FACTORS = {"long_factor", "short_factor"}
@@ -71,7 +54,14 @@ def position_limit(family: Family) -> int | None:
     key = family_key(family)
     if key not in _bounded:
         with tried(family) as tiny:
-            _bounded[key] = _ends(tiny_model(tiny), _positions(tiny.config))
+            positions = _positions(tiny.config)
+            _bounded[key] = False  # also if the positions of the config are unknown or too many to try
+            if positions is not None and positions <= TINY_SIZES["max_position_embeddings"]:
+                model = tiny_model(tiny)
+                try:  # one position more than those of the config
+                    model(input_ids=torch.zeros((1, positions + 1), dtype=torch.int64), use_cache=False)
+                except FOREIGN_ERRORS:  # an index out of its table, or a mask that is too short
+                    _bounded[key] = True
     return _positions(family.config) if _bounded[key] else None
 
 
@@ -114,48 +104,27 @@ def tiny_config(config: Any) -> Any:
         value = getattr(tiny, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > size:
             setattr(tiny, name, size)
-    _shrink_attention(tiny, config)
-    _shrink_factors(tiny)
+    # Heads share keys and values as in `config` (each its own, all one, or some); latent attention has its own head size.
+    sharing = getattr(config, "num_key_value_heads", None)
+    if sharing is not None:
+        tiny.num_key_value_heads = {config.num_attention_heads: tiny.num_attention_heads, 1: 1}.get(sharing, 2)
+    if getattr(config, "qk_rope_head_dim", None) is not None:
+        tiny.head_dim = tiny.qk_rope_head_dim
+    # LongRoPE has one factor for each pair of a head's rotated numbers.
+    head = getattr(tiny, "head_dim", None) or tiny.hidden_size // tiny.num_attention_heads
+    for rope in ropes(tiny):
+        pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
+        for name in FACTORS & rope.keys():
+            rope[name] = rope[name][:pairs]
     if config.pad_token_id is not None:
         tiny.pad_token_id = 0
     tiny.dtype = None
     return tiny
 
 
-def _shrink_attention(tiny: Any, config: Any) -> None:
-    """Let heads of the config `tiny` share keys and values as in `config` (each its own, all one, or some), and give latent
-    attention its own head size."""
-    sharing = getattr(config, "num_key_value_heads", None)
-    if sharing is not None:
-        tiny.num_key_value_heads = {config.num_attention_heads: tiny.num_attention_heads, 1: 1}.get(sharing, 2)
-    if getattr(config, "qk_rope_head_dim", None) is not None:
-        tiny.head_dim = tiny.qk_rope_head_dim
-
-
-def _shrink_factors(tiny: Any) -> None:
-    """Cut the lists of LongRoPE factors in the config `tiny` to one factor for each pair of a head's rotated numbers."""
-    head = getattr(tiny, "head_dim", None) or tiny.hidden_size // tiny.num_attention_heads
-    for rope in ropes(tiny):
-        pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
-        for name in FACTORS & rope.keys():
-            rope[name] = rope[name][:pairs]
-
-
 def _positions(config: Any) -> int | None:
     sizes = (getattr(config, name, None) for name in POSITION_NAMES)
     return next((size for size in sizes if isinstance(size, int)), None)
-
-
-def _ends(model: Any, positions: int | None) -> bool:
-    """Return whether the whole model fails at one position more than the `positions` of its config; False, without a trial, if
-    these are unknown or too many to try."""
-    if positions is None or positions > TINY_SIZES["max_position_embeddings"]:
-        return False
-    try:
-        model(input_ids=torch.zeros((1, positions + 1), dtype=torch.int64), use_cache=False)
-    except FOREIGN_ERRORS:  # an index out of its table, or a mask that is too short
-        return True
-    return False
 
 
 with lean():

@@ -1,6 +1,10 @@
 """Checkpoints by their name on the Hugging Face hub: small files first, then only the shards that a span needs.
 
 Sizes of all units are known before any weights are fetched: the headers of remote safetensors files are read by range.
+
+GGUF files of models on the Hugging Face hub: organisation/model:QUANT, as Ollama and llama.cpp take it, also after `hf.co/`.
+
+A quant is the part of the files' names that tells their number formats, as Q4_K_M or UD-Q4_K_XL. A split model counts once.
 """
 
 from __future__ import annotations
@@ -9,12 +13,13 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, Checkpoint, read_header
-from swarmnode.compute.model.packing.tensor_entry import TensorEntry
-from swarmnode.errors import CheckpointError
+from swarmnode.compute.packing.tensor_entry import TensorEntry
+from swarmnode.errors import CheckpointError, UsageError
 from swarmnode.swarm.records.manifest import is_hub_name
 from swarmnode.swarm.storage.content import GGUF_SUFFIX, TOKENIZER_NAMES
 
@@ -106,7 +111,14 @@ class HubCheckpoint(Checkpoint):
             has_gguf = any(file.endswith(GGUF_SUFFIX) for file in self._hub.files)
             hint = f"; for its GGUF files give hf.co/{repository}, or {repository}:QUANT" if has_gguf else ""
             raise CheckpointError(f"{repository}: has no {CONFIG_FILE}, so it is not a model of transformers{hint}")
-        self._take(self._remote_entries())
+        with _hub_errors(repository, self.revision):
+            metadata = self._hub.api.get_safetensors_metadata(repository, revision=self.revision)
+        entries: dict[str, TensorEntry] = {}
+        for file, header in metadata.files_metadata.items():
+            for name, tensor in header.tensors.items():
+                begin, end = tensor.data_offsets
+                entries[name] = TensorEntry(self.path / file, tensor.dtype, tuple(tensor.shape), begin, end)
+        self._take(entries)
 
     def __repr__(self) -> str:
         return f"HubCheckpoint({self.repository}, {len(self.entries)} tensors)"
@@ -120,7 +132,14 @@ class HubCheckpoint(Checkpoint):
         for shard in sorted({self.entries[name].file.name for name in names}):
             local = read_header(self._hub.fetch_whole(shard))
             for name in names:
-                if self.entries[name].file.name == shard and not _same_tensor(local.get(name), self.entries[name]):
+                promised, found = self.entries[name], local.get(name)
+                if promised.file.name != shard:
+                    continue
+                if found is None or (found.dtype, found.shape, found.nbytes) != (
+                    promised.dtype,
+                    promised.shape,
+                    promised.nbytes,
+                ):
                     raise CheckpointError(
                         f"{self.repository}: {name} in {shard} is not what the hub's header promised; try again"
                     )
@@ -133,16 +152,6 @@ class HubCheckpoint(Checkpoint):
     def small_file(self, name: str) -> Path | None:
         """Fetch a small file and return its path; None if the hub does not have it."""
         return self._hub.fetch(name) if name in self._hub.files else None
-
-    def _remote_entries(self) -> dict[str, TensorEntry]:
-        with _hub_errors(self.repository, self.revision):
-            metadata = self._hub.api.get_safetensors_metadata(self.repository, revision=self.revision)
-        entries: dict[str, TensorEntry] = {}
-        for file, header in metadata.files_metadata.items():
-            for name, tensor in header.tensors.items():
-                begin, end = tensor.data_offsets
-                entries[name] = TensorEntry(self.path / file, tensor.dtype, tuple(tensor.shape), begin, end)
-        return entries
 
 
 def _check_name(repository: str, revision: str | None) -> None:
@@ -206,10 +215,6 @@ def _sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _same_tensor(one: TensorEntry | None, other: TensorEntry) -> bool:
-    return one is not None and (one.dtype, one.shape, one.nbytes) == (other.dtype, other.shape, other.nbytes)
-
-
 @contextmanager
 def _hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
     """Turn errors of huggingface_hub into a CheckpointError with advice for the user."""
@@ -236,3 +241,97 @@ def _hub_errors(repository: str, revision: str | None = None) -> Iterator[None]:
         raise CheckpointError(
             f"{repository}: no such folder, and the hub cannot be reached ({error}); check the name and the connection"
         ) from error
+
+
+MAX_TOLD = 12  # quants in an error
+_HOSTS = re.compile(r"(https?://)?(www\.)?(hf\.co|huggingface\.co)/")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_QUANT = re.compile(
+    r"(?:^|[-._/])((?:UD-)?(?:IQ\d|TQ\d|Q\d)\w*|MXFP4(?:_MOE)?|BF16|FP?16|FP?32)(?=[-.]|$)", re.IGNORECASE
+)
+_SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
+
+
+@dataclass(frozen=True)
+class HubGguf:
+    """GGUF model of a repository on the hub: its files by name, in the order of their parts, at a commit."""
+
+    repository: Repository
+    files: tuple[str, ...]
+
+    def fetch(self) -> Path:
+        """Fetch the files, check them, and return the path of the first one. Raises CheckpointError."""
+        first, *_ = [self.repository.fetch_whole(file) for file in self.files]
+        return first
+
+    def fetch_beginnings(self, size: int, folder: Path) -> Path:
+        """Write the first `size` bytes of each file into `folder`, and return the path of the first one. Raises CheckpointError."""
+        name, revision = self.repository.name, self.repository.revision
+        first, *_ = [copy_beginning(name, file, size, folder, revision=revision) for file in self.files]
+        return first
+
+
+def find_on_hub(model: str) -> HubGguf | None:
+    """Return the GGUF model on the hub that the user names; None if the text has another form.
+
+    Forms: organisation/model:QUANT, organisation/model/FILE.gguf, and both with @revision or after hf.co/, where a repository with
+    one GGUF model needs no quant. Raises UsageError, with the repository's quants, if the name fits none or several;
+    CheckpointError if the hub does not answer.
+    """
+    on_hub = _HOSTS.match(model)
+    text, _, revision = model[on_hub.end() if on_hub else 0 :].partition("@")
+    text, _, quant = text.rstrip("/").partition(":")
+    organisation, _, rest = text.partition("/")
+    name, _, file = rest.partition("/")
+    is_form = bool(quant) != bool(file) or (on_hub is not None and not file)
+    if not is_form or not _NAME.fullmatch(f"{organisation}/{name}") or (file and not file.endswith(GGUF_SUFFIX)):
+        return None
+    repository = Repository(f"{organisation}/{name}", revision=revision or None)
+    models = _models(repository.files)
+    if not models and on_hub is not None and not quant:
+        return None  # safetensors
+    chosen = [key for key in models if file in models[key]] if file else _matching(models, quant)
+    if len(chosen) != 1:
+        raise UsageError(_advice(repository.name, models, quant or file, chosen))
+    return HubGguf(repository, models[chosen[0]])
+
+
+def _models(files: frozenset[str]) -> dict[str, tuple[str, ...]]:
+    """Return the files of each GGUF model, by their common name without parts and suffix. Projectors of images are left out."""
+    found: dict[str, list[str]] = {}
+    for file in sorted(files):
+        if file.endswith(GGUF_SUFFIX) and "mmproj" not in file.lower():
+            found.setdefault(_SPLIT.sub("", file.removesuffix(GGUF_SUFFIX)), []).append(file)
+    return {key: tuple(names) for key, names in found.items()}
+
+
+def _label(key: str) -> str:
+    """Return the quant of a model's name; the name if it tells none."""
+    quants = _QUANT.findall(key.rpartition("/")[2])
+    return str(quants[-1]) if quants else f"{key.rpartition('/')[2]}{GGUF_SUFFIX}"
+
+
+def _matching(models: dict[str, tuple[str, ...]], quant: str) -> list[str]:
+    """Return the models of a quant; without a quant all. A quant is compared without case, as a whole first, else with the end of
+    the name."""
+    if not quant:
+        return list(models)
+    wanted = quant.lower()
+    exact = [key for key in models if _label(key).lower() == wanted or wanted in map(str.lower, models[key])]
+    return exact or [key for key in models if re.search(rf"[-._/]{re.escape(wanted)}$", key.lower())]
+
+
+def _advice(name: str, models: dict[str, tuple[str, ...]], asked: str, chosen: list[str]) -> str:
+    """Return the error of a choice of none or several models."""
+    if not models:
+        return f"{name}: has no GGUF files; leave out :{asked}, or choose another repository"
+    if chosen and len({_label(key) for key in chosen}) < len(chosen):
+        options = [f"{name}/{models[key][0]}" for key in chosen]  # only their names differ
+    else:
+        options = [f"{name}:{_label(key)}" for key in chosen or models]
+    told = ", ".join(options[:MAX_TOLD]) + (f" and {len(options) - MAX_TOLD} more" if len(options) > MAX_TOLD else "")
+    if chosen:
+        return f"{name}: has {len(chosen)} GGUF models {f'of {asked}' if asked else ''}: give one of {told}".replace(
+            " :", ":"
+        )
+    return f"{name}: has no GGUF model {asked[:64]!r}; there are {told}"

@@ -140,7 +140,8 @@ class StandIns(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a module that is or was late; None for other modules, so that other finders find them."""
-        if fullname not in self._late and not (self._are_found() and self._is_late(fullname)):
+        is_inner = fullname not in self._real and fullname.rpartition(".")[0] in self._late
+        if fullname not in self._late and not (self.are_found and (fullname in self._fillings or is_inner)):
             return None
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((found for found in others if found is not None), None)
@@ -158,17 +159,14 @@ class StandIns(MetaPathFinder):
                 fill(module)
         return module
 
-    def execute(self, module: LateModule, loader: Loader) -> None:
-        """Leave a module late while the stand-ins are in place, else make it the real one."""
-        if not self._are_found():
-            module.become_real(loader)
-            del self._late[module.__name__]
+    def forget(self, name: str) -> None:
+        """Forget a late module that became real."""
+        del self._late[name]
 
-    def _are_found(self) -> bool:
+    @property
+    def are_found(self) -> bool:
+        """Whether imports find late modules now."""
         return self._users > 0 and not self._gave_way
-
-    def _is_late(self, name: str) -> bool:
-        return name in self._fillings or (name not in self._real and name.rpartition(".")[0] in self._late)
 
 
 class _StandInLoader(Loader):
@@ -181,7 +179,9 @@ class _StandInLoader(Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         assert isinstance(module, LateModule)
-        self.stand_ins.execute(module, self.real)
+        if not self.stand_ins.are_found:  # else the module stays late
+            module.become_real(self.real)
+            self.stand_ins.forget(module.__name__)
 
 
 def _replace(names: dict[str, Any], real: Mapping[int, Any]) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.model.packing.packed_weight import Block, frozen_product, tiles
+from swarmnode.compute.packing.packed_weight import Block, frozen_product, tiles
 
 LARGEST_EXPONENT = 15  # of float16
 BLOCK = 16  # outputs: a cache line of float32

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from swarmnode.compute.model.assemble import assemble, outline
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import family_of
-from swarmnode.compute.model.packing.quantised_weights import plain_slices
+from swarmnode.compute.model.quantised_weights import plain_slices
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.errors import CheckpointError
 
@@ -45,7 +45,7 @@ class GuessingLayer(ABC):
     Args:
         main: Span with the model's head and final norm, which the layer uses, too.
         block: The decoder layer, as a span of a model with one layer.
-        ends: The layer's other modules.
+        ends: The layer's other modules; "post_norm" stands before the model's head.
     """
 
     def __init__(self, main: ModelSpan, block: ModelSpan, ends: nn.ModuleDict) -> None:
@@ -82,9 +82,10 @@ class GuessingLayer(ABC):
             ids_RT: Token behind each position (int64).
         """
 
-    @abstractmethod
     def guess(self, hidden_RH: Tensor) -> Tensor:
         """Return the most likely ids_R (int64) after positions whose hidden_RH left the decoder layer."""
+        logits_RV: Tensor = self._main.model.get_output_embeddings()(self._ends["post_norm"](hidden_RH))
+        return logits_RV.argmax(-1)
 
 
 def embedding_of(checkpoint: Checkpoint) -> str | None:
@@ -142,11 +143,6 @@ class MtpLayer(GuessingLayer):
         inputs_RTH: Tensor = self._ends["projection"](torch.cat([embedded_RTH, normal_RTH], dim=-1))
         return inputs_RTH
 
-    def guess(self, hidden_RH: Tensor) -> Tensor:
-        """Return the most likely ids_R (int64) after positions whose hidden_RH left the decoder layer."""
-        logits_RV: Tensor = self._main.model.get_output_embeddings()(self._ends["post_norm"](hidden_RH))
-        return logits_RV.argmax(-1)
-
 
 def load_mtp(checkpoint: Checkpoint, main: ModelSpan) -> MtpLayer:
     """Load a checkpoint's MTP layer beside the span with its head, in the span's dtype. Quantised weights are dequantised.
@@ -157,7 +153,12 @@ def load_mtp(checkpoint: Checkpoint, main: ModelSpan) -> MtpLayer:
     if not names or not hasattr(main.model.base_model, "norm"):
         raise CheckpointError("the checkpoint has no prediction layer (MTP) in a known form")
     stored = _read(checkpoint, names)
-    family = family_of(_config_of_one(checkpoint.family.config))
+    try:
+        config = checkpoint.family.config.get_mtp_config()
+    except ValueError as error:
+        raise CheckpointError(f"its prediction layer (MTP) cannot be built: {error}") from error
+    config.num_hidden_layers = 1
+    family = family_of(config)
     layer = {f"model.layers.0.{name}": tensor for name, tensor in stored.items() if name not in ENDS}
     block = assemble(family, layer, 1, 2, dtype=main.dtype)
     block.to(main.device)
@@ -175,16 +176,6 @@ def _read(checkpoint: Checkpoint, names: Mapping[str, str]) -> dict[str, Any]:
         LAYER_EMBEDDING if name == names[LAYER_EMBEDDING] else name.removeprefix(prefix): each
         for name, each in slices.items()
     }
-
-
-def _config_of_one(config: Any) -> Any:
-    """Return the config of a model whose only layer is the MTP layer. Raises CheckpointError if the family has none."""
-    try:
-        one = config.get_mtp_config()
-    except ValueError as error:
-        raise CheckpointError(f"its prediction layer (MTP) cannot be built: {error}") from error
-    one.num_hidden_layers = 1
-    return one
 
 
 def _ends(tensors: Mapping[str, Tensor], main: ModelSpan) -> nn.ModuleDict:
@@ -231,11 +222,6 @@ class EagleHead(GuessingLayer):
         embedded_RTH = self._ends["embedding"](ids_RT.to(self.block.device))
         inputs_RTH: Tensor = self._ends["fusion"](torch.cat([embedded_RTH, hidden_RTH], dim=-1))
         return inputs_RTH
-
-    def guess(self, hidden_RH: Tensor) -> Tensor:
-        """Return the most likely ids_R (int64) after positions whose hidden_RH left the decoder layer."""
-        logits_RV: Tensor = self._main.model.get_output_embeddings()(hidden_RH)
-        return logits_RV.argmax(-1)
 
 
 def is_eagle(checkpoint: Checkpoint) -> bool:
@@ -300,6 +286,7 @@ def load_eagle(head: Checkpoint, served: Checkpoint, main: ModelSpan) -> EagleHe
         {
             "embedding": nn.Embedding.from_pretrained(tensors[EMBEDDING]),
             "fusion": linear(tensors[FUSION], tensors.get(BIAS)),
+            "post_norm": nn.Identity(),
         }
     )
     return EagleHead(main, ModelSpan(family, block, 1, 2), ends.to(main.device))

@@ -7,47 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from swarmnode.compute.model.adapters.span_adapters import SpanAdapters
 from swarmnode.compute.model.assemble import Packed, assemble
+from swarmnode.compute.model.attention import SameBits, attend_by_position, attends_by_position
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import position_limit
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import PackedLinear, Packings, packed_bytes
-from swarmnode.compute.model.packing.attention import SameBits, attend_by_position, attends_by_position
-from swarmnode.compute.model.packing.card_matrix import working_bytes
-from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
-from swarmnode.compute.model.packing.quantised_weights import plain_slices, read_quantised
-from swarmnode.compute.model.quantize import Quantization
+from swarmnode.compute.model.quantised_weights import plain_slices, read_quantised
 from swarmnode.compute.model.stack import Stack
 from swarmnode.compute.model.trace import CACHE_ARGUMENT
+from swarmnode.compute.packing.card_matrix import working_bytes
+from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
+from swarmnode.compute.packing.quantize import Quantization
 from swarmnode.config import EXACT, FAST, PLAIN
 from swarmnode.errors import LocalError
 
 WIDTHS, WIDEST, LOGITS = 6, 3, 2  # tensors at once in a pass: of the hidden size, of a layer's widest, of logits
-
-
-def dismantle(model: nn.Module, device: torch.device) -> None:
-    """Drop all weights and buffers, also packed ones, and return the allocator's cached memory to the device.
-
-    The model cannot be used afterwards.
-    """
-    for module in list(model.modules()):
-        for held in (module._parameters, module._buffers, module._modules):
-            held.clear()
-        module.__dict__.pop("_packed", None)
-        for name in [name for name, value in vars(module).items() if isinstance(value, PackedWeight | PackedStack)]:
-            delattr(module, name)
-    if device.type == "cuda":
-        with contextlib.suppress(RuntimeError):  # the card may be lost, with everything on it
-            torch.cuda.empty_cache()
 
 
 class HiddenReader(Protocol):
@@ -92,8 +75,10 @@ class ModelSpan:
         floats = (p for p in model.parameters() if p.is_floating_point())
         parameter: Any = next(floats, None)
         parameter = next(held_by(model)) if parameter is None else parameter
-        self._device: torch.device = parameter.device
-        self._dtype: torch.dtype = parameter.dtype
+        self.device: torch.device = parameter.device
+        """Device that holds the weights"""
+        self.dtype: torch.dtype = parameter.dtype
+        """Dtype of hidden states and caches"""
         # Sizes H of the hidden states and V of the vocabulary, kept here as reading them from the config takes 40 us a pass.
         self.hidden_size = int(model.config.hidden_size)
         self.vocab_size = int(model.config.vocab_size)
@@ -124,16 +109,6 @@ class ModelSpan:
         """Whether the span has the model's head, and so returns logits."""
         return self.end == self.family.units
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of hidden states and caches."""
-        return self._dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device that holds the weights."""
-        return self._device
-
     def move_to(self, device: torch.device) -> None:
         """Move the weights to another device. Quantised weights cannot be moved."""
         self.model.to(device)
@@ -141,21 +116,17 @@ class ModelSpan:
             weight.move_to(device)
         if self.reader is not None:
             self.reader.move_to(device)
-        self._device = device
+        self.device = device
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights and buffers, with the scales of quantised ones and those of the reader; tied ones count once."""
-        return self._own_bytes + (0 if self.reader is None else self.reader.weight_bytes)
-
-    @property
-    def _own_bytes(self) -> int:
-        tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
-        quantized = self.quantization
-        if quantized is None:
-            held_bytes = sum(weight.nbytes for weight in held_by(self.model))
-            return held_bytes + packed_bytes(self.model) + sum(int(tensor.nbytes) for tensor in tensors.values())
-        return quantized.bytes_after + sum(int(t.nbytes) for t in tensors.values() if t.is_floating_point())
+        size = 0 if self.reader is None else self.reader.weight_bytes
+        tensors = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}.values()
+        if self.quantization is not None:
+            return size + self.quantization.bytes_after + sum(int(t.nbytes) for t in tensors if t.is_floating_point())
+        held_bytes = sum(weight.nbytes for weight in held_by(self.model))
+        return size + held_bytes + packed_bytes(self.model) + sum(int(tensor.nbytes) for tensor in tensors)
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -172,28 +143,31 @@ class ModelSpan:
 
         `positions` counts the positions of all rows.
         """
-        values = positions * (WIDTHS * self.hidden_size + WIDEST * self._widest())
-        values += LOGITS * rows * self.vocab_size if self.has_head else 0
-        return 4 * values + self._tile_bytes()  # float32, or as much
-
-    def _tile_bytes(self) -> int:
-        """Return the bytes of the largest tile of packed weights that a card dequantises at once."""
-        tiles = (working_bytes(part) for weight in held_by(self.model) for part in weight.card_parts)
-        return max(tiles, default=0)
-
-    def _widest(self) -> int:
-        """Return the largest number of values that a layer makes of one position."""
         shapes = [tuple(p.shape) for p in self.stack.parameters() if p.dim() == 2]
         shapes += [(m.out_features, m.in_features) for m in self.stack.modules() if isinstance(m, PackedLinear)]
         shapes += [tuple(weight.shape[-2:]) for weight in held_by(self.stack)]
-        return max((max(shape) for shape in shapes), default=self.hidden_size)
+        widest = max((max(shape) for shape in shapes), default=self.hidden_size)  # values of one position in a layer
+        values = positions * (WIDTHS * self.hidden_size + WIDEST * widest)
+        values += LOGITS * rows * self.vocab_size if self.has_head else 0
+        # A card dequantises packed weights in tiles.
+        tiles = (working_bytes(part) for weight in held_by(self.model) for part in weight.card_parts)
+        return 4 * values + max(tiles, default=0)  # float32, or as much
 
     def close(self) -> None:
         """Free the memory of the weights at once. The span cannot run afterwards."""
         self.adapters.clear()
         if self.reader is not None:
             self.reader.close()
-        dismantle(self.model, self.device)
+        for module in list(self.model.modules()):
+            for held in (module._parameters, module._buffers, module._modules):
+                held.clear()
+            module.__dict__.pop("_packed", None)
+            packed = [name for name, value in vars(module).items() if isinstance(value, PackedWeight | PackedStack)]
+            for name in packed:
+                delattr(module, name)
+        if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # the card may be lost, with everything on it
+                torch.cuda.empty_cache()  # returns the allocator's cached memory to the device
 
     def layers_of(self, start: int, end: int) -> range:
         """Return the numbers of the layers among units [start, end)."""
@@ -237,7 +211,7 @@ class ModelSpan:
         layers = self.layers_of(start, end)
         self.stack.select(layers.start, layers.stop)
         self.adapters.choose(adapters, x.shape[1])
-        inputs = {
+        inputs: dict[str, Any] = {
             "inputs_embeds" if x.is_floating_point() else "input_ids": x,
             "attention_mask": attention_mask,
             CACHE_ARGUMENT: cache,
@@ -248,9 +222,22 @@ class ModelSpan:
         entering_BTH = x if start > 0 else None
         with SameBits() if self.has_same_bits else contextlib.nullcontext():
             if end < self.family.units or keep_last == 0:
-                hidden_BTH = self._forward_hidden(inputs, entering_BTH)
-                return hidden_BTH if end < self.family.units else hidden_BTH.new_empty(len(x), 0, self._output_size)
-            return self._forward_logits(inputs, entering_BTH, keep_last)
+                # Modules behind the layers get no positions, if the family allows that.
+                none = 0 if self.family.narrows else -1
+                _, hidden_BTH = self.stack.pass_through(lambda: self.model.base_model(**inputs), entering_BTH, none)
+                if end < self.family.units:
+                    return hidden_BTH
+                width = self.vocab_size + (0 if self.reader is None else self.hidden_size)
+                return hidden_BTH.new_empty(len(x), 0, width)
+            # The family's own final norm, head, scale and caps compute the logits.
+            if not self.family.narrows and keep_last > 0:
+                inputs["logits_to_keep"], keep_last = keep_last, -1
+            output, hidden_BTH = self.stack.pass_through(lambda: self.model(**inputs), entering_BTH, keep_last)
+        logits_BKV: Tensor = output.logits
+        if self.reader is None:
+            return logits_BKV
+        hidden_BKH = hidden_BTH[:, hidden_BTH.shape[1] - logits_BKV.shape[1] :]
+        return torch.cat([logits_BKV, hidden_BKH.to(logits_BKV.dtype)], dim=-1)
 
     def normed(self, hidden_BTH: Tensor, *, cache: Any) -> Tensor:
         """Return the states that enter the head's matrix, from those that left the last layer: behind the family's final norm."""
@@ -260,31 +247,6 @@ class ModelSpan:
         output, _ = self.stack.pass_through(lambda: self.model.base_model(**inputs), hidden_BTH)
         normed_BTH: Tensor = output.last_hidden_state
         return normed_BTH
-
-    @property
-    def _output_size(self) -> int:
-        """Number of values for each position behind the head."""
-        return self.vocab_size + (0 if self.reader is None else self.hidden_size)
-
-    def _forward_hidden(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None) -> Tensor:
-        """Return hidden_BTH as they leave the last layer. Modules behind the layers get no positions, if the family allows that."""
-        keep_last = 0 if self.family.narrows else -1
-        _, hidden_BTH = self.stack.pass_through(lambda: self.model.base_model(**inputs), entering_BTH, keep_last)
-        return hidden_BTH
-
-    def _forward_logits(self, inputs: Mapping[str, Any], entering_BTH: Tensor | None, keep_last: int) -> Tensor:
-        """Return logits_BKV, computed by the family's own final norm, head, scale and caps."""
-        options: dict[str, Any] = {}
-        if not self.family.narrows and keep_last > 0:
-            options["logits_to_keep"] = keep_last
-        output, hidden_BTH = self.stack.pass_through(
-            lambda: self.model(**inputs, **options), entering_BTH, -1 if options else keep_last
-        )
-        logits_BKV: Tensor = output.logits
-        if self.reader is None:
-            return logits_BKV
-        hidden_BKH = hidden_BTH[:, hidden_BTH.shape[1] - logits_BKV.shape[1] :]
-        return torch.cat([logits_BKV, hidden_BKH.to(logits_BKV.dtype)], dim=-1)
 
 
 @lean()

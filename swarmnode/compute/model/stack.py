@@ -48,7 +48,17 @@ class Stack(nn.ModuleList):
     def select(self, first: int, end: int) -> None:
         """Run only layers [first, end) from now on; with an empty range hidden states go from door to door."""
         if (first, end) not in self._routes:
-            self._routes[first, end] = self._make_route(first, end)
+            if (
+                first == end
+            ):  # the door takes a layer's place: families walk over as many places as the model has layers
+                place = min(first, self.total - 1)
+                route = [*self._skips[:place], _Door(self, self._skips[place], enters=True, leaves=True)]
+            else:
+                route = self._skips[:first] + [self._modules[str(number)] for number in range(first, end)]
+                route[first] = _Door(self, route[first], enters=True, leaves=first == end - 1)
+                if first < end - 1:
+                    route[-1] = _Door(self, route[-1], enters=False, leaves=True)
+            self._routes[first, end] = route
         self._route = self._routes[first, end]
 
     def pass_through(
@@ -66,16 +76,6 @@ class Stack(nn.ModuleList):
             return output, self.leaving_BTH
         finally:
             self.entering_BTH = self.leaving_BTH = None
-
-    def _make_route(self, first: int, end: int) -> list[Any]:
-        if first == end:  # the door takes a layer's place: families walk over as many places as the model has layers
-            place = min(first, self.total - 1)
-            return [*self._skips[:place], _Door(self, self._skips[place], enters=True, leaves=True)]
-        route = self._skips[:first] + [self._modules[str(number)] for number in range(first, end)]
-        route[first] = _Door(self, route[first], enters=True, leaves=first == end - 1)
-        if first < end - 1:
-            route[-1] = _Door(self, route[-1], enters=False, leaves=True)
-        return route
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._route)

@@ -17,18 +17,15 @@ from swarmnode.compute.model.stack import Stack
 from swarmnode.errors import CheckpointError
 
 with lean():
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-_NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
-CACHE_ARGUMENT = "cache" if "cache" in _NAMES else "past_key_values"
-
-
-with lean():
     from transformers.cache_utils import Cache
     from transformers.initialization import no_init_weights
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
+CACHE_ARGUMENT = "cache" if "cache" in _NAMES else "past_key_values"
 
 TRACED = "swarmnode_traced"  # the attention of a trace, by the name in transformers' table
 
@@ -80,18 +77,16 @@ def trace_model(model_class: type[Any], config: Any) -> ModelTrace:
     """
     key = model_class, config.to_json_string()
     if key not in _traces:
-        _traces[key] = _trace_in_any_way(model_class, copy.deepcopy(config))
+        config, first_error = copy.deepcopy(config), None
+        for way in _WAYS:
+            try:
+                _traces[key] = _trace_model(model_class, config, *way)
+                break
+            except (CheckpointError, StrictDataclassError) as error:
+                first_error = first_error or error
+        else:
+            raise CheckpointError(str(first_error)) from first_error
     return _traces[key]
-
-
-def _trace_in_any_way(model_class: type[Any], config: Any) -> ModelTrace:
-    first_error: Exception | None = None
-    for way in _WAYS:
-        try:
-            return _trace_model(model_class, config, *way)
-        except (CheckpointError, StrictDataclassError) as error:
-            first_error = first_error or error
-    raise CheckpointError(str(first_error)) from first_error
 
 
 def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, has_mask: bool) -> ModelTrace:
@@ -115,6 +110,12 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
             f"{model_class.__name__}: layer {shapes.index(())} keeps no KV "
             "cache of its own, so the model cannot be split; choose another model"
         )
+    narrows = True  # unless the modules behind the layers need all positions: some restore the shape of the input
+    try:
+        _pass(model, stack, recorder, keep_last=1)
+        _pass(model, stack, recorder, keep_last=0)
+    except FOREIGN_ERRORS:
+        narrows = False
     return ModelTrace(
         stack_name=stack_name,
         input_embedding=names[id(model.get_input_embeddings())],
@@ -122,7 +123,7 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
         back=frozenset(back),
         tied=bool(config.tie_word_embeddings and model.all_tied_weights_keys),
         returns_tuple=recorder.returns_tuple,
-        narrows=_narrows(model, stack, recorder),
+        narrows=narrows,
         cache_shapes=shapes,
     )
 
@@ -168,16 +169,6 @@ def _run(model: Any, stack: Stack, stack_name: str, recorder: _Recorder) -> tupl
         for handle in handles:
             handle.remove()
     return front, back
-
-
-def _narrows(model: Any, stack: Stack, recorder: _Recorder) -> bool:
-    """Return whether the modules behind the layers accept fewer positions than entered; some restore the shape of the input."""
-    try:
-        _pass(model, stack, recorder, keep_last=1)
-        _pass(model, stack, recorder, keep_last=0)
-    except FOREIGN_ERRORS:
-        return False
-    return True
 
 
 def check_attention(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> None:

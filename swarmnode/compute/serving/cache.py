@@ -1,7 +1,7 @@
 """KV caches of all sessions of a span, and the budget of bytes for them.
 
 A session reserves rows x max_length positions when it opens, so that it can never fail half-way for want of memory. For layers
-with a sliding window (`window.py`) it reserves at most the size of their buffers. It also reserves the largest layer once more,
+with a sliding window (`cohort.py`) it reserves at most the size of their buffers. It also reserves the largest layer once more,
 plain: for regrouping, and for reading a layer that is kept in 8 bits (`cohort.py`).
 
 Buffers grow with the session. A cohort may hold padding beyond its members' reservations while there is room. Without room it is
@@ -19,8 +19,18 @@ from typing import TypeVar
 import torch
 
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.serving.cohort import STORES, CachedSession, Cohort, copy_beginning, regroup
-from swarmnode.compute.serving.window import LONGEST_SHARED, MAX_LAG, Window, Windows, sliding_layers
+from swarmnode.compute.serving.cohort import (
+    LONGEST_SHARED,
+    MAX_LAG,
+    STORES,
+    CachedSession,
+    Cohort,
+    Window,
+    Windows,
+    copy_beginning,
+    regroup,
+    sliding_layers,
+)
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, Full, MemoryLedger
@@ -53,14 +63,10 @@ class CacheBudget:
 
     def __init__(self, limit_bytes: int, ledger: MemoryLedger | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self._ledger = ledger or MemoryLedger()
-        self._reservation = self._ledger.count(Account.KV_CACHE)
+        self.ledger = ledger or MemoryLedger()
+        self._reservation = self.ledger.count(Account.KV_CACHE)
         self._claims = dict.fromkeys(Claim, 0)
         self._lock = threading.Lock()
-
-    def is_in(self, ledger: MemoryLedger) -> bool:
-        """Return whether the memory of this budget is counted in `ledger`."""
-        return self._ledger is ledger
 
     def claimed(self, claim: Claim) -> int:
         """Return the bytes that are claimed for this purpose."""
@@ -72,7 +78,7 @@ class CacheBudget:
         most_bytes = max(self._claims.values())
         spare_bytes = most_bytes - self._claims[Claim.PROMISED]  # in the ledger already
         left_bytes = self.limit_bytes - self._claims[Claim.PROMISED]
-        in_ledger_bytes = spare_bytes + self._ledger.free_bytes
+        in_ledger_bytes = spare_bytes + self.ledger.free_bytes
         return max(0, int(min(left_bytes, in_ledger_bytes)))
 
     def claim(self, claim: Claim, size_bytes: int) -> None:
@@ -249,32 +255,25 @@ class CachePool:
         Sessions may have fewer new positions than `count`, and must use the same layers. There is more than one cohort if lengths
         differ so much that padding would cost more than another pass, or if the budget has no room for padding.
         """
-        for part in partition_by_length(sessions):
-            for cohort in self._prepare_part(part, count):
+        for members in partition_by_length(sessions):
+            known = members[0].cohort
+            if known is not None and not _may_share_a_pass(known, members, count):
+                known = None
+            group = members if known is None else known.members
+            if known is not None and known.end + count <= known.capacity:
+                known.call(members)
+                cohorts = [known]
+            elif self._fits(group, capacity := capacity_for(group, count)):
+                cohorts = [self._regroup(group, capacity)]
+                if known is not None:
+                    cohorts[0].call(members)
+            else:  # each member in a cohort of its own: without padding all reservations fit
+                self.dissolve()
+                cohorts = [self._regroup([member], capacity_for([member], count)) for member in members]
+                self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
+            for cohort in cohorts:
                 cohort.make_room(count)
                 yield cohort
-
-    def _prepare_part(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
-        cohort = members[0].cohort
-        if cohort is not None and _may_share_a_pass(cohort, members, count):
-            if cohort.end + count > cohort.capacity:
-                grown = capacity_for(cohort.members, count)
-                if not self._fits(cohort.members, grown):
-                    return self._prepare_apart(members, count)
-                cohort = self._regroup(cohort.members, grown)
-            cohort.call(members)
-            return [cohort]
-        capacity = capacity_for(members, count)
-        if self._fits(members, capacity):
-            return [self._regroup(members, capacity)]
-        return self._prepare_apart(members, count)
-
-    def _prepare_apart(self, members: Sequence[CachedSession], count: int) -> list[Cohort]:
-        """Put each member into a cohort of its own: without padding all reservations fit."""
-        self.dissolve()
-        cohorts = [self._regroup([member], capacity_for([member], count)) for member in members]
-        self.budget.claim(Claim.ALLOCATED, self.allocated_bytes)
-        return cohorts
 
     def dissolve(self) -> None:
         """Put each session into a cohort (sessions computed together) of its own, without room for more positions."""
@@ -318,21 +317,18 @@ class CachePool:
 
     def _count_row_bytes(self, layers: range, columns: int) -> int:
         """Return the bytes of one row. Cached, since it is needed for every open or kept session whenever one comes or goes."""
-        kept = plain = [self._layer_bytes(layer, columns, self.kv) for layer in layers]
-        if self.kv != PLAIN:
-            plain = [self._layer_bytes(layer, columns, PLAIN) for layer in layers]
-        return sum(kept) + max(plain, default=0)
-
-    def _layer_bytes(self, layer: int, columns: int, kv: str) -> int:
-        """Return the bytes of one row of `columns` positions in a layer, in the form `kv`; a layer with a window keeps at most the
-        window."""
-        window = self.windows.get(layer)
-        held = columns if window is None else min(columns, window.columns)
-        return held * self.span.family.cache_bytes_per_token(layer + 1, self.span.dtype.itemsize, kv)
+        kept = largest = 0
+        for layer in layers:
+            window, size = self.windows.get(layer), self.span.dtype.itemsize
+            held = columns if window is None else min(columns, window.columns)
+            kept += held * self.span.family.cache_bytes_per_token(layer + 1, size, self.kv)
+            largest = max(largest, held * self.span.family.cache_bytes_per_token(layer + 1, size, PLAIN))
+        return kept + largest
 
 
 def windows_of(span: ModelSpan) -> dict[int, Window]:
-    """Return the windows of the span's model by layer; layers without a window are left out."""
+    """Return the windows by layer, of all layers of the span's model, also of those that the span does not hold. Layers without a
+    window are left out; empty if no layer has one."""
     return {layer: Window(size) for layer, size in sliding_layers(span.config).items()}
 
 

@@ -20,8 +20,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +29,8 @@ from torch import Tensor
 
 from swarmnode.compute.executor import card_answers, forget_traceback
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.serving.cohort import Cohort
+from swarmnode.compute.serving.cohort import LONGEST_SHARED, AttentionCache, Cohort
 from swarmnode.compute.serving.flat_program import Recorder
-from swarmnode.compute.serving.window import LONGEST_SHARED, AttentionCache
 from swarmnode.compute.stopwatch import Stopwatch, synchronize
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 
@@ -67,7 +65,7 @@ class StaticColumns(AttentionCache):
     """
 
     def __init__(self, cohort: Cohort, count: int = 1) -> None:
-        super().__init__(cohort.windows)
+        super().__init__(cohort.windows, cohort.capacity)  # not the cohort: it ends with its last session
         self.count = count
         self._steps_T = torch.arange(count, device=cohort.device)
         self.column = torch.tensor(cohort.end, device=cohort.device)
@@ -75,7 +73,6 @@ class StaticColumns(AttentionCache):
         self._buffers = cohort.buffers
         self._store = cohort.store
         self.first_kept = first_kept(cohort)
-        self._capacity, self._windows = cohort.capacity, cohort.windows  # not the cohort: it ends with its last session
         self._places: dict[int, Tensor] = {}
 
     def __repr__(self) -> str:
@@ -109,25 +106,14 @@ class StaticColumns(AttentionCache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the number of columns in a layer's buffers, and the first column that they hold. A family may ask for a layer that
         another hop has."""
-        return self._columns_in(layer_idx), self.first_kept.get(layer_idx, 0)
-
-    def _columns_in(self, layer: int) -> int:
-        window = self._windows.get(layer)
-        return self._capacity if window is None else min(self._capacity, window.columns)
+        return self.columns_in(layer_idx), self.first_kept.get(layer_idx, 0)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the largest number of columns in any layer's buffers."""
-        return max(map(self._columns_in, self._buffers))
+        return max(map(self.columns_in, self._buffers))
 
-    @property
-    def is_compileable(self) -> bool:
-        """Always true: transformers then makes a mask without reading values of the cache."""
-        return True
-
-    @property
-    def is_initialized(self) -> bool:
-        """Always true: the buffers hold positions."""
-        return True
+    is_compileable = True  # transformers then makes a mask without reading values of the cache
+    is_initialized = True  # the buffers hold positions
 
 
 def first_kept(cohort: Cohort) -> dict[int, int]:
@@ -159,7 +145,9 @@ class CapturedDecode:
 
     def __init__(self, span: ModelSpan, ledger: MemoryLedger | None = None, stopwatch: Stopwatch | None = None) -> None:
         self.span = span
-        clock = time.thread_time if _is_alone(span.device) else time.perf_counter
+        # One thread's own time says how long it computed, whatever else the machine does.
+        is_alone = span.device.type == "cpu" and torch.get_num_threads() == 1
+        clock = time.thread_time if is_alone else time.perf_counter
         self.stopwatch = stopwatch or Stopwatch(span.device, clock=clock)
         self._tolerance = 0.0 if span.has_same_bits else TOLERANCES.get(span.dtype, 0.0)
         self.refusals: dict[int, str] = {}  # by number of columns: why this model's steps are not captured
@@ -185,8 +173,13 @@ class CapturedDecode:
         Raises the errors of the ordinary pass, and any error if the card is lost.
         """
         shapes = self._captured.setdefault(cohort, {})
-        if cohort.windows:
-            _drop_moved(cohort, shapes)
+        if cohort.windows:  # steps whose windows have moved since are forgotten
+            now = first_kept(cohort)
+            for moved, step in list(shapes.items()):
+                if step is not None and step.columns.first_kept != now:
+                    del shapes[moved]
+                    cohort.when_given_up.remove(step.close)
+                    step.close()
         captured = shapes.get(shape)
         if captured is not None:
             self.replays += 1
@@ -253,7 +246,16 @@ class CapturedDecode:
 
     def _capture(self, cohort: Cohort, x: Tensor, shape: StepShape) -> _CapturedStep | None:
         try:
-            step = self._recorded(cohort, x, shape) if self._is_on_cpu else self._graph(cohort, x, shape)
+            # Memory for the values that a program or a graph keeps between its kernels.
+            positions = cohort.rows * shape.columns
+            size_bytes = self.span.pass_bytes(positions, positions) + positions * cohort.capacity * MASK_BYTES
+            memory = self._ledger.reserve(Account.ACTIVATIONS, size_bytes)
+            step = _CapturedStep(self.span, cohort, x, shape, memory)
+            if self._is_on_cpu:
+                step.record()
+            else:
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                step.capture(self._pool)
         except (Full, torch.OutOfMemoryError) as error:
             log.info("no memory to capture steps of %r: %s", cohort, error)
             forget_traceback(error)
@@ -267,29 +269,9 @@ class CapturedDecode:
             return None
         return step
 
-    def _graph(self, cohort: Cohort, x: Tensor, shape: StepShape) -> _CapturedStep:
-        """Return a step captured as a CUDA graph."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        step = _CapturedStep(self.span, cohort, x, shape, self._reserve(cohort, shape.columns))
-        step.capture(self._pool)
-        return step
-
-    def _recorded(self, cohort: Cohort, x: Tensor, shape: StepShape) -> _CapturedStep:
-        """Return a step recorded as a flat program."""
-        step = _CapturedStep(self.span, cohort, x, shape, self._reserve(cohort, shape.columns))
-        step.record()
-        return step
-
     @property
     def _is_on_cpu(self) -> bool:
         return self.span.device.type == "cpu"
-
-    def _reserve(self, cohort: Cohort, columns: int) -> Reservation:
-        """Reserve memory for the values that a graph keeps between its kernels. Raises Full."""
-        positions = cohort.rows * columns
-        size_bytes = self.span.pass_bytes(positions, positions) + positions * cohort.capacity * MASK_BYTES
-        return self._ledger.reserve(Account.ACTIVATIONS, size_bytes)
 
     def _agree(self, replayed_BTX: Tensor, ordinary_BTX: Tensor) -> bool:
         """Return whether all rows are equal up to rounding. Rows that are not finite in the ordinary pass are ignored."""
@@ -342,8 +324,14 @@ class _CapturedStep:
 
         Waiting for a stream during a capture may leave the whole context in a bad state. So the step is tried first.
         """
-        with _waiting_refused():
+        before = torch.cuda.get_sync_debug_mode()
+        try:  # operators that the host would wait for raise RuntimeError, on all threads
+            with warnings.catch_warnings():  # torch warns of this mode once, after setting it
+                warnings.simplefilter("ignore")
+                torch.cuda.set_sync_debug_mode("error")
             self._forward()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             self._output = self._forward()
@@ -377,31 +365,3 @@ class _CapturedStep:
             end=self.shape.end,
             adapters=self.shape.adapters,
         )
-
-
-def _drop_moved(cohort: Cohort, shapes: dict[StepShape, _CapturedStep | None]) -> None:
-    """Forget the captured steps of a cohort whose sliding windows have moved since."""
-    now = first_kept(cohort)
-    for shape, step in list(shapes.items()):
-        if step is not None and step.columns.first_kept != now:
-            del shapes[shape]
-            cohort.when_given_up.remove(step.close)
-            step.close()
-
-
-def _is_alone(device: torch.device) -> bool:
-    """Return whether one thread computes all, so that its own time says how long, whatever else the machine does."""
-    return device.type == "cpu" and torch.get_num_threads() == 1
-
-
-@contextmanager
-def _waiting_refused() -> Iterator[None]:
-    """Make operators that the host would wait for raise RuntimeError, on all threads, for one step."""
-    before = torch.cuda.get_sync_debug_mode()
-    try:
-        with warnings.catch_warnings():  # torch warns of this mode once, after setting it
-            warnings.simplefilter("ignore")
-            torch.cuda.set_sync_debug_mode("error")
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

@@ -1,6 +1,6 @@
 """KV caches of several sessions side by side, written one column at a time.
 
-A cohort keeps, per layer, keys and values as [rows, heads, capacity, dim], plain or in 8 bits (`cohort.py`). All rows end at
+A cohort keeps, per layer, keys and values as [rows, heads, capacity, dim], plain or in 8 bits. All rows end at
 the same column, so a decode step of the whole cohort writes one column in place and copies nothing; shorter rows have masked
 columns on their left. To the family this is left-padded batched generation, a contract that every family keeps: with sliding
 windows, alibi or anything else that depends on the distance from the newest position.
@@ -10,25 +10,108 @@ are filled up at their end with stand-in inputs, and absent members get only the
 rows then lag behind the cohort's end, as they do after their last positions are cut off. Before their next pass they are moved up
 to it, which copies those rows alone.
 
-Layers with a sliding window (`window.py`) keep only the newest columns: their buffers begin at a later column than 0, and the
+Layers with a sliding window keep only the newest columns: their buffers begin at a later column than 0, and the
 cache gives that column to the family's masks. Columns are counted alike for all layers.
 
 Forms of the keys and values in a cohort: plain, or in 8 bits with a scale for each head and position.
 
 Every buffer is (rows, heads, columns, X), so cohorts move, cut, reorder and copy all forms in the same way, and copied positions
 have the same bytes.
+
+A pass at position p of a layer with a window sees the `size` positions up to and including its own. So `size - 1` past positions
+are kept, and `slack` more: for positions that are cut off again (rejected drafts), and for members of a cohort that lag behind its
+newest column. After `room` written columns the kept ones move to the front of the buffer, so a step copies kept / room columns on
+average.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from swarmnode.compute.serving.window import AttentionCache, Window, Windows
+from swarmnode.compute.model.lean import lean
 from swarmnode.config import INT8_KV, PLAIN
+
+MAX_LAG = 16  # most steps that a cohort goes on with a stand-in for an absent member
+LONGEST_SHARED = 8  # positions of a step that shares a pass: all steps are filled up to the longest
+ROLLBACK = 48  # positions that a session may always go back
+ROOM = 256
+SLIDING = "sliding_attention"
+
+
+with lean():
+    from transformers.cache_utils import Cache
+
+
+class AttentionCache(Cache):
+    """Cache that keeps keys and values itself, not in transformers' layer objects.
+
+    `windows` are those of layers that look back over some positions only; `capacity` is the number of columns of other layers'
+    buffers. The code of a model family reads `is_sliding` (up to the layer after the last one with a window) to build masks, and
+    `is_linear` and `is_dummy`: no layer has a recurrent state, all have keys and values.
+    """
+
+    is_sliding: Any = ()  # attributes in the places of transformers' properties
+    is_linear: Any = ()
+    is_dummy: Any = ()
+
+    def __init__(self, windows: Windows, capacity: int) -> None:
+        super().__init__(layers=[])
+        self.windows, self.capacity = windows, capacity
+        self.is_sliding = [layer in windows for layer in range(max(windows, default=-1) + 2)]
+        self.is_linear = self.is_dummy = [False] * len(self.is_sliding)
+
+    def columns_in(self, layer: int) -> int:
+        """Return the number of columns of a layer's buffers."""
+        window = self.windows.get(layer)
+        return self.capacity if window is None else min(self.capacity, window.columns)
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return -1: there is no fixed length."""
+        return -1
+
+
+@dataclass(frozen=True)
+class Window:
+    """Columns (positions) that the cache of a layer with sliding-window attention keeps: the window's `size`, `slack` to go back,
+    and `room` for new ones."""
+
+    size: int
+    slack: int = ROLLBACK + MAX_LAG
+    room: int = ROOM
+
+    @property
+    def kept(self) -> int:
+        """Number of columns that are kept when the window moves on."""
+        return self.size - 1 + self.slack
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of a buffer."""
+        return self.kept + self.room
+
+
+Windows = Mapping[int, Window]
+"""Windows by the layer's number in the whole model; a layer without one keeps everything"""
+
+
+def sliding_layers(config: Any) -> dict[int, int]:
+    """Return the window of each sliding layer of a transformers config, as transformers' own caches read it.
+
+    Layers that see all positions are left out. A chunk of chunked attention (Llama 4) is no window: such a layer keeps everything.
+    """
+    size = getattr(config, "sliding_window", None)
+    if not isinstance(size, int):
+        return {}
+    count = int(config.num_hidden_layers)
+    kinds = getattr(config, "layer_types", None) or [SLIDING] * count
+    return {layer: size for layer, kind in enumerate(kinds[:count]) if kind == SLIDING}
+
 
 Buffers = tuple[Tensor, ...]
 """Buffers of one layer, each (rows, heads, columns, X)"""
@@ -37,51 +120,56 @@ LEVELS = 127  # of int8 on each side of zero: with a scale in bfloat16, which is
 SMALLEST = 1e-30  # scale: of a vector of zeros, too
 
 
-class KvStore(Protocol):
+class KvStore(ABC):
     """Form of the keys and values in a cohort's buffers. `keys` and `values` are (rows, heads, T, dim), in any float dtype."""
 
+    @abstractmethod
     def allocate(self, keys: Tensor, values: Tensor, rows: int, columns: int) -> Buffers:
         """Return uninitialised buffers of `rows` rows and `columns` columns for keys and values like these."""
 
+    @abstractmethod
+    def stored(self, keys: Tensor, values: Tensor) -> Buffers:
+        """Return keys and values in the form of the buffers, in their order."""
+
+    @abstractmethod
+    def restored(self, buffers: Sequence[Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values in columns of the buffers, in the dtypes of `keys` and `values`."""
+
     def write(self, buffers: Buffers, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Write T columns from column `start` on, and return the keys and values of all columns up to them."""
+        count = keys.shape[2]
+        for buffer, new in zip(buffers, self.stored(keys, values), strict=True):
+            buffer.narrow(2, start, count).copy_(new)
+        return self.restored([buffer.narrow(2, 0, start + count) for buffer in buffers], keys, values)
 
     def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
         """Write T columns at `places_T` (int64), and return the keys and values of all columns of the buffers."""
+        for buffer, new in zip(buffers, self.stored(keys, values), strict=True):
+            buffer.index_copy_(2, places_T, new)
+        return self.restored(buffers, keys, values)
 
 
 class PlainStore(KvStore):
-    """Keys and values as they come: attention reads the buffers themselves."""
+    """Keys and values as they come: attention reads the buffers themselves, one for the keys and one for the values."""
 
     def allocate(self, keys: Tensor, values: Tensor, rows: int, columns: int) -> Buffers:
-        """Return a buffer for the keys and one for the values, in their dtypes."""
         return tuple(like.new_empty(rows, like.shape[1], columns, like.shape[3]) for like in (keys, values))
 
-    def write(self, buffers: Buffers, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Write T columns from column `start` on, and return views of all columns up to them."""
-        kept_keys, kept_values = buffers
-        count = keys.shape[2]
-        kept_keys.narrow(2, start, count).copy_(keys)
-        kept_values.narrow(2, start, count).copy_(values)
-        return kept_keys.narrow(2, 0, start + count), kept_values.narrow(2, 0, start + count)
+    def stored(self, keys: Tensor, values: Tensor) -> Buffers:
+        return keys, values
 
-    def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Write T columns at `places_T`, and return the buffers."""
-        kept_keys, kept_values = buffers
-        kept_keys.index_copy_(2, places_T, keys)
-        kept_values.index_copy_(2, places_T, values)
-        return kept_keys, kept_values
+    def restored(self, buffers: Sequence[Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return buffers[0], buffers[1]
 
 
 class Int8Store(KvStore):
     """Keys and values in 8 bits: per head and position `dim` values of int8 and the scale of their largest in bfloat16.
 
     Attention gets a copy of one layer at a time, in the dtype of the new keys. The newest positions are read back, too, so that a
-    position of a prompt sees what a decoded one sees.
+    position of a prompt sees what a decoded one sees. The buffers are those of the keys, their scales, the values and their scales.
     """
 
     def allocate(self, keys: Tensor, values: Tensor, rows: int, columns: int) -> Buffers:
-        """Return buffers for the keys, their scales, the values and their scales."""
         shapes = [(rows, like.shape[1], columns, like.shape[3]) for like in (keys, values)]
         return tuple(
             keys.new_empty((*shape[:3], width), dtype=dtype)
@@ -89,18 +177,19 @@ class Int8Store(KvStore):
             for width, dtype in ((shape[3], torch.int8), (1, torch.bfloat16))
         )
 
-    def write(self, buffers: Buffers, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Quantise T columns into the columns from `start` on, and return copies of all columns up to them."""
-        count = keys.shape[2]
-        for buffer, new in zip(buffers, _quantised(keys, values), strict=True):
-            buffer.narrow(2, start, count).copy_(new)
-        return _restored([buffer.narrow(2, 0, start + count) for buffer in buffers], keys, values)
+    def stored(self, keys: Tensor, values: Tensor) -> Buffers:
+        if keys.shape != values.shape:
+            return *quantise(keys), *quantise(values)
+        levels, scales = quantise(torch.cat([keys, values], 1))  # a third less time for a single position
+        heads = keys.shape[1]
+        return levels[:, :heads], scales[:, :heads], levels[:, heads:], scales[:, heads:]
 
-    def write_at(self, buffers: Buffers, keys: Tensor, values: Tensor, places_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Quantise T columns into those at `places_T`, and return copies of all columns of the buffers."""
-        for buffer, new in zip(buffers, _quantised(keys, values), strict=True):
-            buffer.index_copy_(2, places_T, new)
-        return _restored(buffers, keys, values)
+    def restored(self, buffers: Sequence[Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        key_levels, key_scales, value_levels, value_scales = buffers
+        return (
+            key_levels.to(keys.dtype).mul_(key_scales.to(keys.dtype)),
+            value_levels.to(values.dtype).mul_(value_scales.to(values.dtype)),
+        )
 
 
 STORES: dict[str, KvStore] = {PLAIN: PlainStore(), INT8_KV: Int8Store()}
@@ -115,24 +204,6 @@ def quantise(states: Tensor) -> tuple[Tensor, Tensor]:
     states = states.float()
     scales = (states.abs().amax(-1, keepdim=True) * (1 / LEVELS)).clamp_(min=SMALLEST).to(torch.bfloat16)
     return (states / scales.float()).round_().to(torch.int8), scales
-
-
-def _quantised(keys: Tensor, values: Tensor) -> Buffers:
-    """Return int8 and scales of the keys and of the values, in the order of the buffers."""
-    if keys.shape != values.shape:
-        return *quantise(keys), *quantise(values)
-    levels, scales = quantise(torch.cat([keys, values], 1))  # a third less time for a single position
-    heads = keys.shape[1]
-    return levels[:, :heads], scales[:, :heads], levels[:, heads:], scales[:, heads:]
-
-
-def _restored(buffers: Buffers | list[Tensor], keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values of quantised columns in the dtypes of `keys` and `values`."""
-    key_levels, key_scales, value_levels, value_scales = buffers
-    return (
-        key_levels.to(keys.dtype).mul_(key_scales.to(keys.dtype)),
-        value_levels.to(values.dtype).mul_(value_scales.to(values.dtype)),
-    )
 
 
 PLAIN_STORE = PlainStore()
@@ -183,17 +254,15 @@ class Cohort(AttentionCache):
         windows: Windows,
         store: KvStore = PLAIN_STORE,
     ) -> None:
-        super().__init__(windows)
+        super().__init__(windows, capacity)
         self.store = store
         self.members = list(members)
         self.present = set(members)
         self.buffers: dict[int, Buffers] = {}
-        self.capacity = capacity
         self.device = device
         self.rows = sum(member.rows for member in members)
         self.end = max(member.length for member in members)
         self.dirty_end = capacity  # columns from here on are zero
-        self.windows = windows
         self._first_kept = {
             window: max(0, self.end - window.kept) if capacity > window.columns else 0 for window in windows.values()
         }
@@ -221,25 +290,18 @@ class Cohort(AttentionCache):
         window = self.windows.get(layer)
         return 0 if window is None else self._first_kept[window]
 
-    def columns_in(self, layer: int) -> int:
-        """Return the number of columns of a layer's buffers."""
-        window = self.windows.get(layer)
-        return self.capacity if window is None else min(self.capacity, window.columns)
-
     def make_room(self, count: int) -> None:
         """Drop the oldest columns of the layers with a limited window whose buffers have no room for `count` more columns."""
         for window, first in self._first_kept.items():
             if self.end + count - first > min(self.capacity, window.columns):
-                self._move_window(window, max(first, self.end - window.kept))
-
-    def _move_window(self, window: Window, first: int) -> None:
-        by, held = first - self._first_kept[window], self.end - first
-        for layer in [layer for layer in self.buffers if self.windows.get(layer) == window]:
-            for buffer in self.buffers[layer]:
-                buffer[:, :, :held] = buffer[:, :, by : by + held].clone()
-        self._first_kept[window] = first
-        self.dirty_end = self.capacity
-        self.note_floors()
+                moved = max(first, self.end - window.kept)
+                by, held = moved - first, self.end - moved
+                for layer in [layer for layer in self.buffers if self.windows.get(layer) == window]:
+                    for buffer in self.buffers[layer]:
+                        buffer[:, :, :held] = buffer[:, :, by : by + held].clone()
+                self._first_kept[window] = moved
+                self.dirty_end = self.capacity
+                self.note_floors()
 
     def zero_from(self, column: int) -> None:
         """Set the columns from `column` on, which are not in use, to zero."""
@@ -266,7 +328,13 @@ class Cohort(AttentionCache):
         self.present = set(members)
         for member in self.members:
             if member.lag and member in self.present:
-                self._move_up(member)
+                for layer, buffers in self.buffers.items():
+                    old = self.held(member, layer)
+                    new = slice(old.start + member.lag, old.stop + member.lag)
+                    for buffer in buffers:
+                        rows = buffer[member.row_slice]
+                        rows[:, :, new] = rows[:, :, old].clone()
+                member.lag = 0
                 is_changed = True
         if is_changed:
             self.refresh_rows()
@@ -284,15 +352,6 @@ class Cohort(AttentionCache):
             self.end -= lag
             for member in self.members:
                 member.lag -= lag
-
-    def _move_up(self, member: CachedSession) -> None:
-        for layer, buffers in self.buffers.items():
-            old = self.held(member, layer)
-            new = slice(old.start + member.lag, old.stop + member.lag)
-            for buffer in buffers:
-                rows = buffer[member.row_slice]
-                rows[:, :, new] = rows[:, :, old].clone()
-        member.lag = 0
 
     def held(self, member: CachedSession, layer: int) -> slice:
         """Return the columns of a member's kept positions within the buffers of a layer."""

@@ -44,11 +44,8 @@ USES = 8  # before a capture
 MOST_KINDS = 64  # whose uses are counted
 INPUT_BYTES = 1 << 19  # most of a graph's input: steps of decoding; with more, launches do not matter
 HELD = 12  # times the input: it, its copies in float32 and float64, and results
-SMALL_SEGMENT, LARGE_SEGMENT, SMALL_BYTES = (
-    2 << 20,
-    20 << 20,
-    1 << 20,
-)  # of torch's allocator: a graph has segments of its own
+# Of torch's allocator: a graph has segments of its own.
+SMALL_SEGMENT, LARGE_SEGMENT, SMALL_BYTES = 2 << 20, 20 << 20, 1 << 20
 HELD_BYTES = 64 << 20  # most of all graphs; those used least recently are dropped
 
 
@@ -79,16 +76,13 @@ class CapturedWorks:
             self._graphs.move_to_end(key)
             return captured.replay(tensors)
         results = work(tensors)
-        if not self.refusal and first.nbytes * len(tensors) <= INPUT_BYTES and self._is_due(key):
-            self._capture(key, work, tensors)
+        if not self.refusal and first.nbytes * len(tensors) <= INPUT_BYTES:
+            self._uses[key] = uses = self._uses.pop(key, 0) + 1
+            if len(self._uses) > MOST_KINDS:
+                self._uses.popitem(last=False)
+            if uses % USES == 0:
+                self._capture(key, work, tensors)
         return results
-
-    def _is_due(self, key: Hashable) -> bool:
-        """Count a use. Returns whether the work should be captured now."""
-        self._uses[key] = uses = self._uses.pop(key, 0) + 1
-        if len(self._uses) > MOST_KINDS:
-            self._uses.popitem(last=False)
-        return uses % USES == 0
 
     def _capture(self, key: Hashable, work: Work, tensors: Sequence[Tensor]) -> None:
         size_bytes = held_bytes(tensors[0].nbytes * len(tensors))
@@ -211,7 +205,8 @@ class DeviceOutputs:
         far = [number for number, part in enumerate(self._parts) if part.device.type != "cpu"]
         far.sort(key=lambda number: -self._parts[number].itemsize)
         if far:
-            whole_M = _to_host(torch.cat([_bytes(self._parts[number]) for number in far]))
+            parts = (self._parts[number] for number in far)
+            whole_M = _to_host(torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts]))
             begin = 0
             for number in far:
                 part = self._parts[number]
@@ -256,10 +251,6 @@ def _to_host(far_M: Tensor) -> Tensor:
     near_M = far_M.to("cpu", non_blocking=True)
     torch.accelerator.current_stream(far_M.device).synchronize()
     return near_M
-
-
-def _bytes(part: Tensor) -> Tensor:
-    return part.contiguous().view(-1).view(torch.uint8)
 
 
 class DeviceInputs:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from swarmnode.compute.model.packing.ggml import GgmlMatrix, library, threads
-from swarmnode.compute.model.packing.packed_weight import MOST_JOINED, FixedProduct, JoinedProducts
+from swarmnode.compute.packing.ggml import GgmlMatrix, library, threads
+from swarmnode.compute.packing.packed_weight import MOST_JOINED, FixedProduct, JoinedProducts
 
 Call = Callable[[], object]
 REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
@@ -28,6 +28,7 @@ SHORT: dict[str, Any] = {
     },
     **{name: getattr(Tensor, name) for name in ("index_copy_", "copy_", "mul_", "add_")},
 }
+"""torch's own functions for common operators, whose calls take half the time of the dispatcher's"""
 COPIES = ("contiguous", "clone", "_to_copy", "to")  # operators that give their first argument's values
 
 
@@ -99,14 +100,17 @@ class Recorder(TorchDispatchMode):
         inputs, results = _tensors((*args, *kwargs.values())), _tensors([result])
         if _is_suspicious(function) and not _is_harmless(function, args, kwargs, inputs):
             raise CannotBeRecorded(f"{function} depends on values, or on random numbers")
+        name = function._schema.name.split("::")[1]
         if function._schema.is_mutable:
-            written = _written(function, args, kwargs)
-            self.note(partial(_short(function._schema.name.split("::")[1], function._op), *args, **kwargs), *written)
+            values = _by_name(function, args, kwargs)
+            written = _tensors(
+                values.get(argument.name) for argument in function._schema.arguments if argument.is_write
+            )
+            self.note(partial(SHORT.get(name, function._op), *args, **kwargs), *written)
             return
         known = {_storage(each) for each in inputs}
         fresh = [tensor for tensor in results if _storage(tensor) not in known]
         self._kept += fresh
-        name = function._schema.name.split("::")[1]
         if fresh and not name.startswith("empty") and not name.startswith("new_empty"):
             self.note(_again(function, name, args, kwargs, results), *fresh)
 
@@ -150,7 +154,9 @@ class Recorder(TorchDispatchMode):
                 continue
             storage = _storage(entry.call.x_RI)
             group = groups.get(storage)
-            if group is None or len(group) == MOST_JOINED or not _are_same(group[0].x_RI, entry.call.x_RI):
+            x_RI = entry.call.x_RI  # contiguous, as all of the group's
+            is_same = group and (group[0].x_RI.data_ptr(), group[0].x_RI.shape) == (x_RI.data_ptr(), x_RI.shape)
+            if group is None or len(group) == MOST_JOINED or not is_same:
                 group = groups[storage] = []
                 calls.append(group)
             group.append(entry.call)
@@ -177,25 +183,19 @@ def _is_harmless(function: Any, args: Sequence[Any], kwargs: dict[str, Any], inp
     """Return whether an operator that may depend on values does not: a look-up by numbers, or attention without dropout."""
     if "index" in function.name():
         return all(tensor.dtype is not torch.bool for tensor in inputs[1:])
-    given = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
+    given = _by_name(function, args, kwargs)
     if "dot_product" in function.name():
         return not given.get("dropout_p")
     return "dropout" in function.name() and not (given.get("p") and given.get("train"))
-
-
-def _are_same(x: Tensor, other: Tensor) -> bool:
-    """Return whether two contiguous tensors are the same memory in the same shape."""
-    return x.data_ptr() == other.data_ptr() and x.shape == other.shape
 
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operator writes, by its schema."""
-    values = dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
-    return _tensors(values.get(argument.name) for argument in function._schema.arguments if argument.is_write)
+def _by_name(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return an operator's arguments by their names in its schema."""
+    return dict(zip((argument.name for argument in function._schema.arguments), args, strict=False)) | kwargs
 
 
 def _again(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> Call:
@@ -204,18 +204,13 @@ def _again(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, An
         return partial(results[0].copy_, args[0])
     into = _with_out(function)
     if into is not None and len(results) == len(into[1]):
-        return partial(_short(name, into[0]), *args, **kwargs, **dict(zip(into[1], results, strict=True)))
+        return partial(SHORT.get(name, into[0]), *args, **kwargs, **dict(zip(into[1], results, strict=True)))
 
     def compute() -> None:
         for result, new in zip(results, _tensors([function._op(*args, **kwargs)]), strict=True):
             result.copy_(new)
 
     return compute
-
-
-def _short(name: str, usual: Any) -> Any:
-    """Return torch's own function for a common operator, whose call takes half the time of the dispatcher's, else `usual`."""
-    return SHORT.get(name, usual)
 
 
 @lru_cache(maxsize=1024)

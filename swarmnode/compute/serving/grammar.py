@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import time
@@ -40,11 +41,8 @@ READERS = {
     GrammarKind.LARK: LLMatcher.grammar_from_lark,
     GrammarKind.REGEX: LLMatcher.grammar_from_regex,
 }
-TRIAL_S, TRIAL_BYTES, TRIAL_PATIENCE_S = (
-    2,
-    192 << 20,
-    15.0,
-)  # CPU time and memory of a trial; seconds that it may take in all
+# CPU time and memory of a trial; seconds that it may take in all.
+TRIAL_S, TRIAL_BYTES, TRIAL_PATIENCE_S = 2, 192 << 20, 15.0
 # llguidance's bounds do not hold for all that it computes before the first token: remainders, intersections of patterns. So each
 # grammar is tried in a process first. Its tokens are bytes, and those that the grammar names.
 TRIAL = """
@@ -85,13 +83,8 @@ def check_grammar(grammar: Grammar) -> None:
 def _tried(grammar: str, named: tuple[str, ...]) -> str:
     """Return why a grammar in llguidance's form is refused, for a vocabulary with these tokens; empty if it is not. Raises Busy."""
     size = MOST_NUMBERS if any(name.startswith("<[") for name in named) else 0
-    told = try_apart(
-        TRIAL,
-        [grammar, named, size, BOUNDS],
-        cpu_s=TRIAL_S,
-        memory_bytes=TRIAL_BYTES,
-        patience_s=TRIAL_PATIENCE_S,
-    )
+    limits: Any = {"cpu_s": TRIAL_S, "memory_bytes": TRIAL_BYTES, "patience_s": TRIAL_PATIENCE_S}
+    told = try_apart(TRIAL, [grammar, named, size, BOUNDS], **limits)
     return "it takes too much time or memory to read it; make it smaller" if told is None else str(told)
 
 
@@ -145,19 +138,13 @@ class GrammarCompiler:
             try:
                 check_tokenizer(self._folder)
                 own: Any = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
-                self._tokenizer = from_tokenizer(own, n_vocab=self._vocabulary, eos_token=_end_ids(self._folder))
+                ends: int | list[int] | None = None  # the generation config may name no tokens that end a text
+                with contextlib.suppress(OSError, ValueError):
+                    ends = GenerationConfig.from_pretrained(self._folder, local_files_only=True).eos_token_id
+                self._tokenizer = from_tokenizer(own, n_vocab=self._vocabulary, eos_token=ends)
             except Exception as error:  # tokenizers raises Exception itself
                 raise invalid(f"the checkpoint has no tokenizer for it: {error}") from error
         return self._tokenizer
-
-
-def _end_ids(folder: Path) -> int | list[int] | None:
-    """Return the ids of tokens that end a text; None if the checkpoint's generation config names none."""
-    try:
-        ids: int | list[int] | None = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-    except (OSError, ValueError):
-        return None
-    return ids
 
 
 class GrammarMatcher:

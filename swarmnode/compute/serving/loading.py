@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +18,12 @@ from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.fresh import FamilyKey, family_key, tiny_model, tried
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import speed_up_linears
-from swarmnode.compute.model.packing.card_matrix import choose_products
-from swarmnode.compute.model.packing.packed_weight import held_by
-from swarmnode.compute.model.quantize import quantize_layers
 from swarmnode.compute.model.span import ModelSpan, load_model
+from swarmnode.compute.packing.card_matrix import choose_products
+from swarmnode.compute.packing.packed_weight import held_by
+from swarmnode.compute.packing.quantize import quantize_layers
+from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
@@ -126,16 +125,12 @@ def _largest_difference(family: Family) -> float:
     ids_BT = torch.randint(2, family.config.vocab_size, (2, LENGTH))
     mask_BT = (torch.arange(LENGTH) >= torch.tensor(PADDING)[:, None]).to(torch.int64)
     positions_BT = (mask_BT.cumsum(1) - 1).clamp(min=0)
-    expected_BTV = _whole_logits(whole, ids_BT, mask_BT, positions_BT)
+    takes_positions = "position_ids" in inspect.signature(whole.forward).parameters
+    positions = {"position_ids": positions_BT} if takes_positions else {}
+    expected_BTV: Tensor = whole(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **positions).logits
     logits_BTV = _split_logits(family, whole.state_dict(), ids_BT)
     difference_BT = (logits_BTV - expected_BTV).abs().amax(dim=-1) * mask_BT
     return float(difference_BT.max() / expected_BTV.std())
-
-
-def _whole_logits(model: Any, ids_BT: Tensor, mask_BT: Tensor, positions_BT: Tensor) -> Tensor:
-    positions = {"position_ids": positions_BT} if "position_ids" in inspect.signature(model.forward).parameters else {}
-    logits_BTV: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **positions).logits
-    return logits_BTV
 
 
 def _split_logits(family: Family, tensors: dict[str, Tensor], ids_BT: Tensor) -> Tensor:

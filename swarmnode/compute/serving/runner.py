@@ -3,6 +3,8 @@
 Short steps (one new position, or a few: drafts) go through the model together, and so do chunks of prompts. A prompt that is too
 long for one pass goes alone and in chunks. The scheduler decides before which sessions wait for others
 (`plan/serving/scheduler.py`).
+
+Counts of the experts that guesses wake in mixtures of experts: a guess may need weights that no other row of its pass needs.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ import contextlib
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from swarmnode.compute.device import trim_heap
 from swarmnode.compute.executor import forget_traceback, is_device_fault
@@ -21,14 +24,66 @@ from swarmnode.compute.model.family import switching_position
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
-from swarmnode.compute.serving.cohort import CachedSession, Cohort
+from swarmnode.compute.serving.cohort import LONGEST_SHARED, CachedSession, Cohort, Windows
 from swarmnode.compute.serving.device_transfers import CapturedWorks
-from swarmnode.compute.serving.experts import ExpertCounts, marks
-from swarmnode.compute.serving.window import LONGEST_SHARED, Windows
 from swarmnode.compute.stopwatch import Throttle
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.ledger import MemoryLedger
+
+EVERY = 32  # passes with guesses for one that is looked at: reading the choices waits for the device
+CALLED = "experts"  # transformers' name of the module that gets states_NH, the chosen experts_NK and their weights_NK
+
+
+class ExpertCounts:
+    """Numbers of experts, summed over layers and the passes that were looked at.
+
+    Attributes:
+        text: Experts that positions of the text chose.
+        guesses: Further experts that guesses chose.
+    """
+
+    def __init__(self, stack: nn.Module) -> None:
+        self._mixtures = [one for name, one in stack.named_modules() if name.rpartition(".")[2] == CALLED]
+        self._passes = 0  # with guesses
+        self._chosen: list[Tensor] = []  # in the present pass
+        self.text = 0
+        self.guesses = 0
+
+    def is_due(self) -> bool:
+        """Note a pass with guesses, and return whether to look at it: the first one, and then every `EVERY`-th."""
+        self._passes += 1
+        return bool(self._mixtures) and self._passes % EVERY == 1
+
+    @contextlib.contextmanager
+    def looking(self, sure_N: Tensor, guessed_N: Tensor) -> Iterator[None]:
+        """Count the experts of the pass in this context. Its rows times positions are N: `sure_N` has those of texts, `guessed_N`
+        the guesses, and the others stand in."""
+        hooks = [one.register_forward_pre_hook(self._note) for one in self._mixtures]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            chosen, self._chosen = self._chosen, []
+        for experts_NK in chosen:
+            if len(experts_NK) == len(sure_N):
+                text = len(experts_NK[sure_N.to(experts_NK.device)].unique())
+                self.text += text
+                self.guesses += len(experts_NK[(sure_N | guessed_N).to(experts_NK.device)].unique()) - text
+
+    def _note(self, _module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if len(inputs) > 1 and isinstance(inputs[1], Tensor) and not inputs[1].is_floating_point():
+            self._chosen.append(inputs[1].detach().view(len(inputs[1]), -1))
+
+
+def marks(rows: int, count: int, guessed: int, longest: int) -> tuple[Tensor, Tensor]:
+    """Return which of `rows` rows times `longest` positions are sure, and which are guesses: of the first `count` positions of
+    each row the last `guessed` ones are."""
+    positions = torch.arange(longest)
+    sure, filled = positions < count - guessed, positions < count
+    return sure.repeat(rows), (filled & ~sure).repeat(rows)
+
 
 log = logging.getLogger(__name__)
 
@@ -232,11 +287,14 @@ class StageRunner:
 
     @torch.inference_mode()
     def run_each(self, works: Sequence[StepInput]) -> list[StepOutput | Exception]:
-        """Run all works, at most one per session. Returns for each its result, or its error.
+        """Run all works, at most one per session. Returns for each its result, or its error, in the order of the works.
 
-        An input may make a whole pass fail in an unforeseen way. The pass's works are then tried again in halves, down to each
-        alone, so that only the guilty ones fail: at most twice as many passes as there are works.
-        Raises ValueError for two works of one session.
+        Works are checked first: one that is refused gets a ProtocolError and takes part in no pass. A failed work keeps what it
+        asked for before the pass (`truncate_to`, `reorder`). An input may make a whole pass fail in an unforeseen way. The pass's
+        works are then tried again in halves, down to each alone, so that only the guilty ones fail: at most twice as many passes
+        as there are works.
+
+        Raises ValueError for two works of one session, and the error of a pass that lost the device: all its sessions are lost.
         """
         if len({work.session_id for work in works}) < len(works):
             raise ValueError("two works of one session in one run")
@@ -245,20 +303,17 @@ class StageRunner:
         for work in works:
             try:
                 self._check(work)
-                self._rearrange(work)
+                # Once, however often the pass is tried.
+                if work.truncate_to is not None:
+                    self.pool.truncate(work.session_id, work.truncate_to)
+                if work.reorder:
+                    self.pool.reorder(work.session_id, work.reorder)
                 ready.append(work)
             except ProtocolError as error:
                 outcomes[work.session_id] = error
         for together in self._group(ready):
             outcomes.update(self._run_together(together))
         return [outcomes[work.session_id] for work in works]
-
-    def _rearrange(self, work: StepInput) -> None:
-        """Truncate and reorder before the pass: once, however often the pass is tried."""
-        if work.truncate_to is not None:
-            self.pool.truncate(work.session_id, work.truncate_to)
-        if work.reorder:
-            self.pool.reorder(work.session_id, work.reorder)
 
     def _group(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
         """Group works that go through the model together.
@@ -273,17 +328,16 @@ class StageRunner:
             is_short, is_early = work.count <= self._longest_shared, self._before_switch(opened.cached) > 0
             adapter = "" if is_shared else opened.adapter
             alike.setdefault((opened.start, opened.end, adapter, is_short, is_early), []).append(work)
-        return [group for candidates in alike.values() for group in self._fill_up(candidates)]
-
-    def _fill_up(self, works: list[StepInput]) -> list[list[StepInput]]:
-        """Group works that can be filled up to the longest one; each other work is alone."""
-        longest = max(work.count for work in works)
-        rows = sum(work.x.shape[0] for work in works)
-        if longest > self._longest_shared and longest > min(self._longest_pass, self.config.prefill_positions // rows):
-            return [[work] for work in works]
-        together = [work for work in works if self._room(work) >= longest]
-        alone = [[work] for work in works if self._room(work) < longest]
-        return [together, *alone] if together else alone
+        groups: list[list[StepInput]] = []
+        for some in alike.values():
+            # Together go those that can be filled up to the longest one, unless that is too long for one pass.
+            longest, rows = max(work.count for work in some), sum(work.x.shape[0] for work in some)
+            most = max(self._longest_shared, min(self._longest_pass, self.config.prefill_positions // rows))
+            fits = [longest <= most and self._room(work) >= longest for work in some]
+            if any(fits):
+                groups.append([work for work, is_together in zip(some, fits, strict=True) if is_together])
+            groups += [[work] for work, is_together in zip(some, fits, strict=True) if not is_together]
+        return groups
 
     def _room(self, work: StepInput) -> int:
         """Return the most positions that a session's step may have after padding in a shared pass.
@@ -309,41 +363,31 @@ class StageRunner:
                 if len(works) == 1 and longest > min(self._longest_shared, self._room(works[0])):
                     outcomes[works[0].session_id] = self._run_prompt(works[0])
                 else:
-                    for result in self._run_steps(opened, works, longest):
-                        outcomes[result.session_id] = result
+                    work_of = {self._sessions[work.session_id].cached: work for work in works}
+                    # A number of columns that is captured, if all have room for that many.
+                    columns = longest if self.captured is None else self.captured.columns_for(longest)
+                    if columns > self._longest_shared or any(self._room(work) < columns for work in works):
+                        columns = longest
+                    for cohort in self.pool.prepare(list(work_of), columns):
+                        present = {member: work_of[member] for member in cohort.members if member in cohort.present}
+                        for result in self._run_cohort(opened, cohort, present, columns):
+                            outcomes[result.session_id] = result
         except Exception as error:
             if is_device_fault(error):
                 raise
             log.warning("a pass over %d sessions failed\n%s", len(works), forget_traceback(error))
-            outcomes |= self._run_apart([work for work in works if work.session_id not in outcomes], error)
-        return outcomes
-
-    def _run_apart(self, failed: Sequence[StepInput], error: Exception) -> dict[Hashable, StepOutput | Exception]:
-        """Run each half of a failed pass's works, or each adapter's. A work that was alone, or whose cache is lost, gets the
-        error."""
-        if len(failed) == 1 or any(self._sessions[work.session_id].cached.lost for work in failed):
-            return {work.session_id: error for work in failed}
-        if not self.span.adapters.are_shared and len({self._sessions[work.session_id].adapter for work in failed}) > 1:
-            self.pool.dissolve()  # a layer has just turned out not to tell the rows of different adapters apart
-            outcomes: dict[Hashable, StepOutput | Exception] = {}
-            for group in self._group(failed):
+            # A work that was alone, or whose cache is lost, gets the error. Else each half runs again, or each adapter's works.
+            failed = [work for work in works if work.session_id not in outcomes]
+            opened_of = [self._sessions[work.session_id] for work in failed]
+            if len(failed) == 1 or any(opened.cached.lost for opened in opened_of):
+                return outcomes | {work.session_id: error for work in failed}
+            groups: Sequence[Sequence[StepInput]] = failed[: len(failed) // 2], failed[len(failed) // 2 :]
+            if not self.span.adapters.are_shared and len({opened.adapter for opened in opened_of}) > 1:
+                self.pool.dissolve()  # a layer has just turned out not to tell the rows of different adapters apart
+                groups = self._group(failed)
+            for group in groups:
                 outcomes |= self._run_together(group)
-            return outcomes
-        middle = len(failed) // 2
-        return self._run_together(failed[:middle]) | self._run_together(failed[middle:])
-
-    def _run_steps(self, opened: _Opened, works: Sequence[StepInput], longest: int) -> Iterator[StepOutput]:
-        work_of = {self._sessions[work.session_id].cached: work for work in works}
-        columns = self._columns(works, longest)
-        for cohort in self.pool.prepare(list(work_of), columns):
-            present = {member: work_of[member] for member in cohort.members if member in cohort.present}
-            yield from self._run_cohort(opened, cohort, present, columns)
-
-    def _columns(self, works: Sequence[StepInput], longest: int) -> int:
-        """Return the number of columns of a pass over these works: a number that is captured, if all have room for that many."""
-        columns = longest if self.captured is None else self.captured.columns_for(longest)
-        fits = columns <= self._longest_shared and all(self._room(work) >= columns for work in works)
-        return columns if fits else longest
+        return outcomes
 
     def _run_cohort(
         self, opened: _Opened, cohort: Cohort, works: Mapping[CachedSession, StepInput], columns: int

@@ -64,26 +64,16 @@ def adjust(logits_V: Tensor, parameters: Sampling, history: TokenHistory | None,
     First the repetition penalty (CTRL, arXiv 1909.05858), then frequency and presence penalty (OpenAI's API), then the biases.
     """
     if history is not None:
-        _penalise_repetition(logits_V, parameters.repetition_penalty, history, position)
-        _penalise_frequency(logits_V, parameters, history, position)
+        if (penalty := parameters.repetition_penalty) != 1:
+            seen_N = torch.cat([history.prompt(), history.drawn(position)]).unique()
+            values_N = logits_V[seen_N]
+            logits_V[seen_N] = torch.where(values_N < 0, values_N * penalty, values_N / penalty)
+        if parameters.frequency_penalty or parameters.presence_penalty:
+            ids_N, counts_N = history.drawn(position).unique(return_counts=True)
+            logits_V[ids_N] -= counts_N.float() * parameters.frequency_penalty + parameters.presence_penalty
     if parameters.logit_bias:
         ids, biases = zip(*parameters.logit_bias, strict=True)
         logits_V[torch.tensor(ids)] += torch.tensor(biases, dtype=torch.float32)
-
-
-def _penalise_repetition(logits_V: Tensor, penalty: float, history: TokenHistory, position: int) -> None:
-    if penalty == 1:
-        return
-    seen_N = torch.cat([history.prompt(), history.drawn(position)]).unique()
-    values_N = logits_V[seen_N]
-    logits_V[seen_N] = torch.where(values_N < 0, values_N * penalty, values_N / penalty)
-
-
-def _penalise_frequency(logits_V: Tensor, parameters: Sampling, history: TokenHistory, position: int) -> None:
-    if not parameters.frequency_penalty and not parameters.presence_penalty:
-        return
-    ids_N, counts_N = history.drawn(position).unique(return_counts=True)
-    logits_V[ids_N] -= counts_N.float() * parameters.frequency_penalty + parameters.presence_penalty
 
 
 def sample(logits_BV: Tensor, parameters: Sampling, position: int, *, rows: Sequence[int] = ()) -> Tensor:
@@ -165,7 +155,12 @@ def _draw(logits_V: Tensor, parameters: Sampling, number: float) -> int:
 
 def _draw_among(count: int, kept: int, logits_V: Tensor, parameters: Sampling, number: float) -> int | None:
     """Return the token, searched for among the `count` most likely of the `kept` ones; None if that needs more of them."""
-    ordered_C, ids_C = _largest(logits_V, count)
+    # The largest logits first, equal ones by id.
+    ids_N = torch.arange(len(logits_V))
+    if count < len(logits_V):
+        ids_N = (logits_V >= torch.topk(logits_V, count).values[-1]).nonzero()[:, 0]
+    ordered_N, order_N = torch.sort(logits_V[ids_N], descending=True, stable=True)
+    ordered_C, ids_C = ordered_N[:count], ids_N[order_N][:count]
     scaled_C = ordered_C.double() / parameters.temperature
     total = scaled_C.logsumexp(0) if count == kept else (logits_V.double() / parameters.temperature).logsumexp(0)
     return _pick(ordered_C, ids_C, total, count == kept, parameters, number)
@@ -204,15 +199,6 @@ def _truncation(likelihood_C: Tensor, cumulated_C: Tensor, parameters: Sampling)
         likely = int((likelihood_C >= parameters.min_p * likelihood_C[0]).sum())
         kept = min(kept, likely if likely < len(likelihood_C) else likely + 1)
     return kept
-
-
-def _largest(logits_V: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return (values, ids) of the `count` largest logits, the largest first, equal ones by id."""
-    ids = torch.arange(len(logits_V))
-    if count < len(logits_V):
-        ids = (logits_V >= torch.topk(logits_V, count).values[-1]).nonzero()[:, 0]
-    ordered, order = torch.sort(logits_V[ids], descending=True, stable=True)
-    return ordered[:count], ids[order][:count]
 
 
 def may_draw(token: int, logits_V: Tensor, parameters: Sampling, position: int, *, spread: float) -> bool:
@@ -358,14 +344,15 @@ class Sampler:
             if guess is not None and self._latest != (position - 1, guess.id):
                 self._wasted[guess.proposer] += 1
                 continue
-            drawn = draw(position)._replace(guess=guess, wasted=self._take_wasted())
+            drawn = draw(position)
+            wasted, self._wasted = (
+                self._wasted,
+                Counter(),
+            )  # wrong guesses since the token before, by number of the proposer
+            counts = tuple(wasted[proposer] for proposer in range(max(wasted, default=-1) + 1))
+            drawn = drawn._replace(guess=guess, wasted=counts)
             self._latest = None if drawn.final else (position, drawn.ids[0])
             yield drawn
-
-    def _take_wasted(self) -> tuple[int, ...]:
-        """Return the numbers of wrong guesses since the token before, by the number of their proposer, and count anew."""
-        wasted, self._wasted = self._wasted, Counter()
-        return tuple(wasted[proposer] for proposer in range(max(wasted, default=-1) + 1))
 
     def _drawn(self, position: int, ids: Sequence[int], logprobs: bytes = b"") -> Drawn:
         return Drawn(position, tuple(ids), self.is_final(position, ids[0]), logprobs)

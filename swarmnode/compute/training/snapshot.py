@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint, load_config
+from swarmnode.compute.model.checkpoint_writer import ShardWriter, write_tensors
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.tensor_file import ShardWriter, write_tensors
 from swarmnode.compute.training.block import EMA
 from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import CheckpointError, LocalError, UsageError

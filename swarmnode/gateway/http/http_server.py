@@ -15,9 +15,8 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from swarmnode.errors import LocalError, with_port_advice
-from swarmnode.net.addressing.addresses import bound
-from swarmnode.net.limits.address_group import Claimant, address_group
-from swarmnode.net.limits.fair_share import FairShare
+from swarmnode.net.addressing.addresses import Claimant, address_group, bound
+from swarmnode.net.fair_share import FairShare
 
 MAX_CONNECTIONS = 1024
 LEAVE_S = 5  # for unfinished responses when the server stops

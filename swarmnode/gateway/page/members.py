@@ -18,11 +18,16 @@ from swarmnode.gateway.page.page import OWNED, Page
 from swarmnode.gateway.page.replies import MembersReply, NewInvite, RevocationReply
 from swarmnode.membership.owner import InviteQr, InviteTerms, issue_invite, roles_of
 from swarmnode.net.identity import SigningKey
-from swarmnode.swarm.records.certificate import MAX_GROUP_CHARS, MAX_PEER_CHARS, MAX_USES, Role
-from swarmnode.swarm.records.invite import MAX_INVITE_CHARS
-from swarmnode.swarm.storage.issued_invites import IssuedInvite, IssuedInvites, issued_invites_path, open_issued_invites
-from swarmnode.swarm.storage.owner_key import SUFFIX as OWNER_SUFFIX
-from swarmnode.swarm.storage.owner_key import is_locked, load_owner_key
+from swarmnode.swarm.records.invite import MAX_GROUP_CHARS, MAX_INVITE_CHARS, MAX_PEER_CHARS, MAX_USES, Role
+from swarmnode.swarm.storage.owner_files import (
+    OWNER_SUFFIX,
+    IssuedInvite,
+    IssuedInvites,
+    is_locked,
+    issued_invites_path,
+    load_owner_key,
+    open_issued_invites,
+)
 from swarmnode.swarm.storage.swarmfile import Swarm
 
 MAX_PASSWORD_CHARS = 1024

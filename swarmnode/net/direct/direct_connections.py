@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, cast
 
 from swarmnode.errors import PeerLost, ProtocolError
-from swarmnode.net.addressing.addresses import host_of, is_relayed
+from swarmnode.net.addressing.addresses import address_group, host_of, is_relayed
 from swarmnode.net.deadlines import Backoff, Deadline
 from swarmnode.net.direct.direct_stream import (
     PUBLIC_KEY_BYTES,
@@ -28,7 +28,6 @@ from swarmnode.net.direct.direct_stream import (
     Occasion,
 )
 from swarmnode.net.interfaces import PeerId, Stream
-from swarmnode.net.limits.address_group import address_group
 
 log = logging.getLogger(__name__)
 

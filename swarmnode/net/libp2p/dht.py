@@ -18,24 +18,29 @@ import msgspec
 
 from swarmnode.codec.body import DECODE_ERRORS
 from swarmnode.errors import NetworkDown
+from swarmnode.net.addressing.addresses import Claimant
+from swarmnode.net.fair_share import FairPace, Pace, Recent
 from swarmnode.net.interfaces import MAX_RECORD_BYTES, Dht, Enough, PeerId, Record, RecordValidator
-from swarmnode.net.libp2p.from_hivemind import P2P, dht_pb2
-from swarmnode.net.libp2p.p2pd_control import AddressGroups, hivemind_id, peer_bytes, peer_name
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.limits.fair_share import FairPace, Pace, Recent
-from swarmnode.net.table.lookup import MAX_FIND_KEYS, EnoughThere, FoundThere, LookUp, Records
-from swarmnode.net.table.record_store import MAX_SUBKEYS, RecordStore
-from swarmnode.net.table.routing_table import (
+from swarmnode.net.kademlia import (
     BUCKET_PEERS,
     ID_BITS,
+    MAX_FIND_KEYS,
+    MAX_SUBKEYS,
     REPLICAS,
+    EnoughThere,
+    FoundThere,
     Keepers,
+    LookUp,
     Population,
+    Records,
+    RecordStore,
     RoutingTable,
     id_bytes,
     key_id,
     node_id,
 )
+from swarmnode.net.libp2p.from_hivemind import P2P, dht_pb2
+from swarmnode.net.libp2p.p2pd_control import AddressGroups, hivemind_id, peer_bytes, peer_name
 from swarmnode.net.tasks import Tasks
 
 log = logging.getLogger(__name__)

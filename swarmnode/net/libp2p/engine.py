@@ -30,14 +30,13 @@ from swarmnode.net.addressing.reachability import answering, is_hidden, own_inte
 from swarmnode.net.deadlines import Backoff
 from swarmnode.net.direct import direct_connections
 from swarmnode.net.direct.direct_connections import LOWEST_PORT, DirectConnections
+from swarmnode.net.fair_share import Recent, StreamLimits
 from swarmnode.net.interfaces import Dht, Network, PeerId, Stream, StreamHandler
 from swarmnode.net.libp2p.daemon import Daemon, SocketFolder, raise_descriptor_limit
 from swarmnode.net.libp2p.dht import EngineDht
 from swarmnode.net.libp2p.from_hivemind import P2P, P2PD, HivemindMultiaddr
 from swarmnode.net.libp2p.p2pd_control import AddressGroups, Inbox, P2pdControl
-from swarmnode.net.limits.fair_share import Recent, StreamLimits
-from swarmnode.net.links.link_config import OPEN_GATE, Gate
-from swarmnode.net.network_config import NetworkConfig
+from swarmnode.net.network_config import OPEN_GATE, Gate, NetworkConfig
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.net.transport_stream import TransportStream
 

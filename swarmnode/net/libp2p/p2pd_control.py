@@ -20,11 +20,10 @@ from typing import Any
 from multiaddr import Multiaddr
 
 from swarmnode.errors import LocalError, NetworkDown, PeerLost, ProtocolError
-from swarmnode.net.addressing.addresses import is_relayed, without_peer
+from swarmnode.net.addressing.addresses import address_group, is_relayed, without_peer
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.libp2p.from_hivemind import HivemindMultiaddr, PeerID, p2pd_pb2
-from swarmnode.net.limits.address_group import address_group
-from swarmnode.net.limits.fair_share import Recent
 from swarmnode.net.transport_stream import CLOSE_TIMEOUT_S, TransportStream
 
 SHA_256_HEAD, SHA_256_BYTES = b"\x12\x20", 32  # multihash: code and length before the digest

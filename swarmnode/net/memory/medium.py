@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from swarmnode.errors import PeerLost
+from swarmnode.net.fair_share import CountedStream
 from swarmnode.net.interfaces import Buffer, PeerId, Record
-from swarmnode.net.limits.fair_share import CountedStream
 
 HIGH_WATER_BYTES = 1 << 20
 PIECE_BYTES = 1 << 16

@@ -19,7 +19,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
-from swarmnode.net.addressing.addresses import of_stranger, peer_of, without_peer
+from swarmnode.net.addressing.addresses import address_group, of_stranger, peer_of, without_peer
+from swarmnode.net.fair_share import StreamLimits
 from swarmnode.net.identity import Identity
 from swarmnode.net.interfaces import (
     MAX_RECORD_BYTES,
@@ -33,11 +34,8 @@ from swarmnode.net.interfaces import (
     StreamHandler,
     key_digest,
 )
-from swarmnode.net.limits.address_group import address_group
-from swarmnode.net.limits.fair_share import StreamLimits
-from swarmnode.net.links.link_config import OPEN_GATE, Gate
 from swarmnode.net.memory.medium import FakeStream, Island, Medium, connect
-from swarmnode.net.network_config import NetworkConfig
+from swarmnode.net.network_config import OPEN_GATE, Gate, NetworkConfig
 from swarmnode.net.tasks import Supervisor, Tasks, cancel_and_wait
 
 log = logging.getLogger(__name__)

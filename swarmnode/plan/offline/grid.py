@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from swarmnode.errors import UsageError
 from swarmnode.plan.cost import transfer_s
-from swarmnode.plan.offline.scenario import FloatArray, Scenario
+from swarmnode.plan.offline.planner_files import FloatArray, Scenario
 
 CLUSTERINGS = 8
 TINY_S = 1e-9

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarmnode.plan.offline.grid import Cost, Grid, Problem, layouts
-from swarmnode.plan.offline.scenario import FloatArray
+from swarmnode.plan.offline.planner_files import FloatArray
 
 
 def bottleneck_matching(cost: FloatArray, columns: Sequence[int] | None = None) -> list[int]:

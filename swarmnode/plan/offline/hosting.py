@@ -18,7 +18,7 @@ from swarmnode.errors import LocalError, UsageError
 from swarmnode.plan.cost import HOLDERS, fragility, step_s, transfer_s
 from swarmnode.plan.offline.grid import Grid, Members, MicrobatchTraffic, Problem, dendrogram, slower_way_s
 from swarmnode.plan.offline.grid_search import Search
-from swarmnode.plan.offline.scenario import FloatArray, Scenario
+from swarmnode.plan.offline.planner_files import FloatArray, Scenario
 from swarmnode.plan.view import Span
 
 QUICK = 0.002  # effort of the searches that compare numbers of stages and pipelines: layouts alone

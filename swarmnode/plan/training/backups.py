@@ -14,8 +14,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from swarmnode.codec.body import SHARED
+from swarmnode.net.addressing.addresses import wide_group
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import wide_group
 from swarmnode.plan.view import draw
 from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.storage.states import STRIDES

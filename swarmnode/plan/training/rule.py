@@ -1,9 +1,9 @@
-"""Rule of placement in training, applied to a peer's view of the others: `placement.py` and `layout.py` on a view.
+"""Rule of placement in training, applied to a peer's view of the others: `training_placement.py` and `layout.py` on a view.
 
 Before anything is trained all peers may go anywhere. Afterwards a joining or standby peer goes to the place of most use, on
 stages that begin and end at edges of the others' spans. A training peer moves only to spans of other peers, if others have
 its trained state and the rest of the run gains more than the move costs. All peers move to another layout, with their
-trained state, if that pays (`resettling.py`).
+trained state, if that pays (`training_placement.py`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from functools import partial
 
 from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
 from swarmnode.plan.training.layout import STANDING_BY, LikelyLayout, likely_layouts
-from swarmnode.plan.training.placement import (
+from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork
+from swarmnode.plan.training.training_placement import (
     HYSTERESIS,
+    Resettling,
     TrainingPeers,
     TrainingPlace,
     choose_training_place,
     gain_of_all,
 )
-from swarmnode.plan.training.resettling import Resettling
-from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork
 from swarmnode.plan.view import PeerView, Span, View, draw
 from swarmnode.swarm.records.announcement import State
 

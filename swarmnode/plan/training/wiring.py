@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.fair_share import Recent
 from swarmnode.plan.spans.flow import Bools, Floats, Indexes
 from swarmnode.plan.view import Span, draw
 from swarmnode.plan.virtual_clock import Action, VirtualClock

@@ -24,7 +24,7 @@ from swarmnode.compute.model.trace import CACHE_ARGUMENT
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import UsageError
-from swarmnode.net.links.hop import Entry
+from swarmnode.links.hop import Entry
 from swarmnode.serving.client.client_session import ClientSession
 from swarmnode.serving.client.limits import ModelLimits
 from swarmnode.serving.client.session_spec import MAX_WIDTH, Received, SessionSpec, ids_entry

@@ -51,14 +51,14 @@ from swarmnode.errors import (
     refusal,
 )
 from swarmnode.ledger import Account
+from swarmnode.links.hop import Entry, Hop
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.measuring.meters import ClientMeter
 from swarmnode.measuring.timing import Cadence, Timing
 from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.hop import Entry, Hop
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import Tasks, cancel_and_wait
-from swarmnode.plan.serving.codec_schedule import CodecSchedule
+from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.client.blame import LEAVING_S, Blame, HopFault, Verdict, suspects_of
 from swarmnode.serving.client.router import Route, Router
 from swarmnode.serving.client.session_spec import Received, ServedWork, SessionSpec, ids_entry

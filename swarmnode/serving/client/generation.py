@@ -34,8 +34,8 @@ from swarmnode.codec.sampling import (
 )
 from swarmnode.codec.tensors import AUTO, COMPRESSIONS, codec_named
 from swarmnode.errors import UsageError
+from swarmnode.links.hop import Entry
 from swarmnode.measuring.meters import ACCEPTED, WASTED
-from swarmnode.net.links.hop import Entry
 from swarmnode.serving.client.client_session import ClientSession, SessionStats
 from swarmnode.serving.client.prefix_cache import Beginnings, SharedText
 from swarmnode.serving.client.session_spec import MAX_WIDTH, SessionSpec, ids_entry

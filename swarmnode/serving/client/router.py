@@ -20,8 +20,7 @@ from swarmnode.peer.host import Host
 from swarmnode.peer.paths import ObservedLatency
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.routes import routing
-from swarmnode.plan.routes.lattice import SessionSize
-from swarmnode.plan.routes.routing import find_route
+from swarmnode.plan.routes.routing import SessionSize, find_route
 from swarmnode.plan.view import Span, View, view_of
 from swarmnode.swarm.peers.standing import EVERYBODY, Trust
 from swarmnode.swarm.records.announcement import Announcement, State

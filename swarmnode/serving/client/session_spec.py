@@ -16,10 +16,10 @@ from swarmnode.codec.messages import Input, LinkCodec, Mode, Output, Want
 from swarmnode.codec.sampling import Sampling, pack_text, unpack_logprobs
 from swarmnode.codec.tensors import Codec, DType, TensorInfo, payload_bytes
 from swarmnode.errors import ProtocolError
+from swarmnode.links.hop import Entry
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.hop import Entry
-from swarmnode.plan.routes.lattice import SessionSize
-from swarmnode.plan.serving.codec_schedule import CodecSchedule, coarsest
+from swarmnode.plan.compression import CodecSchedule, coarsest
+from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.serving.client.router import Route
 from swarmnode.swarm.records.manifest import SERVING_CODECS
 

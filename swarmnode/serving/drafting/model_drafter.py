@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 
 from swarmnode.compute.executor import CLOSE_TIMEOUT_S, Executor, Urgency
+from swarmnode.compute.serving.cohort import LONGEST_SHARED
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.window import LONGEST_SHARED
 from swarmnode.counting import common_beginning
 from swarmnode.errors import LocalError
 from swarmnode.ledger import Account, Reservation

@@ -15,9 +15,9 @@ from swarmnode.codec.sampling import ID_BYTES, LOGPROB_BYTES, Sampling, unpack_t
 from swarmnode.codec.tensors import FLOAT_DTYPES, ID_DTYPES
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError, PeerLost
+from swarmnode.links.hop import ENTRY_BYTES
+from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.hop import ENTRY_BYTES
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.serving.drafting.lookup import MAX_TOKENS, TOKEN_BYTES
 from swarmnode.serving.drafting.model_drafter import TEXT_BYTES
 

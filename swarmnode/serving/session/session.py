@@ -43,11 +43,11 @@ from swarmnode.codec.tensors import TensorInfo
 from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.compute.serving.sampling import Sampler
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
+from swarmnode.links.hop import Hop, until
+from swarmnode.links.switchboard import Channel
 from swarmnode.measuring.timing import Timing
 from swarmnode.measuring.trace import SessionTrace
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.links.hop import Hop, until
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.drafting.first_hop import DraftLead
 from swarmnode.serving.drafting.last_hop import GuessedJobs, TakenBack

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from swarmnode.config import ServerConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.measuring.meters import StageMeter
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import LocalPeer
 from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.serving.drafting.drafter import Drafting

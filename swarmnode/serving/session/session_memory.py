@@ -16,8 +16,8 @@ from typing import Protocol
 
 from swarmnode.compute.serving.cache import CacheBudget, Claim, OutOfCache
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
 
 BUSY_WEIGHT = 2  # a peer must hold this many times as much for its busy session to be ended
 
@@ -130,7 +130,7 @@ class SessionMemory:
     def _taken(self, cache_bytes: tuple[int, ...], journal_bytes: int) -> tuple[int, ...]:
         """Return the bytes that a session takes of each device's cache and of the host, whose memory may hold some of
         the caches."""
-        near = (size for size, budget in zip(cache_bytes, self._budgets, strict=True) if budget.is_in(self._ledger))
+        near = (size for size, budget in zip(cache_bytes, self._budgets, strict=True) if budget.ledger is self._ledger)
         return *cache_bytes, journal_bytes + sum(near)
 
     @property

@@ -26,10 +26,10 @@ from swarmnode.codec.tensors import ID_DTYPES, Codec, DType, TensorInfo
 from swarmnode.compress.codecs import decode
 from swarmnode.compute.serving.sampling import Drawn
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
+from swarmnode.links.hop import Entry, Hop, until
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.links.hop import Entry, Hop, until
-from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.plan.serving.codec_schedule import coarsest
+from swarmnode.plan.compression import coarsest
 from swarmnode.swarm.records.statement import Edge
 
 ONE_ID = TensorInfo(Codec.NONE, DType.INT64, (1, 1))

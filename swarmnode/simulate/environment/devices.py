@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from swarmnode.compute.stopwatch import Throttle
 from swarmnode.errors import UsageError
 from swarmnode.plan.offline.gpus import LayerTimes, find_gpu, layer_times
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.model import WEIGHT_BYTES, GraphModel, Model
 

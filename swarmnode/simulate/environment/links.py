@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.spans.flow import Floats
 
 LAN_DELAY_S, LAN_BANDWIDTH_BPS = 0.0005, 1e9  # between two peers at a place that has no neighbour in its region

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.capacity.memory import STATE_BYTES, TRAINING_BYTES, UnitSizes, units_that_fit, usable_bytes
+from swarmnode.compute.capacity.capacity import STATE_BYTES, TRAINING_BYTES, UnitSizes, units_that_fit, usable_bytes
 from swarmnode.errors import UsageError
 from swarmnode.plan.view import Span
 from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME
@@ -71,7 +71,7 @@ class Model:
     @classmethod
     def _of_packed(cls, path: Path) -> Model:
         """Load a model whose weights are packed. Raises UsageError, CheckpointError."""
-        from swarmnode.compute.capacity.memory import unit_sizes
+        from swarmnode.compute.capacity.capacity import unit_sizes
         from swarmnode.compute.model.checkpoint import Checkpoint
         from swarmnode.founding.model_source import outline
 
@@ -241,9 +241,9 @@ class GraphModel(Model):
     def of_graph(cls, graph: Graph, name: str, samples: int) -> GraphModel:
         """Build the model of a graph that is cut into units. Raises UsageError if the graph has another fixed batch than
         `samples`."""
+        from swarmnode.compute.graph.boundary import Layout
         from swarmnode.compute.graph.costs.estimate import entering_bytes, estimate_units, usual_width
         from swarmnode.compute.graph.costs.rates import CALLS, FLOPS, REFERENCE, total
-        from swarmnode.compute.graph.layout import Layout
 
         if not graph.any_batch and samples != graph.batch:
             raise UsageError(
@@ -310,7 +310,7 @@ def load_model(source: str | Path, samples: int) -> Model:
     packed weights, or a module itself: a factory "package.module:function" or an exported program "file.pt2". `samples` is the size
     of a graph's microbatches. Raises UsageError or CheckpointError if the model cannot be read or split.
     """
-    from swarmnode.compute.graph.exporting.source import PROGRAM_SUFFIX, export_source, module_name
+    from swarmnode.compute.graph.exporting.export import PROGRAM_SUFFIX, export_source, module_name
     from swarmnode.compute.graph.partition import partition
     from swarmnode.compute.graph.serialise import GRAPH_FILE, read_graph
 

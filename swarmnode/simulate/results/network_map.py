@@ -18,7 +18,7 @@ import numpy as np
 
 from swarmnode.plan.cost import transfer_s
 from swarmnode.plan.offline.grid import TINY_S, Dendrogram, dendrogram
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.spans.flow import Floats
 from swarmnode.simulate.results.page import WIDTH, figure, role_colour, shortened
 

@@ -11,8 +11,7 @@ from functools import partial
 from swarmnode.codec.body import HopSpec
 from swarmnode.errors import NoRoute, UsageError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.routes.lattice import Route
-from swarmnode.plan.routes.routing import find_route, shortlist
+from swarmnode.plan.routes.routing import Route, find_route, shortlist
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.compute.serving.window import LONGEST_SHARED
+from swarmnode.compute.serving.cohort import LONGEST_SHARED
 from swarmnode.config import ServerConfig
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.serving.scheduler import PassScheduler

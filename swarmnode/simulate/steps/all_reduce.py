@@ -1,4 +1,4 @@
-"""Simulated all-reduce of the gradients at the end of a step, in the same groups as on nodes (`plan/training/groups.py`).
+"""Simulated all-reduce of the gradients at the end of a step, in the same groups as on nodes (`plan/training/averaging.py`).
 
 Every contributor owns a share of the group's vector: it receives the values of that share from all contributors and sends the
 sums to all members. Between clusters, one gatherer of each cluster sends and receives for its cluster

@@ -15,7 +15,7 @@ from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import LADDER, SPARSE_RULES, Controller, Look, encoded_bytes, topk_ratio
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.training.step_model import Bench, Passage, Way
+from swarmnode.plan.training.step_forecast import Bench, Passage, Way
 from swarmnode.plan.view import Span
 from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.links import Links

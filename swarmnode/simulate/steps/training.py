@@ -3,7 +3,7 @@
 Microbatches are wired through the replicas that will finish first. A ledger records which layers have counted which microbatches.
 Microbatches of a lost peer are sent again. When all are counted the replicas average and the next step begins. The order of
 actions, also after the loss of the coordinator, follows the state table of nodes (`plan/training/coordination.py`). Passes
-follow the model of a step (`plan/training/step_model.py`), on peers that may be lost and links that compress.
+follow the model of a step (`plan/training/step_forecast.py`), on peers that may be lost and links that compress.
 
 Rule for the choice of layers by simulated peers that train, and shares of the pipelines of a plan.
 """
@@ -16,23 +16,24 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from swarmnode.codec.training_messages import How
-from swarmnode.compute.capacity.memory import STATE_BYTES
+from swarmnode.compute.capacity.capacity import STATE_BYTES
 from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.placement import PlacementRule
 from swarmnode.plan.training.averaging import (
     AveragingClusters,
     ClusteredGroup,
+    Count,
+    Holder,
     averaged_bytes,
     averaging_s,
+    make_groups,
     may_cluster,
 )
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
-from swarmnode.plan.training.groups import Count, Holder, make_groups
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
-from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork
+from swarmnode.plan.training.step_forecast import Bench, ExpectedStep, TrainingLoad, TrainingNetwork, passing_s
 from swarmnode.plan.training.step_ledger import StepLedger
-from swarmnode.plan.training.step_model import Bench, ExpectedStep, passing_s
 from swarmnode.plan.training.wiring import Replica, Transfers, book, keep_busy, wire
 from swarmnode.plan.view import PeerView, View
 from swarmnode.simulate.environment.peers import Peer

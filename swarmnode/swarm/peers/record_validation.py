@@ -28,7 +28,7 @@ from swarmnode.swarm.records.announcement import (
     announcement_reader,
     peer_digest,
 )
-from swarmnode.swarm.records.certificate import Member, open_certificate
+from swarmnode.swarm.records.invite import Member, open_certificate
 from swarmnode.swarm.records.membership import Membership
 from swarmnode.swarm.records.signed import Verify
 from swarmnode.swarm.records.statement import Report, Statement, open_report

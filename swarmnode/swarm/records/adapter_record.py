@@ -19,7 +19,7 @@ from swarmnode.codec.messages import AdapterTicket, Open
 from swarmnode.codec.training_messages import Peer
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.net.interfaces import PeerId
-from swarmnode.swarm.records.certificate import MAX_SKEW_S, SwarmId, UnixTime
+from swarmnode.swarm.records.invite import MAX_SKEW_S, SwarmId, UnixTime
 from swarmnode.swarm.records.manifest import (
     MAX_CHAT_BYTES,
     MAX_CONFIG_BYTES,

@@ -78,7 +78,7 @@ class Announcement(Signable, frozen=True):
     """A peer's description of itself. Newer versions append fields; missing trailing fields have their defaults.
 
     `addresses` are multiaddrs without the /p2p/ part, which is `peer`. `rtt_us` maps `peer_digest` of a few other peers
-    to the measured round trip in microseconds. `coordinate` is that of `net/measuring/coordinate.py`: x, y, z and
+    to the measured round trip in microseconds. `coordinate` is that of `links/link_statistics.py`: x, y, z and
     height in steps of 0.1 ms, then the error in percent; empty if there is none yet.
     """
 

@@ -21,7 +21,7 @@ from msgspec import Meta
 from swarmnode.errors import ErrorCode, ProtocolError, UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.certificate import (
+from swarmnode.swarm.records.invite import (
     INVITE_ID_BYTES,
     MAX_SKEW_S,
     Member,

@@ -14,9 +14,9 @@ from swarmnode.errors import CheckpointError, LocalError, UsageError, with_advic
 from swarmnode.files import parse_json, read_bounded
 from swarmnode.swarm.records.adapter_record import DAY_S, SLOTS, AdapterRecord, Share
 from swarmnode.swarm.records.manifest import MAX_CHAT_BYTES
+from swarmnode.swarm.storage.chunk_folder import folder_name
 from swarmnode.swarm.storage.content import FileContent, describe_files
 from swarmnode.swarm.storage.small_files import new_folder, read_kept, write_kept
-from swarmnode.swarm.storage.weight_cache import folder_name
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"  # peft's own names
 ABOUT_NAME = "about.json"

@@ -36,10 +36,9 @@ from swarmnode.compute.training.averaging.robust_aggregation import LEAST_MEMBER
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.recomputation import ContributionSketch
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
-from swarmnode.plan.training.averaging import is_bearable
-from swarmnode.plan.training.groups import codecs_by_line
+from swarmnode.plan.training.averaging import codecs_by_line, is_bearable
 from swarmnode.swarm.records.run import Averaging, Run
 from swarmnode.training.averaging.attempt import Attempt, Circle
 from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, attempt_of

@@ -40,9 +40,9 @@ from swarmnode.compute.training.averaging.parts import (
     reduce_part,
 )
 from swarmnode.errors import blaming
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, PartChunk, Partner, Patience
 
@@ -161,7 +161,7 @@ STILL = Deadline(floor_s=4.0, ceiling_s=20.0, slack=8.0)  # for a partner that n
 EXCUSE_S = STILL.floor_s / 4
 EXCUSES = 6  # times as long for a partner that says it is waiting: the peer that it waits for is found before
 UNKNOWN_RTT_S = 0.5
-SLOWEST_BYTES_PER_S = 32 * 1024  # as for any payload (`net/links/heartbeat.py`)
+SLOWEST_BYTES_PER_S = 32 * 1024  # as for any payload (`links/pacing.py`)
 RECEIVED_BYTES = 24 << 20  # of chunks pulled from all partners together
 WINDOW = 8  # chunks of each kind that a partner may have on the way: 1 Gbit/s at 60 ms
 SETTLED_AHEAD = 2  # least number of parts that may wait for the slowest member or for their owner

@@ -24,8 +24,8 @@ from swarmnode.codec.messages import End, Error
 from swarmnode.codec.training_messages import MAX_MEMBERS, MAX_PULLED, Failed, Part, Pull, Waiting
 from swarmnode.compute.training.averaging.parts import LARGEST_PART, Encoded
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
 
 MAX_CHUNK_BYTES = 4 * LARGEST_PART + 4096  # no codec makes a part larger
 MAX_EARLY = 2 * MAX_MEMBERS  # pulls of strangers included: the members are not known yet

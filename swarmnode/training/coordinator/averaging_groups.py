@@ -29,10 +29,12 @@ from swarmnode.plan.training.averaging import (
     AveragingClusters,
     AveragingNetwork,
     ClusteredGroup,
+    Count,
+    Holder,
     averaging_s,
+    make_groups,
     may_cluster,
 )
-from swarmnode.plan.training.groups import Count, Holder, make_groups
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState

@@ -25,8 +25,8 @@ from swarmnode.codec.messages import End, Error
 from swarmnode.codec.training_messages import KEY_BYTES, MAX_LEFT_OUT, Done, Failed, ProgressReport, Status, Wait, Work
 from swarmnode.decisions import Topic
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.training.coordination import (
     Action,

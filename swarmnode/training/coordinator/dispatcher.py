@@ -28,10 +28,10 @@ from swarmnode.codec.training_messages import (
     Stopped,
 )
 from swarmnode.errors import ErrorCode
+from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel
+from swarmnode.plan.training.step_forecast import passing_s
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
-from swarmnode.plan.training.step_model import passing_s
 from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, keep_busy, wire
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.coordinator.link_times import LinkTimes

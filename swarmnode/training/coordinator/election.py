@@ -15,8 +15,8 @@ from swarmnode.codec.messages import Error
 from swarmnode.codec.training_messages import Failed, Work
 from swarmnode.decisions import DecisionLog, Topic
 from swarmnode.errors import ErrorCode, PeerError, PeerLost
+from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import OnCrash, Tasks
 from swarmnode.plan.training.coordination import SETTLE_S, Action, Coordination, Event, Phase
 from swarmnode.swarm.peers.directory import Directory

@@ -13,8 +13,8 @@ import numpy as np
 
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
+from swarmnode.net.addressing.addresses import home_of
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import home_of
 from swarmnode.plan.compression import LADDER, encoded_bytes
 from swarmnode.plan.cost import transfer_s
 from swarmnode.plan.routes.delays import HomeLines, bandwidths, one_way_delays, shared_homes

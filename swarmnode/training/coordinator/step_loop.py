@@ -36,8 +36,8 @@ from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import slowest_link_s
 from swarmnode.plan.training.coordination import Event, RecoveryPlan
+from swarmnode.plan.training.step_forecast import ExpectedStep
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
-from swarmnode.plan.training.step_model import ExpectedStep
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.training.coordinator.averaging_groups import AllReduceAttempt, AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections

@@ -44,10 +44,10 @@ from swarmnode.compute.training.recomputation import (
 )
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.errors import ProtocolError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Switchboard
 from swarmnode.peer.questions import ask_one
-from swarmnode.plan.audits.judgement import CONTRIBUTED, SMALLEST, Calibration, Judgement, Tolerance, judge_states
+from swarmnode.plan.audits import CONTRIBUTED, SMALLEST, Calibration, Judgement, Tolerance, judge_states
 from swarmnode.swarm.records.statement import open_commitment
 from swarmnode.training.spot_checks.step_records import Committer, KeptMicrobatch, Place, read_entries
 from swarmnode.training.worker.admission import is_of_its_size

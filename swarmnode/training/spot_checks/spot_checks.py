@@ -32,8 +32,7 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, ask, board_of
-from swarmnode.plan.audits.judgement import CONTRIBUTED, Calibration, Judgement
-from swarmnode.plan.audits.selection import AuditBudget, SessionCost
+from swarmnode.plan.audits import CONTRIBUTED, AuditBudget, Calibration, Judgement, SessionCost
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.statement import open_commitment
 from swarmnode.training.spot_checks.examination import Examination, FalseWork, differ, judge_contribution, shapes_of

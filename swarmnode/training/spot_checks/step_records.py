@@ -42,8 +42,8 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.recomputation import BlockSketches, gradient_sketch, step_seed
 from swarmnode.errors import ErrorCode
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.limits.address_group import Claimant
 from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.signed import Sign, Verify

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from swarmnode.codec.training_messages import Forward
-from swarmnode.net.links.switchboard import Channel
+from swarmnode.links.switchboard import Channel
 from swarmnode.training.worker.admission import LabelQueue
 from swarmnode.training.worker.memory import MAX_IN_FLIGHT
 from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of

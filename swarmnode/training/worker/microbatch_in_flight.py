@@ -34,11 +34,11 @@ from swarmnode.compute.training.saved_activations import (
 )
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.measuring.meters import BACKWARD, FORWARD, TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.plan.view import Span
 from swarmnode.serving.passage import URGENCY, MicrobatchPassage, ending, read_from, read_gradients

@@ -40,8 +40,8 @@ from swarmnode.codec.training_messages import (
 )
 from swarmnode.compute.executor import Urgency
 from swarmnode.errors import ErrorCode, NotFinite, ProtocolError, SwarmnodeError
+from swarmnode.links.switchboard import Channel
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Channel
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.swarm.records.run import decode_run

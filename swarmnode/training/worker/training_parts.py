@@ -19,7 +19,7 @@ import torch
 
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.training_messages import Forward
-from swarmnode.compute.capacity.speed import Speeds, measure_training
+from swarmnode.compute.capacity.capacity import Speeds, measure_training
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_span, estimate_units
 from swarmnode.compute.graph.costs.rates import measure_rates

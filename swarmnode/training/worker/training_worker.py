@@ -34,7 +34,7 @@ from swarmnode.net.identity import verify
 from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
-from swarmnode.plan.audits.selection import AuditBudget
+from swarmnode.plan.audits import AuditBudget
 from swarmnode.plan.compression import Choice
 from swarmnode.plan.spans.placement import HOLDING
 from swarmnode.plan.training.backups import learnt_alone
@@ -222,7 +222,7 @@ class TrainingWorker(Stage):
         """Whether the stage has learnt a layer that no other node has. False while a layer of the model has no holder.
 
         In that case this node may take the uncovered layers beside its own, whose last saved state is on its disk
-        (`plan/training/placement.py`).
+        (`plan/training/training_placement.py`).
         """
         return self.training.state.learnt_step > 0 and self._restoration.is_last and not self._restoration.is_gap
 

@@ -24,8 +24,8 @@ from swarmnode.codec.tuning_messages import MAX_SHARE_LABELS, PIECE_BYTES, Share
 from swarmnode.compress.codecs import LARGEST_IN_FP16, decode_values, encode_values, payload_of
 from swarmnode.compute.training.averaging.gradient_compressor import ACCOUNTED
 from swarmnode.errors import ErrorCode, ProtocolError
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.interfaces import Buffer
-from swarmnode.net.links.link_config import LinkConfig
 from swarmnode.swarm.records.run import Run
 from swarmnode.tuning.adapter_parts import decode_state
 from swarmnode.tuning.client.state_shapes import WEIGHT, AdapterState, StateShapes

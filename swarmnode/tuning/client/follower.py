@@ -25,7 +25,7 @@ from swarmnode.codec.tuning_messages import (
 )
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.errors import ErrorCode, LeaderLost, NetworkDown, PeerError, ProtocolError, UsageError, refusal
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
 from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.invite import ID_BYTES, MAX_ADDRESS_CHARS, MAX_BOOTSTRAPS, as_text, from_text

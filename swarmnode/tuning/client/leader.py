@@ -24,8 +24,8 @@ from swarmnode.codec.tuning_messages import COTUNE_PROTOCOL, GetAdapter, JoinTun
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.errors import Busy, ErrorCode, PeerError, ProtocolError
 from swarmnode.ledger import Account, Reservation
-from swarmnode.net.limits.address_group import is_relayed_group, is_wide
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.switchboard import Channel, Switchboard
+from swarmnode.net.addressing.addresses import is_relayed_group, is_wide
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.run import encode_run

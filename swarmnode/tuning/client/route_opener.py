@@ -29,9 +29,9 @@ from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.segment import Values
 from swarmnode.counting import format_bytes
 from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, NotFinite, PeerError, PeerRefused, UsageError
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.switchboard import Switchboard
-from swarmnode.plan.routes.lattice import SessionSize
+from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.blame import MILD, Blame, HopFault, Verdict
 from swarmnode.serving.client.router import Router

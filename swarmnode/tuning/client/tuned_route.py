@@ -37,8 +37,8 @@ from swarmnode.codec.tuning_messages import (
 from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import Buffer, PeerId
-from swarmnode.net.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
 from swarmnode.serving.client.blame import HopFault
 from swarmnode.serving.passage import call_hop, ending, read_from

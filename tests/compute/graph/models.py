@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForImageClassification
 
+from swarmnode.compute.graph.boundary import Layout
 from swarmnode.compute.graph.graph import Graph
-from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.training.datasets.batches import Microbatch
 
 Batch = dict[str, Tensor]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from swarmnode.compute.graph.boundary import Layout
 from swarmnode.compute.graph.exporting.export import export_module
-from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.graph.serialise import GraphCheckpoint, read_graph, write_graph
 from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from swarmnode.codec.body import SHARED
+from swarmnode.compute.graph.boundary import Layout
 from swarmnode.compute.graph.costs.estimate import estimate_units
 from swarmnode.compute.graph.costs.rates import REFERENCE
 from swarmnode.compute.graph.exporting.export import export_module
-from swarmnode.compute.graph.layout import Layout
-from swarmnode.compute.graph.operators import ASSERT, grouped_product
+from swarmnode.compute.graph.graph import ASSERT, grouped_product
 from swarmnode.compute.graph.partition import balance, partition
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.graph.serialise import read_graph

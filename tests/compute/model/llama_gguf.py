@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swarmnode.compute.model.packing import ggml
+from swarmnode.compute.packing import ggml
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS = 64, 128, 4, 2, 2
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

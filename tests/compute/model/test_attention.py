@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swarmnode.compute.model.packing.attention import BY_POSITION, SameBits, attention_by_position
-from swarmnode.compute.model.packing.ggml import library
+from swarmnode.compute.model.attention import BY_POSITION, SameBits, attention_by_position
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
 from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
-from tests.compute.model.test_packed_weight import pack
+from tests.compute.packing.test_packed_weight import pack
 
 pytestmark = pytest.mark.skipif(
     library() is None, reason="the package xllamacpp is not installed, or not for this machine"

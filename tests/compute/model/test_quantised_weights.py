@@ -11,18 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swarmnode.compute.capacity.memory import unit_sizes
+from swarmnode.compute.capacity.capacity import unit_sizes
+from swarmnode.compute.model.assemble import check_tensors
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.dequantize.methods import method_of
-from swarmnode.compute.model.dequantize.packed_matrix import PackedMatrix
-from swarmnode.compute.model.packing.ggml import FORMATS, dequantise, library
-from swarmnode.compute.model.packing.packed_weight import PackedStack, PackedWeight, held_by
-from swarmnode.compute.model.packing.quantised_matrix import WHOLE_NUMBERS, mxfp4_rows
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.model.tensor_check import check_tensors
+from swarmnode.compute.packing.ggml import FORMATS, dequantise, library
+from swarmnode.compute.packing.methods import method_of
+from swarmnode.compute.packing.packed_matrix import PackedMatrix
+from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, held_by
+from swarmnode.compute.packing.quantised_matrix import WHOLE_NUMBERS, mxfp4_rows
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.errors import CheckpointError
-from tests.compute.model.test_dequantize import METHODS, quantise, save
+from tests.compute.packing.test_dequantize import METHODS, quantise, save
 from tests.llama import save_llama
 
 needs_ggml = pytest.mark.skipif(

@@ -19,9 +19,8 @@ from swarmnode.compute.serving.cache import (
     capacity_for,
     partition_by_length,
 )
-from swarmnode.compute.serving.cohort import CachedSession, Cohort
+from swarmnode.compute.serving.cohort import ROLLBACK, CachedSession, Cohort, Window
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.serving.window import ROLLBACK, Window
 from swarmnode.errors import ProtocolError
 
 LAYERS = range(1, 3)

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing.ggml import library
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.ggml import library
 from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import StaticColumns
-from swarmnode.compute.serving.cohort import STORES, CachedSession, Cohort, quantise
+from swarmnode.compute.serving.cohort import STORES, CachedSession, Cohort, Window, quantise
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.window import Window
 from swarmnode.config import FAST, INT8_KV, PLAIN
 from swarmnode.founding.model_source import from_checkpoint
 from tests.compute.model.llama_gguf import save_llama_gguf

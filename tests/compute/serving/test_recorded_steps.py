@@ -15,19 +15,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.packing.ggml import library
-from swarmnode.compute.model.packing.packed_weight import JoinedProducts
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.ggml import library
+from swarmnode.compute.packing.packed_weight import JoinedProducts
 from swarmnode.compute.serving.captured_decode import STEADY_STEPS, StaticColumns
+from swarmnode.compute.serving.cohort import Window, sliding_layers
 from swarmnode.compute.serving.flat_program import CannotBeRecorded, Recorder
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_NOTHING, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.window import Window, sliding_layers
 from swarmnode.ledger import Account, MemoryLedger
 from tests.card.test_on_captured_decode import CLOSE, Dictated, decode_with_guesses, decoder
 from tests.compute.model.llama_gguf import LAYERS, save_llama_gguf, save_moe_gguf
-from tests.compute.model.test_dequantize import quantise
-from tests.compute.model.test_packed_weight import pack
+from tests.compute.packing.test_dequantize import quantise
+from tests.compute.packing.test_packed_weight import pack
 from tests.llama import save_llama
 from tests.numerics.families import tiny_config
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from swarmnode.compute.graph.boundary import array_batches
+from swarmnode.compute.graph.boundary import Layout, array_batches
 from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.label_count import label_means
-from swarmnode.compute.graph.layout import Layout
 from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.graph.serialise import decode_graph, encode_graph

@@ -21,8 +21,7 @@ from swarmnode.gateway.page.page import HEADER, Page
 from swarmnode.membership.owner import HOST_NOTE, QUIET_ZONE, InviteQr, with_host_grant
 from swarmnode.net.identity import Identity
 from swarmnode.swarm.records.manifest import PRIVATE
-from swarmnode.swarm.storage.issued_invites import IssuedInvites, issued_invites_path, open_issued_invites
-from swarmnode.swarm.storage.owner_key import save_owner_key
+from swarmnode.swarm.storage.owner_files import IssuedInvites, issued_invites_path, open_issued_invites, save_owner_key
 from swarmnode.swarm.storage.swarmfile import save_swarm
 from tests.gateway.conftest import MODEL, Served, serving
 from tests.gateway.in_process import InProcess

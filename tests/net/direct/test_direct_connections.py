@@ -21,8 +21,8 @@ from swarmnode.net.direct.direct_connections import (
     Prologue,
 )
 from swarmnode.net.direct.direct_stream import TOKEN_BYTES, DirectStream, KeyPair
+from swarmnode.net.fair_share import HALF_OPEN_OF_PEER
 from swarmnode.net.interfaces import PeerId, Stream, StreamHandler
-from swarmnode.net.limits.fair_share import HALF_OPEN_OF_PEER
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 
 ECHO = "/test/echo/1"

@@ -1,6 +1,6 @@
 import pytest
 
-from swarmnode.net.limits.address_group import address_group, home_of, is_wide
+from swarmnode.net.addressing.addresses import address_group, home_of, is_wide
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 import pytest
 
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.limits.fair_share import MAX_BUCKETS, FairPace, Pace
+from swarmnode.net.addressing.addresses import Claimant
+from swarmnode.net.fair_share import MAX_BUCKETS, FairPace, Pace
 
 
 def test_who_asks_for_much_waits_and_others_do_not():

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from swarmnode.net.limits.fair_share import (
+from swarmnode.net.fair_share import (
     HALF_OPEN,
     HALF_OPEN_OF_GROUP,
     HALF_OPEN_OF_PEER,

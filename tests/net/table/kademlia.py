@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.table.lookup import EnoughThere, FoundThere, LookUp
-from swarmnode.net.table.record_store import RecordStore
-from swarmnode.net.table.routing_table import BUCKET_PEERS, RoutingTable, node_id
+from swarmnode.net.kademlia import BUCKET_PEERS, EnoughThere, FoundThere, LookUp, RecordStore, RoutingTable, node_id
 
 NOW = 1_790_000_000.0
 LATER = NOW + 60

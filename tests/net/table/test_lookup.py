@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.table.lookup import AT_ONCE, MAX_ASKED, FoundThere, LookUp
-from swarmnode.net.table.routing_table import key_id, node_id
+from swarmnode.net.addressing.addresses import Claimant
+from swarmnode.net.kademlia import AT_ONCE, MAX_ASKED, FoundThere, LookUp, key_id, node_id
 from tests.net.table.kademlia import LATER, NOW, Kademlia, TablePeer
 
 KEY = key_id(b"a swarm's peers")

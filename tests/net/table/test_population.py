@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.net.table.routing_table import BUCKET_PEERS, SAMPLES, Population, node_id
+from swarmnode.net.kademlia import BUCKET_PEERS, SAMPLES, Population, node_id
 
 
 def look(population, peers, times=SAMPLES):

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
+from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import MAX_RECORD_BYTES
-from swarmnode.net.limits.address_group import Claimant
-from swarmnode.net.table.record_store import MAX_RECORDS, MAX_SUBKEYS, RecordStore
+from swarmnode.net.kademlia import MAX_RECORDS, MAX_SUBKEYS, RecordStore
 
 NOW = 1_000.0
 STRANGER = "203.0.113.0/24"

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from swarmnode.net.table.routing_table import BUCKET_PEERS, DOUBTFUL_S, RoutingTable, diverse, node_id
+from swarmnode.net.kademlia import BUCKET_PEERS, DOUBTFUL_S, RoutingTable, diverse, node_id
 
 
 def far_from(own: str, count: int, name: str) -> list[str]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from swarmnode.plan.audits.selection import AuditBudget, cost_of
+from swarmnode.plan.audits import AuditBudget, cost_of
 
 DECODE_S, PREFILL_S = 1.0, 1 / 16  # a pass of 64 positions costs four decode steps
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.plan.audits.judgement import (
+from swarmnode.plan.audits import (
     FAR,
     MAX_FACTOR,
     NOISE,

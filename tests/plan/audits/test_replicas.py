@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from swarmnode.codec.body import HopSpec
-from swarmnode.plan.audits.selection import second_route
+from swarmnode.plan.audits import second_route
 from swarmnode.swarm.records.announcement import Announcement, State
 
 ROUTE = (HopSpec("a", 0, 3), HopSpec("b", 3, 6))

@@ -7,7 +7,7 @@ import pytest
 
 from swarmnode.errors import UsageError
 from swarmnode.plan.offline.grid import MicrobatchTraffic, Problem
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from tests.plan.networks import GPT3_XL, instances, network, noisy_regions
 
 

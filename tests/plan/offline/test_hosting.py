@@ -11,7 +11,7 @@ import pytest
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.plan.cost import FRAGILE, HOLDERS
 from swarmnode.plan.offline.hosting import DeviceRates, Hosting, Planner, Workload
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from tests.plan.networks import instances
 
 GB = 10**9

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swarmnode.errors import UsageError
-from swarmnode.plan.offline.plan_file import NOTHING, PlanFile
+from swarmnode.plan.offline.planner_files import NOTHING, PlanFile
 from swarmnode.plan.view import Span
 
 PLAN = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from swarmnode.errors import UsageError
-from swarmnode.plan.offline.scenario import MAX_DEVICES, Scenario
+from swarmnode.plan.offline.planner_files import MAX_DEVICES, Scenario
 
 
 def values(**changes: Any) -> dict[str, Any]:

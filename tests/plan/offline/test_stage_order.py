@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.offline.grid_search import EXACT, path_length, shortest_path
-from swarmnode.plan.offline.scenario import FloatArray
+from swarmnode.plan.offline.planner_files import FloatArray
 
 
 def lengths(count: int, seed: int) -> FloatArray:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from swarmnode.net.measuring.coordinate import Coordinate
+from swarmnode.links.link_statistics import Coordinate
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.routes.routing import find_route
 from swarmnode.plan.view import PeerView, Span, View, view_of

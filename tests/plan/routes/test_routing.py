@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.errors import NoRoute
-from swarmnode.plan.routes.lattice import RoutingConfig, SessionSize
-from swarmnode.plan.routes.routing import find_route
+from swarmnode.plan.routes.routing import RoutingConfig, SessionSize, find_route
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.swarm.records.announcement import State
 from tests.work import lines_run

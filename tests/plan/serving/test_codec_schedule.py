@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.plan.serving.codec_schedule import MAX_CHANGES, CodecSchedule, LinkView, choose, coarsest
+from swarmnode.plan.compression import MAX_CHANGES, CodecSchedule, LinkView, choose, coarsest
 
 SWARM = (Codec.NONE, Codec.BF16, Codec.FP16, Codec.INT8, Codec.INT4)
 CHUNK, STEP = (TensorInfo(Codec.NONE, DType.FLOAT32, (1, count, 4096)) for count in (128, 1))

@@ -6,7 +6,7 @@ import pytest
 
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.training_messages import Group, How
-from swarmnode.plan.training.groups import Holder, make_groups
+from swarmnode.plan.training.averaging import Holder, make_groups
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Averaging, Run
 

@@ -9,8 +9,7 @@ import pytest
 from swarmnode.codec.tensors import Codec
 from swarmnode.errors import UsageError
 from swarmnode.plan.compression import LADDER
-from swarmnode.plan.training.averaging import part_shares
-from swarmnode.plan.training.groups import FEWEST, MOST, codecs_by_line, line_forms
+from swarmnode.plan.training.averaging import FEWEST, MOST, codecs_by_line, line_forms, part_shares
 from swarmnode.swarm.records.run import Averaging, Run, check_run
 
 BY_LINE = Averaging(by_line=True)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.training.layout import CLEARLY, STANDING_BY, cut, likely_layouts
-from swarmnode.plan.training.placement import TrainingPeers, TrainingPlace, choose_training_place
 from swarmnode.plan.training.step_forecast import Clusters, StepForecast, TrainingLoad, TrainingNetwork, held_units
+from swarmnode.plan.training.training_placement import TrainingPeers, TrainingPlace, choose_training_place
 from swarmnode.plan.view import Span
 
 UNITS, NEAR_BPS, FAR_BPS = 8, 1e9, 1e8

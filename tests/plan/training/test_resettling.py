@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.training.layout import STANDING_BY, StageLayout, likely_layouts
-from swarmnode.plan.training.placement import TrainingPeers
-from swarmnode.plan.training.resettling import Resettling
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork, held_units
+from swarmnode.plan.training.training_placement import Resettling, TrainingPeers
 from swarmnode.plan.view import Span
 
 UNITS = 8
@@ -159,4 +158,3 @@ def test_where_nobody_can_go_it_does_not_begin() -> None:
     """Two halves with one holder each, which would have to change places."""
     seen = resettling([Span(3, 8), Span(0, 3)], [Span(0, 6), Span(6, 8)])
     assert not seen.pays(MOVE_S, LONG_S)
-    assert "peers have not arrived" in repr(seen)

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from swarmnode.plan.training.step_model import FULL_PLAY, LONGEST_S, ExpectedStep, passing_s
+from swarmnode.plan.training.step_forecast import FULL_PLAY, LONGEST_S, ExpectedStep, passing_s
 from swarmnode.plan.training.wiring import Replica, Transfers
 from swarmnode.plan.view import Span
 from tests.plan.training.lines import links

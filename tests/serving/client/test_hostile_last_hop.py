@@ -10,7 +10,7 @@ import pytest
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Mode, Open, Output, Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.serving.client.session_spec import SessionSpec, ids_entry

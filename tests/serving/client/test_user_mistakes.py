@@ -23,8 +23,8 @@ from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
 from swarmnode.config import ClientConfig, ServerConfig
 from swarmnode.errors import ErrorCode, PeerRefused
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.generation import GenerateOptions, RingStream

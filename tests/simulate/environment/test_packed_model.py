@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from swarmnode.compute.capacity.memory import unit_sizes
+from swarmnode.compute.capacity.capacity import unit_sizes
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.founding.model_source import from_checkpoint
 from swarmnode.founding.quantisation import quantise_model

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from swarmnode.codec.training_messages import USUAL_SHARE, Group, MemberSpec
-from swarmnode.plan.offline.scenario import Scenario
+from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.training.averaging import AveragingClusters, part_shares
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from swarmnode.codec.body import MAX_PROOF_BYTES
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.records.announcement import MAX_CERTIFICATE_BYTES
-from swarmnode.swarm.records.certificate import (
+from swarmnode.swarm.records.invite import (
     MAX_GROUP_CHARS,
     MAX_USES,
     Certificate,

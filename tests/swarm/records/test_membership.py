@@ -4,7 +4,7 @@ import pytest
 
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.swarm.records.announcement import Announcement
-from swarmnode.swarm.records.certificate import MAX_SKEW_S, Role
+from swarmnode.swarm.records.invite import MAX_SKEW_S, Role
 from swarmnode.swarm.records.membership import MAX_PEERS_OF_A_HOME, RACE_S, Membership, open_list
 from tests.swarm.society import (
     ALICE,

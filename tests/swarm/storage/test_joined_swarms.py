@@ -9,8 +9,8 @@ import pytest
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.invite import Invite, encode_invite
 from swarmnode.swarm.records.manifest import encode_manifest
-from swarmnode.swarm.storage.named_swarms import JoinedSwarms
 from swarmnode.swarm.storage.swarmfile import (
+    JoinedSwarms,
     load_all_named,
     load_swarm,
     names_a_swarm,

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from swarmnode.errors import UsageError
 from swarmnode.net.identity import SigningKey
 from swarmnode.swarm.records.signed import is_signed
-from swarmnode.swarm.storage.owner_key import is_locked, load_owner_key, parse_owner_key, save_owner_key
+from swarmnode.swarm.storage.owner_files import is_locked, load_owner_key, parse_owner_key, save_owner_key
 from tests.swarm.society import OWNER, STRANGER
 
 

@@ -14,7 +14,7 @@ from swarmnode.net.identity import Identity
 from swarmnode.swarm.storage import small_files
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder
 from swarmnode.swarm.storage.content import CHUNK_BYTES, chunk_hashes, describe_files
-from swarmnode.swarm.storage.issued_invites import IssuedInvites, open_issued_invites
+from swarmnode.swarm.storage.owner_files import IssuedInvites, open_issued_invites
 from swarmnode.swarm.storage.remembered import KnownPeer, KnownPeers
 from swarmnode.swarm.storage.small_files import write_kept
 from swarmnode.swarm.storage.states import FILES, RUN_FILE, StateStore, stored_runs

@@ -8,8 +8,7 @@ import pytest
 
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.invite import OwnedInvite, encode_invite, sign_swarm
-from swarmnode.swarm.storage.named_swarms import FILE, USER_FILE, known_swarms
-from swarmnode.swarm.storage.swarmfile import load_swarm
+from swarmnode.swarm.storage.swarmfile import FILE, USER_FILE, known_swarms, load_swarm
 from tests.swarm.society import OWNER, SWARM
 
 DOORS = ("/ip4/203.0.113.7/tcp/4001/p2p/12D3KooWxyz",)
@@ -38,7 +37,7 @@ def test_a_name_leads_to_the_swarm_with_its_owner(tmp_path: Path):
 def test_the_users_own_entry_counts_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shipped = [{"name": "tiny", "invite": INVITE, "about": "shipped"}]
     monkeypatch.setattr(
-        "swarmnode.swarm.storage.named_swarms.resources.files",
+        "swarmnode.swarm.storage.swarmfile.resources.files",
         lambda _package: _Folder({"swarmnode": 1, "swarms": shipped}),
     )
     assert known_swarms(tmp_path)["tiny"].about == "shipped"

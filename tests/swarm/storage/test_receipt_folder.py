@@ -10,9 +10,8 @@ import pytest
 
 from swarmnode.errors import LocalError, ProtocolError
 from swarmnode.net.identity import Identity, verify
-from swarmnode.swarm.records.receipt import Receipt, sign_receipt
-from swarmnode.swarm.storage import receipt_folder
-from swarmnode.swarm.storage.receipt_folder import LIFE_S, SKEW_S, ReceiptFolder, read_receipts
+from swarmnode.swarm.records import receipt as receipt_folder
+from swarmnode.swarm.records.receipt import LIFE_S, SKEW_S, Receipt, ReceiptFolder, read_receipts, sign_receipt
 
 SWARM, NOW = bytes(32), 1_763_800_000
 worker, *clients = (Identity(bytes([number] * 32)) for number in range(1, 7))

@@ -18,8 +18,8 @@ from swarmnode.compute.executor import Urgency
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.segment import Segment, Values
 from swarmnode.errors import ErrorCode
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.medium import Path
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.records.run import Averaging, Run

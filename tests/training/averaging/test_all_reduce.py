@@ -15,7 +15,7 @@ from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.training_messages import Failed, How, Part, Pull, Waiting
 from swarmnode.compute.training.averaging.parts import LARGEST_PART
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError
-from swarmnode.net.links.switchboard import Channel
+from swarmnode.links.switchboard import Channel
 from swarmnode.net.memory.medium import Path
 from swarmnode.plan.training.averaging import part_shares
 from swarmnode.swarm.records.run import Averaging

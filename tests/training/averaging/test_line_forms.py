@@ -15,8 +15,7 @@ from swarmnode.compute.training.averaging.parts import LARGEST_PART
 from swarmnode.errors import ProtocolError
 from swarmnode.net.memory.medium import Path
 from swarmnode.plan.compression import LADDER
-from swarmnode.plan.training.averaging import part_shares
-from swarmnode.plan.training.groups import line_forms
+from swarmnode.plan.training.averaging import line_forms, part_shares
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.training.averaging.all_reduce import Agreed
 from tests.net.virtual import in_virtual_time

@@ -8,8 +8,8 @@ from pathlib import Path
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.training_messages import Condition, Lead, Status
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL
 from tests.net.virtual import in_virtual_time
 from tests.peer.training_swarm import HELLO, TrainingSwarm, toy_batches, toy_run, until

@@ -9,7 +9,7 @@ from swarmnode.codec.messages import Error
 from swarmnode.codec.training_messages import Lead, Status, Work
 from swarmnode.errors import ErrorCode
 from swarmnode.net.interfaces import PeerId
-from swarmnode.net.links.link_config import Gate
+from swarmnode.net.network_config import Gate
 from swarmnode.swarm.records.run import encode_run
 from tests.net.virtual import in_virtual_time
 from tests.peer.training_swarm import TrainingSwarm, until

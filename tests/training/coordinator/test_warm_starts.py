@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from swarmnode.codec.training_messages import Group, How, MemberSpec, Sync
-from swarmnode.net.links.switchboard import Channel
+from swarmnode.links.switchboard import Channel
 from swarmnode.training.coordinator.averaging_groups import WarmStarts
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.compute.capacity.speed import Speeds
+from swarmnode.compute.capacity.capacity import Speeds
 from swarmnode.compute.stopwatch import Throttle
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache
 from swarmnode.training.worker import training_parts

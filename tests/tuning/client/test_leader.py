@@ -25,8 +25,8 @@ from swarmnode.codec.tuning_messages import (
     TuningJoined,
 )
 from swarmnode.errors import ErrorCode, LeaderLost, ProtocolError, UsageError
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Switchboard
 from swarmnode.tuning.client.averaging import BOUND, TrainerPart, mean_of, share_pieces
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import MAX_FOLLOWERS

@@ -24,7 +24,7 @@ from swarmnode.compute.training.local import StepSummary
 from swarmnode.data.rows import NO_LABEL
 from swarmnode.errors import LeaderLost, NetworkDown, PeerError, PeerLost
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.net.links.link_config import LinkConfig
+from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.records.run import RECIPE, Recipe, Run
 from swarmnode.tuning.client.averaging import Partners, SharedRun, VectorLayout

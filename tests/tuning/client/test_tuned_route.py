@@ -24,8 +24,8 @@ from swarmnode.codec.tuning_messages import (
 )
 from swarmnode.compress.codecs import encode_values
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError
-from swarmnode.net.links.link_config import LinkConfig
-from swarmnode.net.links.switchboard import Channel, Switchboard
+from swarmnode.links.link_config import LinkConfig
+from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.memory.network import FakeNetwork, FakeWorld
 from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import FIRST_S, TunedMicrobatch, TunedRoute

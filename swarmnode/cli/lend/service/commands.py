@@ -45,7 +45,7 @@ def install(
     """
     from swarmnode.cli.options.swarm import open_swarm
     from swarmnode.files import write_private
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms, find_name
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms, find_name
 
     name = find_name(name, JoinedSwarms(home).all_names()) or name
     _check_name(name)
@@ -122,7 +122,7 @@ def manager_here() -> ServiceManager:
 
 
 def _invite(name: str, home: Path) -> str:
-    from swarmnode.swarm.storage.named_swarms import JoinedSwarms
+    from swarmnode.swarm.storage.swarmfile import JoinedSwarms
 
     return JoinedSwarms(home).invite_to(name) or fail(f"you have not joined {name} here: run `swarmnode join` first", 2)
 
@@ -134,7 +134,7 @@ def _services() -> list[str]:
 
 def _installed(name: str) -> str:
     """Return the name of the installed service that `name` is, or begins. Ends the command if there is no such service."""
-    from swarmnode.swarm.storage.named_swarms import find_name, name_advice
+    from swarmnode.swarm.storage.swarmfile import find_name, name_advice
 
     _check_name(name)
     services = _services()

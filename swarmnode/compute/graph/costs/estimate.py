@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
+from swarmnode.compute.graph.boundary import Layout, Value, trained_values, value_types
 from swarmnode.compute.graph.costs.rates import (
     FRESH,
     PLAIN,
@@ -30,9 +31,17 @@ from swarmnode.compute.graph.costs.rates import (
     bytes_of,
     total,
 )
-from swarmnode.compute.graph.graph import Argument, Graph, OperatorCall, Poly, Ref, TensorType
-from swarmnode.compute.graph.layout import Layout, Value, trained_values, value_types
-from swarmnode.compute.graph.operators import argument_value, resolve, torch_constant
+from swarmnode.compute.graph.graph import (
+    Argument,
+    Graph,
+    OperatorCall,
+    Poly,
+    Ref,
+    TensorType,
+    argument_value,
+    resolve,
+    torch_constant,
+)
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.trace import FOREIGN_ERRORS
@@ -113,7 +122,8 @@ def unit_weight_bytes(graph: Graph) -> tuple[int, ...]:
 
 def estimate_nodes(graph: Graph, batch: int) -> dict[str, NodeEstimate]:
     """Estimate the work of every operator of a graph on a batch of `batch` samples, by the operator's name."""
-    return _Estimator(graph, batch).run()
+    estimator = _Estimator(graph, batch)
+    return {node.name: estimator.estimate(node) for node in graph.nodes}
 
 
 def type_bytes(kind: TensorType, batch: int) -> int:
@@ -139,10 +149,7 @@ class _Estimator:
         self.storages: dict[Ref, Any] = {}  # value -> the value whose memory it is a view of
         self.seen: set[Ref] = set()
 
-    def run(self) -> dict[str, NodeEstimate]:
-        return {node.name: self._estimate(node) for node in self.graph.nodes}
-
-    def _estimate(self, node: OperatorCall) -> NodeEstimate:
+    def estimate(self, node: OperatorCall) -> NodeEstimate:
         refs = list(dict.fromkeys(node.refs()))
         cost = _estimate_call(msgspec.msgpack.encode(self._call(node, refs)))
         named = {memory: self.storages.get(ref, ref) for memory, ref in enumerate(refs)}
@@ -152,7 +159,11 @@ class _Estimator:
                 self.storages[ref] = named.setdefault(memory, ref)
         kept = {named.get(memory, (node.name, memory)): size for memory, size in cost.kept.items()}
         kept = {key: size for key, size in kept.items() if key not in self.weights}
-        return NodeEstimate(cost.forward, cost.backward + self._sums(node), kept)
+        # Gradients are added to existing ones: to a weight's accumulator, or to another user's of the same value.
+        again = [ref for ref in refs if ref.name in self.trained and ref in self.seen | self.weights]
+        self.seen |= set(refs)
+        sums = ComputeWork({PLAIN: 3.0 * sum(type_bytes(self.types[ref], self.batch) for ref in again)})
+        return NodeEstimate(cost.forward, cost.backward + sums, kept)
 
     def _call(self, node: OperatorCall, refs: list[Ref]) -> _Call:
         """Return the call of a node for this batch, with values numbered."""
@@ -165,20 +176,10 @@ class _Estimator:
                 return value.at(self.batch)
             return Ref(numbers[value]) if isinstance(value, Ref) else value
 
+        kinds = [(self.types[ref], ref.name in self.trained) for ref in refs]
+        inputs = tuple(_Input(kind.dtype, kind.sizes(self.batch), trained) for kind, trained in kinds)
         kwargs = {key: argument(value) for key, value in node.kwargs.items()}
-        return _Call(node.operator, tuple(map(argument, node.args)), kwargs, tuple(map(self._input, refs)))
-
-    def _input(self, ref: Ref) -> _Input:
-        kind = self.types[ref]
-        return _Input(kind.dtype, kind.sizes(self.batch), ref.name in self.trained)
-
-    def _sums(self, node: OperatorCall) -> ComputeWork:
-        """Return the work of adding gradients to existing ones: a weight's accumulator, or another user's of the same value."""
-        again = [
-            ref for ref in dict.fromkeys(node.refs()) if ref.name in self.trained and ref in self.seen | self.weights
-        ]
-        self.seen |= set(node.refs())
-        return ComputeWork({PLAIN: 3.0 * sum(type_bytes(self.types[ref], self.batch) for ref in again)})
+        return _Call(node.operator, tuple(map(argument, node.args)), kwargs, inputs)
 
 
 class _Input(msgspec.Struct, frozen=True):
@@ -244,8 +245,10 @@ def _estimate_call(encoded: bytes) -> _CallEstimate:
         return inputs[int(value.name)] if isinstance(value, Ref) else argument_value(value, torch.device("cpu"))
 
     with FakeTensorMode():
-        inputs = [_fake(one) for one in call.inputs]
-        for tensor in inputs:
+        inputs: list[Tensor] = []
+        for one in call.inputs:
+            tensor = torch.empty(one.sizes, dtype=torch_constant(one.dtype))
+            inputs.append(tensor.requires_grad_(one.trained and tensor.is_floating_point()))
             memory(tensor)
         with WorkCounter() as forward, saved_tensors_hooks(keep, lambda tensor: tensor):
             kwargs = {key: argument(value) for key, value in call.kwargs.items()}
@@ -255,23 +258,13 @@ def _estimate_call(encoded: bytes) -> _CallEstimate:
         places = tuple(memory(item) if isinstance(item, Tensor) else None for item in outputs)
         kept = {memory(tensor): bytes_of(tensor) for tensor in saved}
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        return _CallEstimate(forward.work, _backward(outputs, wanted), places, kept)
-
-
-def _fake(one: _Input) -> Tensor:
-    tensor = torch.empty(one.sizes, dtype=torch_constant(one.dtype))
-    return tensor.requires_grad_(one.trained and tensor.is_floating_point())
-
-
-def _backward(outputs: list[Any], wanted: list[Tensor]) -> ComputeWork:
-    roots = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
-    if not roots or not wanted:
-        return ComputeWork()
-    gradients = [torch.empty_like(root) for root in roots]
-    with WorkCounter() as counter:
-        torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
-    work: ComputeWork = counter.work
-    return work
+        roots = [tensor for tensor in outputs if isinstance(tensor, Tensor) and tensor.requires_grad]
+        backward = WorkCounter()
+        if roots and wanted:
+            gradients = [torch.empty_like(root) for root in roots]
+            with backward:
+                torch.autograd.grad(roots, wanted, gradients, allow_unused=True)
+        return _CallEstimate(forward.work, backward.work, places, kept)
 
 
 def storage_of(tensor: Tensor) -> Any:
@@ -360,9 +353,16 @@ class _Watch:
         with FakeTensorMode():
             with no_init_weights():
                 model = self.family.model_class(copy.deepcopy(self.family.config)).train()
+
+            def entering(_: Any, args: Any, kwargs: Any, *, unit: int) -> None:
+                self._cross(unit, args[0] if args else kwargs["hidden_states"])
+
+            def leaving(_: Any, __: Any, output: Any) -> None:
+                self._cross(self.family.units - 1, output[0] if isinstance(output, tuple) else output)
+
             for number, layer in enumerate(model.get_submodule(self.family.stack_name)):
-                layer.register_forward_pre_hook(self._entering(number + 1), with_kwargs=True)
-            layer.register_forward_hook(self._leaving)
+                layer.register_forward_pre_hook(partial(entering, unit=number + 1), with_kwargs=True)
+            layer.register_forward_hook(leaving)
             ids_BT = torch.zeros(self.batch, self.sequence, dtype=torch.int64)
             held = {storage_of(parameter) for parameter in model.parameters()}
             with self.counter, saved_tensors_hooks(lambda tensor: self._keep(tensor, held), lambda tensor: tensor):
@@ -370,15 +370,6 @@ class _Watch:
                 self.forward.append(self.counter.work)
                 loss.backward()
             return self._collect(model, bytes_of(ids_BT))
-
-    def _entering(self, unit: int) -> Any:
-        def hook(_: Any, args: Any, kwargs: Any) -> None:
-            self._cross(unit, args[0] if args else kwargs["hidden_states"])
-
-        return hook
-
-    def _leaving(self, _: Any, __: Any, output: Any) -> None:
-        self._cross(self.family.units - 1, output[0] if isinstance(output, tuple) else output)
 
     def _cross(self, unit: int, hidden_BTH: Tensor) -> None:
         self.forward.append(self.counter.work)

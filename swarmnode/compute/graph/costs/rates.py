@@ -50,9 +50,8 @@ _KINDS = {
     **dict.fromkeys(_SOFT_NAMES.split(), SOFT),
 }
 _FREE = frozenset({"detach", "alias", "_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"})
-_PICKING = frozenset(
-    {"embedding", "index", "gather", "index_select"}
-)  # they read as much as they write, not the whole table
+# These read as much as they write, not the whole table.
+_PICKING = frozenset({"embedding", "index", "gather", "index_select"})
 
 
 @dataclass(frozen=True)
@@ -185,9 +184,18 @@ def measure_rates(
     per_s: dict[str, float] = {}
     with torch.autocast(device.type, autocast_dtype, enabled=autocast_dtype is not None):
         for kind, trial, stands_for in _trials(device):
-            work = _counted(trial) if stands_for is None else stands_for
+            with WorkCounter() as counter:
+                if stands_for is None:
+                    trial()
+            work = counter.work if stands_for is None else stands_for
             other = Rates(per_s).seconds(ComputeWork({done: work.amounts.get(done, 0.0) for done in per_s}))
-            took_s = _usual_s(trial, device, clock)
+            seconds = []
+            for _ in range(_TRIALS):
+                start_s = clock()
+                trial()
+                synchronize(device)
+                seconds.append(clock() - start_s)
+            took_s = statistics.median(seconds)
             per_s[kind] = work.amounts[kind] / max(took_s - other, took_s / 100, 1e-9)
     return Rates(per_s)
 
@@ -249,20 +257,3 @@ def _trials(device: torch.device) -> Iterator[tuple[str, Callable[[], Any], Comp
 def _add_along(ring: Sequence[Tensor], block: Tensor) -> None:
     for at, output in enumerate(ring):
         torch.add(ring[at - 1], block, out=output)
-
-
-def _counted(trial: Callable[[], Any]) -> ComputeWork:
-    counter = WorkCounter()
-    with counter:
-        trial()
-    return counter.work
-
-
-def _usual_s(trial: Callable[[], Any], device: torch.device, clock: Callable[[], float]) -> float:
-    seconds = []
-    for _ in range(_TRIALS):
-        start = clock()
-        trial()
-        synchronize(device)
-        seconds.append(clock() - start)
-    return statistics.median(seconds)

@@ -7,19 +7,24 @@ functional form has no derivative.
 Guards: questions about values that a module accepts only one answer to, such as `if not x.isfinite().all(): raise`.
 
 A graph has no branches, so it cannot ask a question about values. If the other answer raises, or the question is whether numbers
-are finite, the answer for the example batch is assumed, and every pass is checked for it (`ranges.py`).
+are finite, the answer for the example batch is assumed, and every pass is checked for it (`segment.py`).
+
+Source of a founder's module: a Python factory "package.module:function", or an exported program "file.pt2".
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +34,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from swarmnode.compute.graph.exporting.gradient_check import Loss, Outputs, untouched
+from swarmnode.compute.graph.archive import load_program
+from swarmnode.compute.graph.exporting.gradient_check import Loss, Outputs, check_gradients, untouched
 from swarmnode.compute.graph.exporting.reader import (
     DATA_DEPENDENT,
     Exported,
@@ -37,10 +43,10 @@ from swarmnode.compute.graph.exporting.reader import (
     complaint,
     is_own,
     read_program,
+    source_of,
 )
-from swarmnode.compute.graph.graph import BUFFER, Graph
+from swarmnode.compute.graph.graph import BUFFER, Graph, is_random
 from swarmnode.compute.graph.label_count import without_hidden_counts
-from swarmnode.compute.graph.operators import is_random
 from swarmnode.errors import UsageError
 
 MOST = 32  # questions tried with the other answer
@@ -61,20 +67,17 @@ def assumed_answers(run: Callable[[], Any]) -> list[bool | None]:
     """Run a module through `run` and return its answers to questions, in order; None for a question that is no guard."""
     with _Questions() as asked:
         run()
-    return [
-        answer if finite or (number < MOST and _raises(run, number)) else None
-        for number, (answer, finite) in enumerate(zip(asked.answers, asked.about_finite, strict=True))
-    ]
-
-
-def _raises(run: Callable[[], Any], turned: int) -> bool:
-    """Return whether `run` fails if question number `turned` about a tensor's value gets the other answer."""
-    try:
-        with _Questions(turned):
-            run()
-    except Exception:  # the module's own code may raise anything
-        return True
-    return False
+    answers: list[bool | None] = []
+    for number, (answer, finite) in enumerate(zip(asked.answers, asked.about_finite, strict=True)):
+        is_guard = finite
+        if not finite and number < MOST:
+            try:
+                with _Questions(number):  # with the other answer
+                    run()
+            except Exception:  # the module's own code may raise anything
+                is_guard = True
+        answers.append(answer if is_guard else None)
+    return answers
 
 
 def _is_question(function: Any, args: tuple[Any, ...]) -> bool:
@@ -133,9 +136,8 @@ class AssumedAnswers(TorchFunctionMode):
             answer = self._answers[self._asked]
             self._asked += 1
             if answer is not None:
-                torch._assert_async(
-                    args[0] if answer else args[0].logical_not(), "assumed"
-                )  # without a text it is dead code
+                truth = args[0] if answer else args[0].logical_not()
+                torch._assert_async(truth, "assumed")  # without a text it is dead code
                 return answer
         return function(*args, **(kwargs or {}))
 
@@ -255,7 +257,11 @@ def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tenso
     if any_batch and batch > 1:
         for dim in (torch.export.Dim("batch"), torch.export.Dim.AUTO):
             with suppress(Exception):  # the last attempt reports any other problem than the batch
-                return attempt(_batch_shapes(args, kwargs, batch, dim))
+                by_place, by_name = (
+                    [{0: dim} if value.dim() and value.shape[0] == batch else {} for value in values]
+                    for values in (args, kwargs.values())
+                )
+                return attempt((tuple(by_place), dict(zip(kwargs, by_name, strict=True))))
     failed = FailedCall()
     try:
         with failed:
@@ -265,15 +271,6 @@ def _export(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tenso
     except Exception as error:  # the module's own code and torch may raise anything
         raise UsageError(complaint(error, failed)) from error
     return read_program(module, program)
-
-
-def _batch_shapes(args: tuple[Tensor, ...], kwargs: dict[str, Tensor], batch: int, dim: Any) -> Any:
-    """Return dynamic shapes for torch.export: the first size of each input with as many rows as the batch is `dim`."""
-
-    def free(value: Tensor) -> dict[int, Any]:
-        return {0: dim} if value.dim() and value.shape[0] == batch else {}
-
-    return tuple(map(free, args)), {name: free(kwargs[name]) for name in kwargs}
 
 
 class _Attempt:
@@ -311,7 +308,15 @@ def _trace(
     hook = module.register_forward_pre_hook(assumed.begin)  # torch may run it more than once
     try:
         with _quiet(), seen_by_tracing(), assumed:
-            return _functional(torch.export.export(module, example, dynamic_shapes=shapes, strict=False))
+            program: Any = torch.export.export(module, example, dynamic_shapes=shapes, strict=False)
+            # Without writes in place. Results of regions without gradients are detached, which the rewriting would lose.
+            _open_no_grad(program.graph_module)
+            (outputs,) = program.graph_module.graph.find_nodes(op="output")[0].args
+            for spec, output in zip(program.graph_signature.output_specs, outputs, strict=True):
+                spec.arg.name = output.name
+            program = program.run_decompositions({})
+            _restore_shapes(program.graph)
+            return program
     finally:
         hook.remove()
 
@@ -363,21 +368,6 @@ def seen_by_tracing() -> Iterator[None]:
         patch.object(torch.fx.proxy.TracerBase, "_filter_traceback_frames", own_frames),
     ):
         yield
-
-
-def _functional(program: Any) -> Any:
-    """Return the program without writes in place.
-
-    Results of regions without gradients are detached, which the rewriting would lose.
-    """
-    module = program.graph_module
-    _open_no_grad(module)
-    (outputs,) = module.graph.find_nodes(op="output")[0].args
-    for spec, output in zip(program.graph_signature.output_specs, outputs, strict=True):
-        spec.arg.name = output.name
-    program = program.run_decompositions({})
-    _restore_shapes(program.graph)
-    return program
 
 
 def _restore_shapes(graph: Any) -> None:
@@ -443,3 +433,67 @@ def _without_gradient(graph: Any, value: Any, source: Any) -> Any:
         return value
     nothing = graph.call_function(torch.ops.aten.sub.Tensor, (source, graph.call_function(_DETACH, (source,))))
     return graph.call_function(torch.ops.aten.add.Tensor, (value, nothing))
+
+
+PROGRAM_SUFFIX = ".pt2"
+
+
+def export_source(spec: str, *, trains: bool = True, check: bool = False) -> Exported:
+    """Export the module that `spec` names, to be trained or to be served.
+
+    Runs the code of a factory, but none of an exported program. With `check`, compares the gradients of the example batch with the
+    module's own. Raises UsageError.
+    """
+    any_batch = True
+    if spec.endswith(PROGRAM_SUFFIX):
+        program, batch = load_program(Path(spec))
+        any_batch = program.any_batch
+        module: nn.Module = program
+        example: Example = dict(zip(program.inputs, batch, strict=True))
+    else:
+        module, example = load_factory(spec)
+    exported = export_module(module, example, any_batch=any_batch, trains=trains)
+    remarks = check_gradients(module.train(), *check_example(module, example), exported) if check else ()
+    return replace(exported, remarks=remarks)
+
+
+def module_name(spec: str) -> str:
+    """Return a name for the module that `spec` names: its factory's, or its file's."""
+    return spec.rpartition(":")[2] if ":" in spec else Path(spec).stem
+
+
+def load_factory(spec: str) -> tuple[nn.Module, Example]:
+    """Call the function that `spec` names and return its module and example batch.
+
+    Modules are found as Python finds them, and in the working folder.
+    Raises UsageError if there is no such function, it fails, or it returns something else.
+    """
+    module_name, _, function_name = spec.partition(":")
+    if not module_name or not function_name.isidentifier():
+        raise UsageError(
+            f"{spec!r} is no factory: write package.module:function, or the name of a {PROGRAM_SUFFIX} file"
+        )
+    try:
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        factory = getattr(importlib.import_module(module_name), function_name, None)
+        if not callable(factory):
+            raise UsageError(f"the module {module_name} has no function {function_name}; check its name")
+        made = factory()
+    except UsageError:
+        raise
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"{spec}: there is no module {error.name} here; is it installed, or in this folder?"
+        ) from error
+    except Exception as error:  # the user's own code
+        raise UsageError(f"{spec} failed in {source_of(error)}: {type(error).__name__}: {error}") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise UsageError(f"{spec} must return a pair: a torch.nn.Module, and an example batch")
+    module, example = made
+    values = example.values() if isinstance(example, Mapping) else example
+    if not isinstance(example, Mapping | tuple) or not all(isinstance(value, Tensor) for value in values):
+        raise UsageError(
+            f"{spec} must return an example batch that is a tuple of tensors, or a dict of them by argument name"
+        )
+    return module, example

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,10 +89,8 @@ def _named(value: Any, name: str, module: str) -> Iterator[tuple[str, Tensor]]:
 
 
 NOT_CHECKED = "gradients not checked"
-OWN, LARGEST = (
-    1e-3,
-    1e-5,
-)  # differences that rounding may make: shares of the parameter's gradient, and of the largest one
+# Differences that rounding may make: shares of the parameter's gradient, and of the largest one.
+OWN, LARGEST = 1e-3, 1e-5
 LOSS = 1e-4
 STEEP = 1024.0  # factor of a second loss: it shows a backward pass that is not linear
 NUDGE = 0.1
@@ -183,7 +181,11 @@ class _Check:
             own = self._compare(1.0)
             if self.functions:
                 self._compare(STEEP)
-            self._nudge(name for name in self.parameters if name not in own or not own[name].any())
+            if any(name not in own or not own[name].any() for name in self.parameters):
+                # Some have no gradient: others' values may keep their gradients at zero. So all move a little.
+                for parameter in self.parameters.values():
+                    spread = max(float(parameter.std(correction=0)), NUDGE)
+                    parameter.data.add_(torch.randn_like(parameter), alpha=NUDGE * spread)
             self._compare(1.0)
         with untouched(self.module), SameDraws(), torch.no_grad():
             self._check_mean()
@@ -201,7 +203,13 @@ class _Check:
                     f"{self.name} cannot be trained, as its own backward pass fails: {told}; correct the module"
                 ) from error
         with _same_buffers(self.module):
-            traced = self._traced_loss()
+            try:
+                (traced,) = self.segment.forward(self.inputs, 0, self.graph.units, 0)
+            except (RuntimeError, SwarmnodeError) as error:  # of an operator that the module's own kernels do not use
+                raise UsageError(
+                    f"the graph of {self.name} fails on the example batch: "
+                    f"{' '.join(str(error).split())}; correct the module or the batch"
+                ) from error
             held = {name: tensor for named in self.segment.parameters().values() for name, tensor in named.items()}
             found = _gradients(traced, scale, held)
         if not loss.isfinite():
@@ -244,17 +252,6 @@ class _Check:
         self.functions |= _functions(loss)
         return loss
 
-    def _traced_loss(self) -> Tensor:
-        """Return the graph's loss. Raises UsageError if an operator fails that the module's own kernels do not use."""
-        try:
-            (loss,) = self.segment.forward(self.inputs, 0, self.graph.units, 0)
-        except (RuntimeError, SwarmnodeError) as error:
-            raise UsageError(
-                f"the graph of {self.name} fails on the example batch: "
-                f"{' '.join(str(error).split())}; correct the module or the batch"
-            ) from error
-        return loss
-
     def _reason(self) -> str:
         names = sorted(function.__name__ for function in self.functions)
         if CheckpointFunction.__name__ in names:
@@ -264,14 +261,6 @@ class _Check:
         if names:
             return f"the autograd.Function {names[0]} goes back in a way of its own; write it with operators of torch"
         return "something in it changes gradients on their way back, or is not differentiable; use operators of torch alone"
-
-    def _nudge(self, names: Iterable[str]) -> None:
-        """Move all parameters a little if some have no gradient: others' values may keep their gradients at zero."""
-        stuck = any(names)
-        for parameter in self.parameters.values() if stuck else ():
-            parameter.data.add_(
-                torch.randn_like(parameter), alpha=NUDGE * max(float(parameter.std(correction=0)), NUDGE)
-            )
 
     def _check_mean(self) -> None:
         """Raise UsageError if the loss is twice as large when each sample comes twice."""

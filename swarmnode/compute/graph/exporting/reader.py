@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import operator
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from swarmnode.compute.graph.graph import (
+    ASSERT,
+    BATCH_NORM_WITHOUT_STATISTICS,
     BUFFER,
     CONSTANT,
+    COPY,
+    DETACH,
+    EVALUATED_BATCH_NORM,
+    FUNCTIONAL_BATCH_NORM,
+    INSTEAD,
     NAMED,
     PARAMETER,
+    SHAPED,
+    SPARSE,
     Argument,
     BufferUpdate,
     Constant,
@@ -36,17 +44,6 @@ from swarmnode.compute.graph.graph import (
     Size,
     TensorType,
     Weight,
-)
-from swarmnode.compute.graph.operators import (
-    ASSERT,
-    BATCH_NORM_WITHOUT_STATISTICS,
-    COPY,
-    DETACH,
-    EVALUATED_BATCH_NORM,
-    FUNCTIONAL_BATCH_NORM,
-    INSTEAD,
-    SHAPED,
-    SPARSE,
     moved_by_batch_norm,
     resolve,
 )
@@ -156,7 +153,16 @@ class _Reader:
     def read(self) -> Exported:
         placeholders = {node.name: node for node in self.program.graph.nodes if node.op == "placeholder"}
         for spec in self.signature.input_specs:
-            self._read_placeholder(spec, placeholders[spec.arg.name])
+            node = placeholders[spec.arg.name]
+            self.refs[node] = Ref(node.name)
+            if spec.kind.name == "USER_INPUT" and isinstance(node.meta.get("val"), Tensor):
+                self.inputs.append(GraphInput(node.name, self._type(node.meta["val"])))
+            elif spec.kind.name in _WEIGHT_KINDS:
+                self._read_weight(spec, node)
+            else:
+                raise UsageError(
+                    f"{self.module} takes or holds {spec.target or node.name}, which is not a tensor; use tensors only"
+                )
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self._read_call(node)
@@ -166,7 +172,10 @@ class _Reader:
         moved = {move.buffer for move in moves} | {name for node in self.nodes for name in moved_by_batch_norm(node)}
         graph = Graph(
             inputs=tuple(self.inputs),
-            weights=tuple(_as_buffer(weight) if weight.name in moved else weight for weight in self.weights.values()),
+            weights=tuple(
+                Weight(weight.name, weight.tensor, BUFFER, False, weight.type) if weight.name in moved else weight
+                for weight in self.weights.values()
+            ),
             nodes=tuple(self.nodes),
             moves=tuple(moves),
             loss=None if self.output_names else results[0],
@@ -177,18 +186,6 @@ class _Reader:
         return Exported(graph, self.tensors)
 
     # -- inputs and weights
-
-    def _read_placeholder(self, spec: Any, node: Any) -> None:
-        kind = spec.kind.name
-        self.refs[node] = Ref(node.name)
-        if kind == "USER_INPUT" and isinstance(node.meta.get("val"), Tensor):
-            self.inputs.append(GraphInput(node.name, self._type(node.meta["val"])))
-        elif kind in _WEIGHT_KINDS:
-            self._read_weight(spec, node)
-        else:
-            raise UsageError(
-                f"{self.module} takes or holds {spec.target or node.name}, which is not a tensor; use tensors only"
-            )
 
     def _read_weight(self, spec: Any, node: Any) -> None:
         state = self.program.state_dict
@@ -384,31 +381,22 @@ def _is_of_floats(node: Any) -> bool:
     return all(value.is_floating_point() for value in values if isinstance(value, Tensor))
 
 
-def _as_buffer(weight: Weight) -> Weight:
-    return Weight(weight.name, weight.tensor, BUFFER, False, weight.type)
-
-
 def _batch_symbol(program: Any) -> Any:
     """Return the symbol of the batch in all inputs' sizes; None if they are fixed.
 
     Raises CheckpointError if there are several symbols, or sizes that are only multiples of one.
     """
-    symbols = {symbol for size in _input_sizes(program) for symbol in size.node.expr.free_symbols}
+    inputs = (node.meta.get("val") for node in program.graph.find_nodes(op="placeholder"))
+    sizes = [size for value in inputs for size in getattr(value, "shape", ()) if isinstance(size, torch.SymInt)]
+    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols}
     if len(symbols) > 1:
         raise CheckpointError("the inputs have batches of different sizes; give all inputs the same first dimension")
     symbol = next(iter(symbols), None)
-    if symbol is not None and all(size.node.expr != symbol for size in _input_sizes(program)):
+    if symbol is not None and all(size.node.expr != symbol for size in sizes):
         raise CheckpointError(
             "the batch must be a multiple of a number other than 1; let the module take any number of samples"
         )
     return symbol
-
-
-def _input_sizes(program: Any) -> Iterator[torch.SymInt]:
-    for node in program.graph.find_nodes(op="placeholder"):
-        for size in getattr(node.meta.get("val"), "shape", ()):
-            if isinstance(size, torch.SymInt):
-                yield size
 
 
 def _example_batch(signature: Any, placeholders: dict[str, Any]) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.model.adapters.changes import (
+from swarmnode.compute.model.adapters.span_adapters import (
     REPLACEABLE,
     Change,
     Lora,
@@ -29,7 +29,7 @@ from swarmnode.compute.model.adapters.changes import (
     whole,
 )
 from swarmnode.compute.model.checkpoint import read_header
-from swarmnode.compute.model.packing.tensor_entry import TensorEntry
+from swarmnode.compute.packing.tensor_entry import TensorEntry
 from swarmnode.data.conversation import GREETING, ChatEnding, chosen_template, render_chat
 from swarmnode.errors import CheckpointError
 from swarmnode.files import read_bounded

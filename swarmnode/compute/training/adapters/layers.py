@@ -4,7 +4,7 @@ Start of an adapter's tensors: a pure function of the recipe's seed, the tensor'
 
 Layers that an adapter changes: the linear layers of a model that a recipe names.
 
-Changes of one layer whose tensors take gradients; those of `compute/model/adapters/changes.py` are for serving.
+Changes of one layer whose tensors take gradients; those of `compute/model/adapters/span_adapters.py` are for serving.
 
 Weights, gradients and moments of one adapter on one span, each strung together in one vector, and their updates by AdamW.
 """
@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from swarmnode.compute.executor import ByPiece, drain
 from swarmnode.compute.model.adapters.adapter_file import PREFIX, units_of_layer
-from swarmnode.compute.model.adapters.changes import features_of, row_blocks
+from swarmnode.compute.model.adapters.span_adapters import features_of, row_blocks
 from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from swarmnode.compute.model.adapters.changes import Lora, Whole, blocks_of, dora, moved_to, shapes_of, whole
+from swarmnode.compute.model.adapters.span_adapters import Lora, Whole, blocks_of, dora, moved_to, shapes_of, whole
 from swarmnode.compute.model.linear import BlockedLinear, FbgemmLinear, TimedLinear, plain_linear
-from swarmnode.compute.model.packing.ggml import FORMATS, GgmlMatrix, library
-from swarmnode.compute.model.packing.packed_weight import PackedWeight
-from swarmnode.compute.model.quantize import Int8Linear, _nf4_linear
-from tests.compute.model.test_packed_weight import packed_rows
+from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix, library
+from swarmnode.compute.packing.packed_weight import PackedWeight
+from swarmnode.compute.packing.quantize import Int8Linear, _nf4_linear
+from tests.compute.packing.test_packed_weight import packed_rows
 
 INPUTS, OUTPUTS, RANK = 512, 64, 4
 CPU = torch.device("cpu")

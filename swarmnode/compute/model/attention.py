@@ -1,0 +1,223 @@
+"""Attention and activation functions on the CPU whose result for a position depends on that position's own past alone, to the bit.
+
+Fast products round activations to 8 bits, which turns the smallest difference into a whole step. So a session has the same text in
+any company, with any number of threads, and after a failover, only if all operations between products give a position the same bits
+whatever else a pass computes.
+
+- torch's attention adds in an order that depends on the number of queries and columns. ggml's flash attention goes through the
+  columns of each query one by one, skips those that are masked, and takes each query alone if it is a row of its own. A lone row
+  with 512 columns or more is the exception: its columns are shared out among the threads. So no row is ever alone here.
+- torch computes sigmoid, SiLU and the like with vectors, and the last elements of each thread's share one by one, with another
+  rounding. `SameBits` cuts tensors so that each share is made of whole vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from swarmnode.compute.model.lean import lean
+from swarmnode.compute.model.trace import check_attention
+from swarmnode.compute.packing.ggml import (
+    DATA_AT,
+    FORMATS,
+    SIZES_AT,
+    STRIDES_AT,
+    Prepared,
+    address_at,
+    library,
+    numbers_at,
+    threads,
+)
+
+with lean():
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+BY_POSITION = "swarmnode_by_position"
+NUMBERS = {torch.float32: FORMATS["F32"].number, torch.bfloat16: FORMATS["BF16"].number}
+MASK_NUMBER = FORMATS["F16"].number
+VECTORS = 64  # elements: a multiple of those that one turn of torch's vector loops takes, in any dtype and on any CPU
+IN_VECTORS = frozenset(
+    {
+        *(torch.sigmoid, torch.special.expit, Tensor.sigmoid),
+        *(functional.silu, functional.gelu, functional.softplus, functional.logsigmoid),
+        *(functional.mish, functional.elu, functional.selu, functional.celu, functional.hardswish),
+    }
+)
+"""Functions of each element whose last bits depend on whether torch computes it in a vector or alone"""
+ALONE, SHARE = 1 << 14, 1 << 15
+"""Elements that one thread takes, and elements of each thread from which on all take part, in torch"""
+
+
+class _Attention(Prepared):
+    """Attention of N queries, each of H heads, to keys and values of G heads in ggml's format `number`; N is 2 at least."""
+
+    def __init__(
+        self, ggml: Any, number: int, queries: int, heads: int, groups: int, width: int, value_width: int, scale: float
+    ) -> None:
+        super().__init__(ggml)
+        q = ggml.new_tensor_4d(self.context, NUMBERS[torch.float32], width, 1, heads, queries)
+        k, v = (ggml.new_tensor_4d(self.context, number, each, 1, groups, queries) for each in (width, value_width))
+        mask = ggml.new_tensor_4d(self.context, MASK_NUMBER, 1, 1, 1, queries)
+        y = ggml.attend(self.context, q, k, v, mask, scale, 0.0, 0.0)
+        ggml.expand(self.graph, y)
+        self._places = [address_at(tensor + DATA_AT) for tensor in (q, k, v, mask, y)]
+        self._sizes = [numbers_at(tensor + SIZES_AT) for tensor in (k, v, mask)]
+        self._strides = [numbers_at(tensor + STRIDES_AT) for tensor in (q, k, v, mask)]
+
+    def place(self, tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]) -> None:
+        """Take q (N, H, D), k (N, G, C, D), v (N, G, C, W), mask (N, C) and y (N, H, W). Rows of all but y may share memory."""
+        q_NHD, k, v, mask_NC, _ = tensors
+        for place, tensor in zip(self._places, tensors, strict=True):
+            place.value = tensor.data_ptr()
+        self._strides[0][3] = q_NHD.element_size() * q_NHD.stride(0)
+        for sizes, strides, tensor in zip(self._sizes, self._strides[1:], (k, v), strict=False):
+            size_bytes, (by_row, by_head, by_column, _) = tensor.element_size(), tensor.stride()
+            sizes[1] = tensor.shape[2]
+            strides[1], strides[2], strides[3] = size_bytes * by_column, size_bytes * by_head, size_bytes * by_row
+        self._sizes[2][0] = mask_NC.shape[1]
+        self._strides[3][1] = self._strides[3][2] = mask_NC.element_size() * mask_NC.shape[1]
+        self._strides[3][3] = mask_NC.element_size() * mask_NC.stride(0)
+
+    def __call__(self) -> None:
+        """Compute y of the tensors that were placed last."""
+        threads().compute(self)
+
+
+def attention_by_position(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention (B, T, H, W) of queries (B, H, T, D) to keys (B, G, C, D) and values (B, G, C, W), and None.
+
+    transformers expects this pair. `attention_mask` is float16 (B, 1, T, C): 0 for columns that count, else minus infinity; None if
+    all columns up to the position's own count. torch computes the attention instead, whose bits depend on the company, if it takes
+    gradients, has a dropout or a position bias or is not causal, or if the mask has another dtype, as in training.
+
+    Raises ValueError if ggml cannot take these shapes.
+    """
+    trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    has_other_mask = attention_mask is not None and attention_mask.dtype != torch.float16
+    if (
+        trains
+        or has_other_mask
+        or dropout
+        or kwargs.get("position_bias") is not None
+        or kwargs.get("is_causal") is False
+    ):
+        mask = None if attention_mask is None else attention_mask.to(query.dtype)
+        y, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+        return y, None
+    check_attention(query.shape, key.shape, value.shape)
+    if key.dtype not in NUMBERS or not key.stride(-1) == value.stride(-1) == 1:
+        key, value = key.float().contiguous(), value.float().contiguous()
+    rows, heads, count, width = query.shape
+    q_BTHD = query.transpose(1, 2).float().contiguous()
+    columns = key.shape[2]
+    if attention_mask is None:  # a causal pass whose queries belong to the last columns
+        hidden_TC = torch.full((count, columns), -math.inf, dtype=torch.float16).triu_(columns - count + 1)
+        mask_BTC = hidden_TC.expand(rows, count, columns).contiguous()
+    else:
+        mask_BTC = attention_mask.expand(rows, 1, count, columns).reshape(rows, count, columns)
+    y_BTHW = torch.empty(rows, count, heads, value.shape[3])
+    scale = 1 / math.sqrt(width) if scaling is None else scaling
+    if rows == count == 1:
+        _attend_alone(q_BTHD, key, value, mask_BTC, y_BTHW, scale)
+    elif count == 1:
+        _attend((q_BTHD[:, 0], key, value, mask_BTC[:, 0], y_BTHW[:, 0]), scale)
+    else:
+        for q_THD, k, v, mask_TC, y_THW in zip(q_BTHD, key, value, mask_BTC, y_BTHW, strict=True):
+            _attend((q_THD, k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1), mask_TC, y_THW), scale)
+    return y_BTHW.to(query.dtype), None
+
+
+def _attend_alone(q: Tensor, key: Tensor, value: Tensor, mask: Tensor, y: Tensor, scale: float) -> None:
+    """Compute y (1, 1, H, W) of one query with its groups of heads as rows, or its heads, or the only head twice."""
+    heads, groups = q.shape[2], key.shape[1]
+    rows = groups if groups > 1 else max(2, heads)
+    each = heads // groups if groups > 1 else 1
+    q_NHD = q.view(-1, each, q.shape[3]).expand(rows, -1, -1)
+    k, v = (tensor.transpose(0, 1).expand(rows, -1, -1, -1) for tensor in (key, value))
+    y_NHW = y.view(rows, each, -1) if heads > 1 else torch.empty(rows, 1, y.shape[3])
+    _attend((q_NHD, k, v, mask[0].expand(rows, -1), y_NHW), scale)
+    if heads == 1:
+        y.copy_(y_NHW[:1, None])
+
+
+def _attend(tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], scale: float) -> None:
+    """Compute the last of the tensors that `_Attention.place` takes."""
+    q_NHD, k, _, _, y_NHW = tensors
+    kind = NUMBERS[k.dtype], *q_NHD.shape[:2], k.shape[1], q_NHD.shape[2], y_NHW.shape[2], scale
+    here = threads()
+    if here.recorder is None:
+        prepared = here.prepared(_Attention, *kind)
+    else:
+        ggml = library()
+        assert ggml is not None
+        prepared = _Attention(ggml, *kind)
+        here.recorder.note(prepared, y_NHW)
+    prepared.place(tensors)
+    prepared()
+
+
+def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Return transformers' mask as `attention_by_position` takes it."""
+    mask: Tensor | None = sdpa_mask(*args, **kwargs)
+    if mask is None:
+        return None
+    hidden = torch.full((), -math.inf, dtype=torch.float16)
+    return torch.where(mask, torch.zeros((), dtype=torch.float16), hidden).contiguous()
+
+
+def attend_by_position(model: Any) -> None:
+    """Let a model compute attention in this way, if its family leaves the choice and torch's attention would be used."""
+    if library() is None or model.config._attn_implementation != "sdpa" or not model._supports_attention_backend:
+        return
+    ALL_ATTENTION_FUNCTIONS.register(BY_POSITION, attention_by_position)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(BY_POSITION, _mask)
+    model.config._attn_implementation = BY_POSITION
+
+
+def attends_by_position(model: Any) -> bool:
+    """Return whether the passes of a model give a position the same bits in any company."""
+    return getattr(model.config, "_attn_implementation", "") == BY_POSITION
+
+
+class SameBits(TorchFunctionMode):
+    """Mode in which torch's functions `IN_VECTORS` give an element the same bits in tensors of any shape, with any threads."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if function not in IN_VECTORS or not args or torch.is_grad_enabled():
+            return function(*args, **given)
+        original = x = args[0]
+        others = args[1:]
+        inplace = given.pop("inplace", False)
+        width = x.shape[-1] if x.dim() else 1
+        missing = -width % VECTORS
+        if missing or not x.is_contiguous():
+            x = functional.pad(x.view(1) if x.dim() == 0 else x, (0, missing)).contiguous()
+        count, elements = torch.get_num_threads(), x.numel()
+        rest = elements % (count * VECTORS)
+        if count == 1 or elements <= ALONE or (elements >= SHARE * count and not rest):
+            y = function(x, *others, **given)
+        else:
+            sizes: int | list[int] = ALONE if elements < SHARE * count else [elements - rest, rest]
+            y = torch.cat([function(part, *others, **given) for part in x.view(-1).split(sizes)]).view(x.shape)
+        y = y[..., :width].contiguous() if missing else y
+        return original.copy_(y) if inplace else y

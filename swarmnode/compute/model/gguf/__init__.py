@@ -1,0 +1,1 @@
+"""Models in GGUF files: reading them, and writing them from a checkpoint."""

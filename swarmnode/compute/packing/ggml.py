@@ -1,0 +1,533 @@
+"""Formats of GGUF's matrices, and their products on the CPU by ggml, llama.cpp's library of tensors (https://github.com/ggml-org/ggml).
+
+The package xllamacpp contains a build of ggml. Only ggml's product and its dequantisation are called, through its C
+interface. ggml rounds each row of activations to 8 bits, in blocks of 32 or 256 of that row, and multiplies integers. So a row's
+result does not depend on the other rows of a pass, except for the order of its float sums: some kernels add in another order if
+there are several rows, and then a fast product takes each row apart. An exact product takes three such parts of the activations,
+each 256 times finer than the one before: together they have 24 bits, as float32 has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import platform
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from ctypes import c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swarmnode.errors import CheckpointError
+
+PACKAGE = "xllamacpp"
+MOST_ELEMENTS = 2**31 - 1  # of a dimension: ggml's kernels count in 32 bits
+F32 = "F32"
+
+
+@dataclass(frozen=True)
+class Format:
+    """Number format of a GGUF tensor: its name and number, and the elements and bytes of a block, which lies within a row.
+
+    `activations` is the format of the activations that its integer products take; empty if it has none. `scales` are the places
+    of a block's scales, each a float16.
+    """
+
+    name: str
+    number: int
+    block: int
+    block_bytes: int
+    activations: str = ""
+    scales: tuple[int, ...] = ()
+
+    def row_bytes(self, elements: int) -> int:
+        """Return the bytes of a row. Raises ValueError if its blocks are not whole."""
+        if elements % self.block:
+            raise ValueError(f"a row of {elements} elements has no whole blocks of {self.block}, as {self.name} has")
+        return elements // self.block * self.block_bytes
+
+    def check_shape(self, shape: Sequence[int]) -> None:
+        """Raise ValueError if ggml would end the process at a matrix of this shape (..., outputs, inputs): it asserts whole blocks,
+        and divides by its sizes."""
+        if not all(0 < size <= MOST_ELEMENTS for size in shape):
+            raise ValueError(f"its shape is {tuple(shape)}: each size must be from 1 to {MOST_ELEMENTS:,}")
+        self.row_bytes(shape[-1])
+
+
+def _by_name(*formats: Format) -> Mapping[str, Format]:
+    return {form.name: form for form in formats}
+
+
+ACTIVATIONS = _by_name(Format("Q8_0", 8, 32, 34), Format("Q8_1", 9, 32, 36), Format("Q8_K", 15, 256, 292))
+"""Formats of activations; Q8_1 also has the sum of each block"""
+
+FORMATS = _by_name(
+    Format(F32, 0, 1, 4),
+    Format("F16", 1, 1, 2),
+    Format("Q4_0", 2, 32, 18, "Q8_0", (0,)),
+    Format("Q4_1", 3, 32, 20, "Q8_1", (0, 2)),
+    Format("Q5_0", 6, 32, 22, "Q8_0", (0,)),
+    Format("Q5_1", 7, 32, 24, "Q8_1", (0, 2)),
+    Format("Q8_0", 8, 32, 34, "Q8_0", (0,)),
+    Format("Q2_K", 10, 256, 84, "Q8_K", (80, 82)),
+    Format("Q3_K", 11, 256, 110, "Q8_K", (108,)),
+    Format("Q4_K", 12, 256, 144, "Q8_K", (0, 2)),
+    Format("Q5_K", 13, 256, 176, "Q8_K", (0, 2)),
+    Format("Q6_K", 14, 256, 210, "Q8_K", (208,)),
+    Format("IQ4_NL", 20, 32, 18, "Q8_0", (0,)),
+    Format("IQ4_XS", 23, 256, 136, "Q8_K", (0,)),
+    Format("BF16", 30, 1, 2),
+    Format("MXFP4", 39, 32, 17, "Q8_0"),
+)
+"""Formats that are kept packed, by GGUF's names"""
+
+DTYPES = {F32: torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+EXPONENTS = {F32: (torch.int32, 0x7F800000), "F16": (torch.int16, 0x7C00), "BF16": (torch.int16, 0x7F80)}
+"""Bits of the exponent; all of them are set in infinity and NaN alone"""
+ALIGNMENT = 64
+BLOCKS_AT_ONCE = 1 << 20  # floats that are compared at once
+LARGE_EXPONENT = 253  # of MXFP4: 12 times its power of two is beyond float32
+PARTS, STEP = 3, 256.0
+FEW_ROWS = 4  # with more rows an exact product is faster with dequantised weights
+TILE_ELEMENTS = 1 << 19  # dequantised at once, so that they stay in the processor's cache
+KINDS_KEPT = 256  # prepared products of a thread; those used least recently are dropped
+CONTEXT_BYTES = 1 << 13  # of the description of one product
+TRIED_ROWS, TRIED_OUTPUTS = (2, 3, 4, 5, 8, 9, 33), 64  # ggml has different kernels for these numbers of rows
+# Places in ggml's struct of a tensor; `_Library.checked` compares them with what ggml's own functions say.
+BUFFER_AT, SIZES_AT, STRIDES_AT, DATA_AT, EXTRA_AT, TENSOR_BYTES = 8, 16, 48, 248, 320, 336
+OBJECT_BYTES = 32
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = (("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool))
+
+
+def _c_name(name: str) -> str:
+    """Return a format's name as ggml's C functions have it."""
+    return name.lower().replace("_k", "_K")
+
+
+class _Library:
+    """C functions of ggml in the library `file`, by short names.
+
+    Functions that some builds lack: `dequantisers` has those that are there, `interleaved` (ggml's kind of memory in which the rows
+    of some formats lie interleaved) and `quantise_rows` are None without theirs. Raises AttributeError if the library lacks another
+    function, OSError if it cannot be loaded.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._dll = ctypes.CDLL(str(file))
+        pointer, size = c_void_p, c_size_t
+        self.init = self._function("ggml_init", pointer, _InitParams)
+        self.free = self._function("ggml_free", None, pointer)
+        self.new_tensor = self._function("ggml_new_tensor_2d", pointer, pointer, c_int, c_int64, c_int64)
+        self.new_tensor_4d = self._function("ggml_new_tensor_4d", pointer, pointer, c_int, *(4 * [c_int64]))
+        self.multiply = self._function("ggml_mul_mat", pointer, pointer, pointer, pointer)
+        self.attend = self._function("ggml_flash_attn_ext", pointer, *(5 * [pointer]), *(3 * [c_float]))
+        self.new_graph = self._function("ggml_new_graph_custom", pointer, pointer, size, c_bool)
+        self.expand = self._function("ggml_build_forward_expand", None, pointer, pointer)
+        self.new_backend = self._function("ggml_backend_cpu_init", pointer)
+        self.free_backend = self._function("ggml_backend_free", None, pointer)
+        self.set_threads = self._function("ggml_backend_cpu_set_n_threads", None, pointer, c_int)
+        self.compute = self._function("ggml_backend_graph_compute", c_int, pointer, pointer)
+        self.tensor_overhead = self._function("ggml_tensor_overhead", size)
+        self.over_memory = self._function("ggml_backend_cpu_buffer_from_ptr", pointer, pointer, size)
+        self.place = self._function("ggml_backend_tensor_alloc", c_int, pointer, pointer, pointer)
+        self.data_of = self._function("ggml_get_data", pointer, pointer)
+        self.free_buffer = self._function("ggml_backend_buffer_free", None, pointer)
+        self.new_buffer = self._function("ggml_backend_buft_alloc_buffer", pointer, pointer, size)
+        self.base_of = self._function("ggml_backend_buffer_get_base", pointer, pointer)
+        self.set_values = self._function("ggml_backend_tensor_set", None, pointer, pointer, size, size)
+        self._silence = ctypes.CFUNCTYPE(None, c_int, ctypes.c_char_p, c_void_p)(lambda *_: None)
+        self._function("ggml_log_set", None, pointer, pointer)(ctypes.cast(self._silence, pointer), None)
+        row = (None, pointer, pointer, c_int64)
+        self.dequantisers = {}
+        for name in (*FORMATS, *ACTIVATIONS):
+            function = self._optional_function(f"dequantize_row_{_c_name(name)}", *row)
+            if function is not None:
+                self.dequantisers[name] = function
+        self.quantisers = {name: self._function(f"quantize_row_{_c_name(name)}", *row) for name in ACTIVATIONS}
+        memory = self._optional_function("_Z35ggml_backend_cpu_repack_buffer_typev", pointer)
+        self.interleaved: int | None = None if memory is None else memory()
+        arguments = (c_int, pointer, pointer, c_int64, c_int64, c_int64, pointer)
+        self.quantise_rows = self._optional_function("ggml_quantize_chunk", size, *arguments)
+
+    def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+        function: Any = getattr(self._dll, name)
+        function.restype, function.argtypes = result, arguments
+        return function  # type: ignore[no-any-return]
+
+    def _optional_function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any] | None:
+        """Return a C function; None if this build lacks it."""
+        try:
+            return self._function(name, result, *arguments)
+        except AttributeError:
+            return None
+
+    def checked(self) -> _Library:
+        """Return the library. Raises OSError if its tensors are not laid out as expected."""
+        if self.tensor_overhead() != OBJECT_BYTES + TENSOR_BYTES:
+            raise OSError("its tensors have another size")
+        context = self.init(_InitParams(CONTEXT_BYTES, None, True))
+        memory = aligned(ALIGNMENT)
+        tensor = self.new_tensor(context, 0, 4, 3)
+        buffer = self.over_memory(memory.data_ptr(), memory.nbytes)
+        self.place(buffer, tensor, memory.data_ptr())
+        known = {BUFFER_AT: buffer, DATA_AT: memory.data_ptr(), EXTRA_AT: None}
+        found = {place: address_at(tensor + place).value for place in known}
+        sizes, strides = numbers_at(tensor + SIZES_AT), numbers_at(tensor + STRIDES_AT)
+        agrees = found == known and self.data_of(tensor) == memory.data_ptr()
+        agrees &= (list(sizes), list(strides)) == ([4, 3, 1, 1], [4, 16, 48, 48])
+        self.free(context)
+        self.free_buffer(buffer)
+        if not agrees:
+            raise OSError("its tensors have another layout")
+        return self
+
+
+@functools.cache
+def library() -> _Library | None:
+    """Return ggml's functions; None if the package is not installed, or its build cannot be used: `fault` says which."""
+    found = _load()
+    return found if isinstance(found, _Library) else None
+
+
+def fault() -> str:
+    """Return why the installed package cannot be used here; empty if it can, or is not installed."""
+    found = _load()
+    return found if isinstance(found, str) else ""
+
+
+@functools.cache
+def _load() -> _Library | str:
+    """Return ggml's functions, or why the package's build cannot be used; an empty text if it is not installed."""
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None:
+        return ""
+    if platform.machine().lower() in ("x86_64", "amd64") and not torch.cpu._is_avx2_supported():
+        return "this CPU has no AVX2"  # the wheel's code would end the process
+    why = "it contains no library"
+    for folder in spec.submodule_search_locations or ():
+        for file in sorted(file for end in ("so", "pyd") for file in Path(folder).glob(f"{PACKAGE}*.{end}")):
+            try:
+                return _Library(file).checked()
+            except (AttributeError, OSError) as error:
+                why = str(error)
+    return why
+
+
+def numbers_at(address: int) -> Any:
+    """Return the four sizes, or strides in bytes, that a tensor has at this address. Their change is the tensor's."""
+    return (c_int64 * 4).from_address(address)
+
+
+def address_at(place: int) -> c_void_p:
+    """Return the pointer at an address. A change of its value changes the tensor there."""
+    return c_void_p.from_address(place)
+
+
+def aligned(size: int) -> Tensor:
+    """Return new memory (uint8) of `size` bytes at an address that ggml accepts."""
+    memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    first = -memory.data_ptr() % ALIGNMENT
+    return memory[first : first + size]
+
+
+def dequantise(packed_B: Tensor, form: Format, elements: int) -> Tensor:
+    """Return the values of whole blocks as float32 (elements,)."""
+    if form.name in DTYPES:
+        return packed_B.view(DTYPES[form.name]).float()
+    ggml = library()
+    function = None if ggml is None else ggml.dequantisers.get(form.name)
+    if function is not None:
+        values = torch.empty(elements, dtype=torch.float32)
+        function(packed_B.data_ptr(), values.data_ptr(), elements)
+        return values
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[form.name]
+    return torch.from_numpy(np.copy(gguf.dequantize(packed_B.numpy(), kind))).view(-1)
+
+
+def check_finite(packed_B: Tensor, form: Format, name: str) -> None:
+    """Raise CheckpointError if the tensor `name` has values that are no finite numbers. Only the scales of its blocks are read:
+    values are scales times small whole numbers."""
+    blocks_NB = packed_B.view(-1, form.block_bytes)
+    if form.name in EXPONENTS:  # ten times as fast as isfinite
+        whole, exponent = EXPONENTS[form.name]
+        is_finite = all(
+            part.view(whole).bitwise_and(exponent).amax() < exponent for part in blocks_NB.split(BLOCKS_AT_ONCE)
+        )
+    elif form.scales:
+        is_finite = all(blocks_NB[:, at : at + 2].view(torch.float16).isfinite().all() for at in form.scales)
+    else:  # MXFP4: a scale is a byte, an exponent of 2, and the largest ones overflow with large values only
+        large_NB = blocks_NB[blocks_NB[:, 0] >= LARGE_EXPONENT]
+        is_finite = bool(dequantise(large_NB.reshape(-1), form, len(large_NB) * form.block).isfinite().all())
+    if not is_finite:
+        raise CheckpointError(f"{name} holds values that are no finite numbers: its scales are damaged")
+
+
+class Prepared:
+    """Prepared computation of ggml: tensors whose places take any addresses, and a graph with one result."""
+
+    def __init__(self, ggml: _Library) -> None:
+        self._ggml = ggml
+        self.context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
+        self.graph = ggml.new_graph(self.context, 16, False)
+
+    def __del__(self) -> None:
+        self._ggml.free(self.context)
+
+
+P = TypeVar("P", bound=Prepared)
+
+
+class _Product(Prepared):
+    """Product of a matrix (O, I) with R rows of activations, in some formats. `apart` takes each row as a matrix of its own."""
+
+    def __init__(
+        self, ggml: _Library, form: Format, x_form: Format, outputs: int, inputs: int, rows: int, apart: bool
+    ) -> None:
+        super().__init__(ggml)
+        weight = ggml.new_tensor(self.context, form.number, inputs, outputs)
+        shape = (inputs, 1, rows, 1) if apart else (inputs, rows, 1, 1)
+        x = ggml.new_tensor_4d(self.context, x_form.number, *shape)
+        y = ggml.multiply(self.context, weight, x)
+        ggml.expand(self.graph, y)
+        self.weight, self.x, self.y = (address_at(tensor + DATA_AT) for tensor in (weight, x, y))
+        self.buffer, self.extra = (address_at(weight + place) for place in (BUFFER_AT, EXTRA_AT))
+
+
+class _Backend:
+    """ggml's working memory; it is freed with the object, as at the end of a thread."""
+
+    def __init__(self, ggml: _Library) -> None:
+        self._ggml = ggml
+        self.address = ggml.new_backend()
+
+    def __del__(self) -> None:
+        self._ggml.free_backend(self.address)
+
+
+class _Thread(threading.local):
+    """ggml's working memory of the current thread, and its prepared products."""
+
+    def __init__(self) -> None:
+        ggml = library()
+        assert ggml is not None
+        self._ggml = ggml
+        self._backend = _Backend(ggml)
+        self._threads = 0
+        self.recorder: Any = None  # takes calls that torch does not see, while a pass is recorded
+        self._prepared: OrderedDict[Hashable, Any] = OrderedDict()
+        self._last_split: tuple[Tensor, str, Tensor] | None = None
+
+    def split(self, x_RI: Tensor, form: Format) -> Tensor:
+        """Return activations as sums of parts (PARTS, R, bytes), each the rest that the one before left, times STEP.
+
+        The last ones are kept: several matrices take the same x.
+        """
+        last = self._last_split
+        if last is not None and last[1] == form.name and torch.equal(last[0], x_RI):
+            return last[2]
+        rows, inputs = x_RI.shape
+        parts_PRB = aligned(PARTS * rows * form.row_bytes(inputs)).view(PARTS, rows, -1)
+        rest_RI, lost_N1 = x_RI, torch.zeros(1, 1)
+        for part_RB in parts_PRB:
+            self._ggml.quantisers[form.name](rest_RI.data_ptr(), part_RB.data_ptr(), x_RI.numel())
+            if form.name == "Q8_1":
+                # Blocks have their sums in float16: what the part before has lost of these is added here.
+                blocks_NB = part_RB.view(-1, form.block_bytes)
+                scale_N1, sum_N1 = blocks_NB[:, :2].view(torch.float16), blocks_NB[:, 2:4].view(torch.float16)
+                rounded_RI = blocks_NB[:, 4:].view(torch.int8).float() * scale_N1.float()
+                wanted_N1 = rounded_RI.sum(dim=1, keepdim=True) + lost_N1 * STEP
+                sum_N1.copy_(wanted_N1)
+                lost_N1 = wanted_N1 - sum_N1.float()
+            else:
+                rounded_RI = torch.empty(rows, inputs)
+                self._ggml.dequantisers[form.name](part_RB.data_ptr(), rounded_RI.data_ptr(), x_RI.numel())
+            rest_RI = (rest_RI - rounded_RI.view(rows, inputs)) * STEP
+        self._last_split = x_RI.clone(), form.name, parts_PRB
+        return parts_PRB
+
+    def compute(self, prepared: Prepared) -> None:
+        """Compute a prepared graph. Raises RuntimeError if ggml cannot."""
+        if (count := torch.get_num_threads()) != self._threads:
+            self._threads = count
+            self._ggml.set_threads(self._backend.address, count)
+        if self._ggml.compute(self._backend.address, prepared.graph) != 0:
+            raise RuntimeError("ggml could not compute a product")
+
+    def prepared(self, make: Callable[..., P], *kind: Hashable) -> P:
+        """Return what `make` prepares for this kind, the same as before if it was used lately."""
+        found: P | None = self._prepared.get((make, kind))
+        if found is None:
+            found = self._prepared[make, kind] = make(self._ggml, *kind)
+            if len(self._prepared) > KINDS_KEPT:
+                self._prepared.popitem(last=False)
+        else:
+            self._prepared.move_to_end((make, kind))
+        return found
+
+
+@functools.cache
+def threads() -> _Thread:
+    """Return ggml's state, which differs in each thread."""
+    return _Thread()
+
+
+@dataclass(frozen=True)
+class _Interleaving:
+    """ggml's interleaved order of rows for a shape: an empty buffer of that kind of memory, and the functions for it."""
+
+    buffer: int
+    extra: int
+
+
+@contextmanager
+def _interleaved_tensor(ggml: _Library, form: Format, outputs: int, inputs: int) -> Iterator[tuple[int, int]]:
+    """Yield a new tensor in ggml's interleaved memory and the address of its bytes; both are freed after the block."""
+    context = ggml.init(_InitParams(CONTEXT_BYTES, None, True))
+    buffer = ggml.new_buffer(ggml.interleaved, outputs * form.row_bytes(inputs))
+    try:
+        tensor, base = ggml.new_tensor(context, form.number, inputs, outputs), ggml.base_of(buffer)
+        ggml.place(buffer, tensor, base)
+        yield tensor, base
+    finally:
+        ggml.free(context)
+        ggml.free_buffer(buffer)
+
+
+@functools.cache
+def _interleaving(form: Format, outputs: int, inputs: int) -> _Interleaving | None:
+    """Return how ggml interleaves the rows of a matrix on this CPU; None if it does not."""
+    ggml = library()
+    if ggml is None or ggml.interleaved is None or form.name in DTYPES:
+        return None
+    with _interleaved_tensor(ggml, form, outputs, inputs) as (tensor, _):
+        extra = address_at(tensor + EXTRA_AT).value
+    return None if extra is None else _Interleaving(ggml.new_buffer(ggml.interleaved, ALIGNMENT), extra)
+
+
+_agreeing: dict[tuple[str, int, bool], bool] = {}
+
+
+class GgmlMatrix:
+    """Matrix (O, I) in a packed format whose products ggml computes. It keeps the bytes, or a copy of them in another order.
+
+    Its products are those of the dequantised matrix if it is `exact`; else it rounds activations to 8 bits, and its rows are
+    interleaved if that is faster on this CPU, unless it is `looked_up` by rows.
+
+    Raises ValueError if ggml cannot take a matrix of this shape, or it has other bytes.
+    """
+
+    def __init__(
+        self, packed_OB: Tensor, form: Format, inputs: int, *, exact: bool = False, looked_up: bool = False
+    ) -> None:
+        form.check_shape((len(packed_OB), inputs))
+        if packed_OB.nbytes != len(packed_OB) * form.row_bytes(inputs):  # ggml would read beyond them
+            raise ValueError(
+                f"{packed_OB.nbytes} bytes are no {len(packed_OB)} rows of {inputs} elements in {form.name}"
+            )
+        self.form, self.outputs, self.inputs, self._exact = form, len(packed_OB), inputs, exact
+        self.name, self.nbytes = form.name, packed_OB.nbytes
+        self.order = None if exact or looked_up else _interleaving(form, self.outputs, inputs)
+        kept = packed_OB.is_contiguous() and packed_OB.data_ptr() % ALIGNMENT == 0 and self.order is None
+        self._memory = packed_OB.view(-1) if kept else aligned(packed_OB.nbytes)
+        if self.order is not None:
+            packed_OB, ggml = packed_OB.contiguous(), library()
+            assert ggml is not None
+            with _interleaved_tensor(ggml, form, self.outputs, inputs) as (tensor, base):
+                ggml.set_values(tensor, packed_OB.data_ptr(), 0, packed_OB.nbytes)
+                ctypes.memmove(self._memory.data_ptr(), base, packed_OB.nbytes)
+        elif not kept:
+            self._memory.copy_(packed_OB.reshape(-1))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows can be read: not if they are interleaved."""
+        return self.order is None
+
+    def rows(self, numbers_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers as float32. Only for a matrix that `has_rows`."""
+        assert self.order is None
+        if (recorder := threads().recorder) is not None:
+            rows_NI: Tensor = recorder.calling(self.rows, numbers_N)
+            return rows_NI
+        packed_NB = self._memory.view(self.outputs, -1)[numbers_N]
+        return dequantise(packed_NB.view(-1), self.form, numbers_N.numel() * self.inputs).view(-1, self.inputs)
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), both contiguous float32. Raises ValueError if x has another width, RuntimeError if ggml
+        fails."""
+        if x_RI.shape[1:] != (self.inputs,):  # ggml would read beyond it
+            raise ValueError(f"activations of width {self.inputs} are needed, not {tuple(x_RI.shape)}")
+        if len(x_RI) == 0:
+            return torch.empty(0, self.outputs)
+        recorder = threads().recorder
+        if recorder is not None:
+            recorded_RO: Tensor = recorder.calling(self.multiply, x_RI) if self._exact else recorder.product(self, x_RI)
+            return recorded_RO
+        if not self._exact:
+            return self._product(x_RI, FORMATS[F32], len(x_RI), apart=self.takes_rows_apart(len(x_RI)))
+        if not self.form.activations or len(x_RI) > FEW_ROWS:
+            y_RO = torch.empty(len(x_RI), self.outputs)
+            packed_OB = self._memory.view(self.outputs, -1)
+            height = max(1, TILE_ELEMENTS // self.inputs)
+            for first in range(0, self.outputs, height):
+                tile_OB = packed_OB[first : first + height]
+                tile_OI = dequantise(tile_OB.reshape(-1), self.form, len(tile_OB) * self.inputs).view(-1, self.inputs)
+                torch.mm(x_RI, tile_OI.t(), out=y_RO[:, first : first + height])
+            return y_RO
+        x_form = ACTIVATIONS[self.form.activations]
+        parts_PRO = self._product(threads().split(x_RI, x_form), x_form, PARTS * len(x_RI)).view(
+            PARTS, *x_RI.shape[:1], -1
+        )
+        y_RO = parts_PRO[-1]
+        for part_RO in parts_PRO[:-1].flip(0):
+            y_RO = part_RO.add(y_RO, alpha=1 / STEP)
+        return y_RO
+
+    @property
+    def address(self) -> int:
+        """Address of the packed bytes."""
+        return self._memory.data_ptr()
+
+    def takes_rows_apart(self, rows: int) -> bool:
+        """Return whether fast products take each of several rows apart, since ggml gives a row other bits beside others.
+
+        This is tried once for each kind of matrix.
+        """
+        if rows == 1:
+            return False
+        kind = self.form.name, self.inputs, self.order is not None
+        if kind not in _agreeing:
+            outputs = min(self.outputs, TRIED_OUTPUTS)
+            x_RI = torch.randn(max(TRIED_ROWS), self.inputs, generator=torch.Generator().manual_seed(0))
+            alone_RO = self._product(x_RI, FORMATS[F32], len(x_RI), apart=True, outputs=outputs)
+            _agreeing[kind] = all(
+                torch.equal(self._product(x_RI[:rows], FORMATS[F32], rows, outputs=outputs), alone_RO[:rows])
+                for rows in TRIED_ROWS
+            )
+        return not _agreeing[kind]
+
+    def _product(
+        self, x: Tensor, x_form: Format, rows: int, *, apart: bool = False, outputs: int | None = None
+    ) -> Tensor:
+        """Return ggml's product (R, O) with rows of activations in `x_form`, for the first `outputs`."""
+        y_RO = torch.empty(rows, outputs or self.outputs)
+        here = threads()
+        product = here.prepared(_Product, self.form, x_form, y_RO.shape[1], self.inputs, rows, apart)
+        product.weight.value, product.x.value, product.y.value = self.address, x.data_ptr(), y_RO.data_ptr()
+        if self.order is not None:
+            product.buffer.value, product.extra.value = self.order.buffer, self.order.extra
+        here.compute(product)
+        return y_RO

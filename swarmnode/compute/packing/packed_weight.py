@@ -1,0 +1,386 @@
+"""Weights that stay packed in memory: stand-ins for a model's parameters that multiply without being dequantised.
+
+A module keeps its own code: `functional.linear(x, weight, bias)` and `functional.embedding(ids, weight)` find a `PackedWeight` in
+the place of the parameter, and torch calls its `__torch_function__`.
+
+The forward product of a frozen layer may be any kernel. Its gradient with regard to the inputs needs the matrix itself.
+
+Products of several packed matrices with the same activations as one computation of ggml, at fixed places in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from swarmnode.compute.device import trim_heap
+from swarmnode.compute.packing.card_matrix import CardMatrix
+from swarmnode.compute.packing.ggml import (
+    BUFFER_AT,
+    DATA_AT,
+    EXTRA_AT,
+    F32,
+    FORMATS,
+    GgmlMatrix,
+    Prepared,
+    address_at,
+    library,
+    threads,
+)
+from swarmnode.compute.packing.tensor_entry import TensorEntry, joined, read_packed
+from swarmnode.errors import CheckpointError
+
+Block = tuple[slice, slice, Tensor]
+"""Outputs, inputs, and values of a part of a matrix (O, I)"""
+Blocks = Callable[[], Iterator[Block]]
+
+TILE = 256  # rows or columns of a matrix that are read at a time
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Product of activations with a matrix that takes no gradient. Nothing is kept for the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, multiply: Callable[[Tensor], Tensor], blocks: Blocks) -> Tensor:
+        """Return multiply(x)."""
+        ctx.blocks, ctx.inputs = blocks, x.shape[-1]
+        return multiply(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient (..., I) of the activations for that of the result (..., O)."""
+        gradient_RO = gradients[0].reshape(-1, gradients[0].shape[-1])
+        back_RI: Tensor | None = None
+        for outputs, inputs, block in ctx.blocks():
+            if outputs == inputs == slice(None):  # the whole matrix
+                back_RI = gradient_RO @ block.to(gradient_RO.dtype)
+                break
+            back_RI = gradient_RO.new_zeros(len(gradient_RO), ctx.inputs) if back_RI is None else back_RI
+            back_RI[:, inputs].addmm_(gradient_RO[:, outputs], block.to(back_RI.dtype))
+        assert back_RI is not None
+        return back_RI.view(*gradients[0].shape[:-1], ctx.inputs), None, None
+
+
+def frozen_product(x: Tensor, multiply: Callable[[Tensor], Tensor], blocks: Blocks) -> Tensor:
+    """Return multiply(x), for x (..., I) and a result (..., O), with a gradient for `x` if it takes one.
+
+    `blocks` yields the matrix that `multiply` uses, without its bias.
+    """
+    if x.requires_grad and torch.is_grad_enabled():
+        return _FrozenProduct.apply(x, multiply, blocks)  # type: ignore[no-any-return,no-untyped-call]
+    return multiply(x)
+
+
+def tiles(matrix_OI: Tensor) -> Iterator[Block]:
+    """Yield a plain matrix as one block."""
+    yield slice(None), slice(None), matrix_OI
+
+
+def probed(multiply: Callable[[Tensor], Tensor], inputs: int, one: float, like: Tensor) -> Iterator[Block]:
+    """Yield the columns of a matrix that only multiplies, by its products with unit vectors times `one`.
+
+    The products have no bias. Unit vectors have the dtype and device of `like`. Costs as much as a prompt of I positions.
+    """
+    for first in range(0, inputs, TILE):
+        count = min(TILE, inputs - first)
+        units_KI = torch.zeros(count, inputs, dtype=like.dtype, device=like.device)
+        units_KI[:, first : first + count].fill_diagonal_(one)
+        yield slice(None), slice(first, first + count), (multiply(units_KI) / one).t()
+
+
+CPU = torch.device("cpu")
+EXACT_IN_8_BITS = 127 / 128
+"""A one that fast products round to no other number: 127 steps of a scale of 2^-7, which float16 holds."""
+TRIM_BYTES = 64 << 20  # read between two times that freed copies of bytes in another order go back to the system
+
+
+class _StandIn:
+    """Attributes that transformers and torch read of a parameter that is not trained and has its values."""
+
+    requires_grad = False
+    is_meta = False
+    _is_hf_initialized = True  # transformers' mark of a parameter that needs no random numbers
+    device: torch.device
+
+
+class MatrixProducts(Protocol):
+    """Matrix (O, I) in a packed format, with its products."""
+
+    name: str
+    outputs: int
+    inputs: int
+    nbytes: int
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows can be read. Else the matrix only multiplies."""
+        ...
+
+    def multiply(self, x_RI: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), both contiguous float32, or on a card both in the model's dtype."""
+        ...
+
+    def rows(self, numbers_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers in the dtype of its products."""
+        ...
+
+
+class PackedWeight(_StandIn):
+    """Matrix (O, I) that stays packed: one or more parts, one above the other, in the place of a module's parameter.
+
+    `dtype` is that of the model, whose activations it takes and returns. Its parts lie on `device`: on CPUs ggml multiplies
+    them, on cards kernels do.
+    """
+
+    def __init__(self, parts: Sequence[MatrixProducts], dtype: torch.dtype, device: torch.device = CPU) -> None:
+        self.shape = torch.Size((sum(part.outputs for part in parts), parts[0].inputs))
+        self.dtype, self.device = dtype, device
+        self.nbytes = sum(part.nbytes for part in parts)
+        self._takes = torch.float32 if device.type == "cpu" else dtype
+        self._parts = list(parts)
+
+    def __repr__(self) -> str:
+        names = "+".join(part.name for part in self._parts)
+        return f"{type(self).__name__}({'x'.join(map(str, self.shape))}, {names}, {self.nbytes / 1e6:.1f} MB)"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        _types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if function is functional.linear:
+            return _linear(*args, **given)
+        if function is functional.embedding:
+            ids, weight = args[:2]  # settings of a training have no effect here
+            return weight.rows(ids.reshape(-1)).view(*ids.shape, weight.shape[1])
+        raise TypeError(
+            f"a packed weight has no {getattr(function, '__name__', function)}: load the model with --products plain"
+        )
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the shape, or its size in dimension `dim`."""
+        return self.shape if dim is None else self.shape[dim]
+
+    @property
+    def card_parts(self) -> list[CardMatrix]:
+        """Parts that lie on a card."""
+        return [part for part in self._parts if isinstance(part, CardMatrix)]
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the bytes from a card to the host's memory, or back again; they are not multiplied there."""
+        if parts := self.card_parts:
+            self.device = device
+            for part in parts:
+                part.move_to(device)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """Return y (R, O) for x (R, I), in float32 from ggml, in the model's dtype from a card."""
+        x_RI = x.to(self._takes).contiguous()
+        parts_RO = [part.multiply(x_RI) for part in self._parts]
+        return parts_RO[0] if len(parts_RO) == 1 else torch.cat(parts_RO, dim=1)
+
+    def rows(self, ids_N: Tensor) -> Tensor:
+        """Return the rows (N, I) of these numbers in the model's dtype."""
+        (part,) = self._parts
+        return part.rows(ids_N).to(self.dtype)
+
+    def blocks(self) -> Iterator[Block]:
+        """Yield the matrix in parts, some rows at a time, or some columns of a part that only multiplies."""
+        first = 0
+        for part in self._parts:
+            end = first + part.outputs
+            for begin in range(first, end if part.has_rows else first, TILE):
+                numbers_N = torch.arange(begin - first, min(begin + TILE, end) - first, device=self.device)
+                yield slice(begin, begin + len(numbers_N)), slice(None), part.rows(numbers_N)
+            if not part.has_rows:
+                like = torch.empty(0, dtype=self._takes, device=self.device)
+                for _, inputs, block in probed(part.multiply, part.inputs, EXACT_IN_8_BITS, like):
+                    yield slice(first, end), inputs, block
+            first = end
+
+
+class TransposedWeight(PackedWeight):
+    """Matrix (I, O), as some families' experts have it: activations are multiplied with it by `x @ weight`."""
+
+    def __init__(self, parts: Sequence[MatrixProducts], dtype: torch.dtype) -> None:
+        super().__init__(parts, dtype)
+        self.shape = self.shape[::-1]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function in (Tensor.matmul, Tensor.__matmul__, torch.matmul) and isinstance(args[1], cls):
+            return _linear(args[0], args[1])
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class PackedStack(_StandIn):
+    """Matrices (N, O, I) of a layer's N experts that stay packed, in the place of a module's parameter."""
+
+    def __init__(self, matrices: Sequence[PackedWeight]) -> None:
+        self._matrices = list(matrices)
+        self.shape = torch.Size((len(matrices), *matrices[0].shape))
+        self.dtype = matrices[0].dtype
+        self.nbytes = sum(matrix.nbytes for matrix in matrices)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Device of the matrices."""
+        return self._matrices[0].device
+
+    @property
+    def card_parts(self) -> list[CardMatrix]:
+        """Parts of all matrices that lie on a card."""
+        return [part for matrix in self._matrices for part in matrix.card_parts]
+
+    def move_to(self, device: torch.device) -> None:
+        """Move the bytes from a card to the host's memory, or back again."""
+        for matrix in self._matrices:
+            matrix.move_to(device)
+
+    def __getitem__(self, number: Any) -> PackedWeight:
+        """Return the matrix of one expert."""
+        return self._matrices[int(number)]
+
+    def __len__(self) -> int:
+        return len(self._matrices)
+
+
+def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """Return (..., O) for x (..., I), in the dtype of x."""
+
+    def multiply(x: Tensor) -> Tensor:
+        y_RO = weight.multiply(x.reshape(-1, x.shape[-1]))
+        if bias is not None:
+            y_RO += bias
+        return y_RO.view(*x.shape[:-1], -1).to(x.dtype)
+
+    return frozen_product(x, multiply, weight.blocks)
+
+
+def read_weights(
+    entries: Mapping[str, TensorEntry], dtype: torch.dtype, *, exact: bool, looked_up: str, device: torch.device = CPU
+) -> dict[str, PackedWeight | PackedStack]:
+    """Return the weights that these packed tensors make, for a model that computes in `dtype`, by the names of its parameters.
+
+    `looked_up` is the name of the embedding's. Products of `exact` weights are those of dequantised ones, and so are all on a
+    `device` that is not the CPU. One tensor at a time is in the host's memory on its way there.
+
+    Raises CheckpointError if a file cannot be read, or a weight has scales that are no finite numbers.
+    """
+
+    def weight(parts: Sequence[TensorEntry], rows: Sequence[Tensor], *, looked_up: bool) -> PackedWeight:
+        matrices: list[MatrixProducts] = []
+        for entry, packed_OB in zip(parts, rows, strict=True):
+            form, inputs = FORMATS[entry.dtype], entry.shape[-1]
+            if device.type == "cpu":
+                matrices.append(GgmlMatrix(packed_OB, form, inputs, exact=exact, looked_up=looked_up))
+            else:
+                matrices.append(CardMatrix(packed_OB, form, inputs, dtype, device))
+        return PackedWeight(matrices, dtype, device)
+
+    weights: dict[str, PackedWeight | PackedStack] = {}
+    kept_bytes = 0
+    for name, parts in joined(entries).items():
+        rows = [read_packed(part, name) for part in parts]
+        if rows[0].ndim == 2:
+            weights[name] = weight(parts, rows, looked_up=name == looked_up)
+        else:
+            stacks = zip(*rows, strict=True)
+            weights[name] = PackedStack([weight(parts, matrices, looked_up=False) for matrices in stacks])
+        kept_bytes += weights[name].nbytes
+        if kept_bytes >= TRIM_BYTES:
+            trim_heap()
+            kept_bytes = 0
+    trim_heap()
+    return weights
+
+
+def held_by(model: nn.Module) -> Iterator[PackedWeight | PackedStack]:
+    """Yield each packed weight of a model once."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, PackedWeight | PackedStack) and id(value) not in seen:
+                seen.add(id(value))
+                yield value
+
+
+def hold(model: Any, packed: Mapping[str, PackedWeight | PackedStack]) -> None:
+    """Put packed weights into the places of a model's parameters. Those that are tied to one of these share it.
+
+    Raises CheckpointError if one has another shape than its parameter.
+    """
+    if any(isinstance(weight, PackedStack) for weight in packed.values()):
+        model.config._experts_implementation = "eager"  # the only one that takes one expert's matrix at a time
+    tied = {target: packed[source] for target, source in model.all_tied_weights_keys.items() if source in packed}
+    for name, weight in {**packed, **tied}.items():
+        module_name, _, parameter = name.rpartition(".")
+        try:
+            module = model.get_submodule(module_name)
+        except AttributeError:
+            continue  # the tied matrix of a span without the embedding
+        own = module._parameters.get(parameter)
+        if own is not None and own.shape != weight.shape:
+            raise CheckpointError(f"{name} has the shape {tuple(weight.shape)}, and the model's is {tuple(own.shape)}")
+        if own is not None:
+            del module._parameters[parameter]
+            setattr(module, parameter, weight)
+
+
+MOST_JOINED = 6  # a graph of ggml has room for their tensors
+
+
+class FixedProduct(NamedTuple):
+    """Fast product of a matrix (O, I) with activations x (R, I) and a result y (R, O) at fixed places."""
+
+    matrix: GgmlMatrix
+    x_RI: Tensor
+    y_RO: Tensor
+
+
+class JoinedProducts(Prepared):
+    """Products with the same x, which are computed together. They keep the matrices, x and the results alive."""
+
+    def __init__(self, products: Sequence[FixedProduct]) -> None:
+        ggml = library()
+        assert ggml is not None and len(products) <= MOST_JOINED
+        super().__init__(ggml)
+        self._products = list(products)
+        rows, inputs = products[0].x_RI.shape
+        x_of = {}
+        for matrix, x_RI, y_RO in products:
+            apart = matrix.takes_rows_apart(rows)
+            if apart not in x_of:
+                shape = (inputs, 1, rows, 1) if apart else (inputs, rows, 1, 1)
+                x_of[apart] = ggml.new_tensor_4d(self.context, FORMATS[F32].number, *shape)
+                address_at(x_of[apart] + DATA_AT).value = x_RI.data_ptr()
+            weight = ggml.new_tensor(self.context, matrix.form.number, inputs, matrix.outputs)
+            address_at(weight + DATA_AT).value = matrix.address
+            if matrix.order is not None:
+                address_at(weight + BUFFER_AT).value = matrix.order.buffer
+                address_at(weight + EXTRA_AT).value = matrix.order.extra
+            y = ggml.multiply(self.context, weight, x_of[apart])
+            address_at(y + DATA_AT).value = y_RO.data_ptr()
+            ggml.expand(self.graph, y)
+
+    def __call__(self) -> None:
+        """Compute all results from x. Raises RuntimeError if ggml fails."""
+        threads().compute(self)

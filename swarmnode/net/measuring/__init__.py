@@ -1,1 +1,0 @@
-"""Measurements of the paths to peers from their links: round trips, throughput, traffic, network coordinates."""

@@ -1,0 +1,348 @@
+"""Selection of audits: the share of sessions, the replicas that compute once more, and the budget. Newcomers are audited more,
+peers of long standing less.
+
+An audit computes a session's text once more, as a prompt is, which costs a few of its steps; and it is paid from what the work
+itself has cost, so that audits never take more than their share of a swarm's throughput.
+
+Judgement: the comparison of a hop's work with a replica's, by the noise of honest replicas.
+
+Honest replicas differ beyond the tolerance now and then, and draw another token. So differences are counted. The work is false
+if honest replicas would differ that often and that far only once in ten million times. It is also false if one position lies
+farther off than any honest position. Work close to these limits is a near miss; near misses are counted over a peer's texts.
+
+Over trained models the deviations of honest replicas have a heavy tail: at a position that magnifies small differences (one of the
+first, a delimiter) kernels lie up to twenty medians apart. Of the positions beyond the tolerance, a fourth lie twice as far off,
+and so on: a position lies at least r tolerances off with the probability BEYOND / r ** 2.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from swarmnode.codec.body import HopSpec
+from swarmnode.codec.tensors import Codec
+from swarmnode.net.interfaces import PeerId
+from swarmnode.swarm.records.announcement import Announcement, State
+
+CHANCE = 1e-7
+MARGIN = 1.25  # over the measured noise
+BEYOND = 4e-2  # of the positions: between two kernels at most 2.1e-2, and half of those lie twice as far off
+FAR = 64.0  # times the tolerance, at a single position: over Gemma 3 in bfloat16 one of 2,048 honest ones lay at 35
+FAR_EXACT = 128.0  # of float32 that travels as it is: honest ones lay at 25 at most, lies at 1,600 and more
+NEAR = 0.25  # of what is far
+NEAR_CHANCE = 1e-4
+UNTRUSTED_CHANCE = 1e-2  # work as rare among honest peers raises no trust; none of 200,000 positions of SmolLM2 was
+TABLE_UNITS = 8
+SHALLOW_UNITS = 4
+ROUNDING = 1e-7  # of a sketch itself
+MAX_FACTOR = 4.0  # largest factor between a model's noise and the table's
+EXACT_ROOM = (
+    4.0  # times as much in float32 that travels as it is: trained models lie at up to 4.8, coarser formats at thousands
+)
+SPREAD = 1.5  # between comparisons over one model
+ADAPTED = 3.0  # through an adapter, whose products add to the noise: honest texts lay at 1.5 times the tolerance
+PACKED = "packed"  # number format of fast products of packed weights, which round activations to 8 bits
+PACKED_ROOM = 1.5  # as MAX_FACTOR, for fast products: a smaller format of the weights is only some times farther off
+KV8 = "kv8"  # in a number format after "+": KV caches in 8 bits
+VOICES = 5  # peers whose noise is known before it counts
+MAX_VOICES = 64
+
+CONTRIBUTED = {  # of a row's elements, by how they travel: what rounds differently in sums of thousands, or by the codec, with room
+    Codec.NONE: 1e-3,
+    Codec.BF16: 0.02,
+    Codec.FP16: 0.01,
+    Codec.INT8: 0.1,
+}
+SMALLEST = {Codec.FP16: 2.0**-24}  # that an element can be, but 0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Noise between honest replicas: the median relative deviation of a position (`median`), the deviation that one position of
+    10,000 exceeds (`high`) and the share of tokens that are drawn differently (`other_tokens`)."""
+
+    median: float
+    high: float
+    other_tokens: float
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Limits for honest work. Positions within the relative `deviation` count as the same; a share `beyond` of honest positions may
+    exceed it, and a share `other_tokens` of honest tokens may differ. A position more than `far` times `deviation` off is false.
+    `capped`: the comparison's own median would have widened it beyond what honest noise explains."""
+
+    deviation: float
+    beyond: float
+    other_tokens: float
+    far: float = FAR
+    capped: bool = False
+
+
+UNKNOWN = Noise(5e-2, 2e-1, 0.2)  # of a format of another version: grossly false work still shows
+_BF16 = Noise(4.1e-3, 1.13e-2, 6e-2)
+_FP16 = Noise(5.5e-4, 1.4e-3, 5e-3)
+_PACKED = Noise(1.2e-2, 3.0e-2, 0.16)  # between kinds of CPUs; on one kind there is none
+_PACKED_KV8 = Noise(1.5e-2, 3.4e-2, 0.16)
+
+NOISE: Mapping[tuple[str, Codec], Noise] = {
+    ("float32", Codec.NONE): Noise(1.9e-7, 6.0e-7, 2e-3),
+    ("float32", Codec.FP16): Noise(0.0, 3.0e-4, 2e-3),
+    ("float32", Codec.BF16): Noise(0.0, 2.0e-3, 5e-3),
+    ("float32", Codec.INT8): Noise(0.0, 5.0e-3, 1e-2),
+    ("float32", Codec.INT4): Noise(0.0, 6.0e-2, 5e-2),
+    ("bfloat16", Codec.NONE): _BF16,
+    ("bfloat16", Codec.FP16): _BF16,
+    ("bfloat16", Codec.BF16): _BF16,
+    ("bfloat16", Codec.INT8): Noise(7.6e-3, 2.2e-2, 6e-2),
+    ("bfloat16", Codec.INT4): Noise(5.2e-3, 1.7e-1, 8e-2),
+    ("float16", Codec.NONE): _FP16,
+    ("float16", Codec.FP16): _FP16,
+    ("float16", Codec.BF16): Noise(1.2e-3, 5.5e-3, 5e-3),
+    ("float16", Codec.INT8): Noise(2.7e-3, 1.8e-2, 1e-2),
+    ("float16", Codec.INT4): Noise(5.2e-3, 1.7e-1, 8e-2),
+    ("packed", Codec.NONE): _PACKED,
+    ("packed", Codec.FP16): _PACKED,
+    ("packed", Codec.BF16): _PACKED,
+    ("packed", Codec.INT8): Noise(1.7e-2, 3.8e-2, 0.16),
+    ("packed", Codec.INT4): Noise(4.4e-2, 1.0e-1, 0.16),
+    ("packed+kv8", Codec.NONE): _PACKED_KV8,
+    ("packed+kv8", Codec.FP16): _PACKED_KV8,
+    ("packed+kv8", Codec.BF16): _PACKED_KV8,
+    ("packed+kv8", Codec.INT8): Noise(2.0e-2, 4.3e-2, 0.16),
+    ("packed+kv8", Codec.INT4): Noise(4.8e-2, 1.1e-1, 0.16),
+}
+
+
+def noise_of(number_format: str, codec: Codec) -> Noise:
+    """Return the noise between honest replicas for `number_format` and `codec`; `UNKNOWN` if the table has no entry.
+
+    Quantised weights are the same numbers everywhere, so only the part of the format before the first "-" counts. With KV caches
+    in 8 bits all dtypes have the noise of bfloat16: a key that tips over to the next step is off by as much. Fast products have
+    more noise of their own, and rows for these caches."""
+    numbers = number_format.partition("-")[0]
+    dtype, _, kept = numbers.partition("+")
+    is_rounded = kept == KV8 and dtype != PACKED and (dtype, codec) in NOISE
+    known = "bfloat16" if is_rounded else numbers
+    return NOISE.get((known, codec), UNKNOWN)
+
+
+@dataclass
+class Calibration:
+    """Measured ratio of one model's noise to the table's. `of` maps each peer to its last ratio of medians, so that each peer has
+    one voice; the median over peers decides."""
+
+    of: OrderedDict[PeerId, float] = field(default_factory=OrderedDict)
+
+    def note(self, peer: PeerId, number_format: str, codec: Codec, deviations: Sequence[float], *, units: int) -> None:
+        """Record the `deviations` of a segment of `peer` that was judged right, `units` layers into the model.
+
+        Fast products say nothing of a model's noise: on machines of one kind they have none."""
+        ratio = None if _is_packed(number_format) else _ratio(number_format, codec, deviations, units)
+        if ratio is not None:
+            self.of[peer] = ratio
+            self.of.move_to_end(peer)
+            if len(self.of) > MAX_VOICES:
+                self.of.popitem(last=False)
+
+    @property
+    def most(self) -> float:
+        """Upper limit of the model's noise factor; `MAX_FACTOR` until the ratios of `VOICES` peers are known."""
+        if len(self.of) < VOICES:
+            return MAX_FACTOR
+        return min(MAX_FACTOR, max(1.0, SPREAD * statistics.median(self.of.values())))
+
+    def tolerance(
+        self, number_format: str, codec: Codec, *, units: int, deviations: Sequence[float] = (), adapted: bool = False
+    ) -> Tolerance:
+        """Return the tolerance for the output after `units` layers of the model. It widens with the measured `deviations`, up to a
+        limit, and if the output is `adapted` (computed through an adapter)."""
+        noise = noise_of(number_format, codec)
+        most, far = self.most, FAR
+        if (number_format, codec) == ("float32", Codec.NONE):
+            most, far = EXACT_ROOM * most, FAR_EXACT
+        elif _is_packed(number_format):
+            most = PACKED_ROOM
+        ratio, room = _ratio(number_format, codec, deviations, units) or 1.0, ADAPTED if adapted else 1.0
+        factor = room * min(most, max(1.0, ratio))
+        deviation = max(ROUNDING, MARGIN * noise.high * _depth(units) * factor)
+        return Tolerance(deviation, BEYOND, noise.other_tokens, far, capped=ratio > room * most)
+
+
+def _is_packed(number_format: str) -> bool:
+    return number_format.partition("-")[0].partition("+")[0] == PACKED
+
+
+def _ratio(number_format: str, codec: Codec, deviations: Sequence[float], units: int) -> float | None:
+    """Return the median of `deviations` over the table's; None if the table's is below rounding or there is no finite median."""
+    expected = noise_of(number_format, codec).median * _depth(units)
+    median = statistics.median(deviations) if deviations else math.nan
+    return median / expected if expected > ROUNDING and math.isfinite(median) else None
+
+
+def _depth(units: int) -> float:
+    return math.sqrt(max(SHALLOW_UNITS, units) / TABLE_UNITS)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Result of a comparison. Of `compared` positions or tokens `beyond` were not the same. `worst` is the largest deviation over
+    the tolerated deviation; for tokens, the number that differ over the tolerated number. `near`: not false, but suspicious.
+    `proves`: the work is as near as honest work is, so that it may raise trust. `at`: the position that lies farthest off."""
+
+    compared: int
+    beyond: int
+    worst: float
+    false: bool
+    near: bool = False
+    proves: bool = True
+    at: int = 0
+
+
+def judge_states(deviations: Sequence[float], tolerance: Tolerance) -> Judgement:
+    """Judge a hop's output by its relative `deviations` from a replica's output, one per position. NaN counts as infinite."""
+    ratios = [math.inf if math.isnan(deviation) else deviation / tolerance.deviation for deviation in deviations]
+    worst = max(ratios, default=0.0)
+    beyond = sorted((ratio for ratio in ratios if ratio > 1.0), reverse=True)
+    false = worst > tolerance.far or _are_too_many(beyond, len(ratios), tolerance.beyond, CHANCE)
+    near = worst > NEAR * tolerance.far or _are_too_many(beyond, len(ratios), tolerance.beyond, NEAR_CHANCE)
+    is_rare = _are_too_many(beyond, len(ratios), tolerance.beyond, UNTRUSTED_CHANCE)
+    proves = not (false or near or is_rare or tolerance.capped)
+    at = ratios.index(worst) if ratios else 0
+    return Judgement(len(ratios), len(beyond), worst, false, near=near and not false, proves=proves, at=at)
+
+
+def judge_tokens(drawn: Sequence[int], again: Sequence[int], tolerance: Tolerance) -> Judgement:
+    """Judge the tokens that the last hop has `drawn` by the tokens that a replica drew `again` at the same positions."""
+    compared = min(len(drawn), len(again))
+    other = sum(one != two for one, two in zip(drawn, again, strict=False))
+    false = _chance_of_at_least(other, compared, tolerance.other_tokens) < CHANCE
+    return Judgement(compared, other, other / max(1.0, tolerance.other_tokens * compared), false, proves=not false)
+
+
+def judge_draws(other: int, compared: int, honest: Sequence[bool], tolerance: Tolerance) -> Judgement:
+    """Judge a last hop whose tokens differ at `other` of `compared` positions, after a look at the likelihoods at some of these
+    positions. `honest` says for each of them whether rounding explains the token; other positions are taken to be like them."""
+    wrong = round(other * honest.count(False) / max(1, len(honest)))
+    false = _chance_of_at_least(wrong, compared, tolerance.other_tokens) < CHANCE
+    return Judgement(compared, wrong, wrong / max(1.0, tolerance.other_tokens * compared), false, proves=False)
+
+
+def _are_too_many(beyond: Sequence[float], compared: int, rate: float, chance: float) -> bool:
+    """Return whether honest work would have positions as far off as `beyond` with less than `chance`. `beyond` holds the
+    deviations in tolerances, the largest first; each prefix of it is tested."""
+    return any(
+        compared * _chance_of_at_least(count, compared, rate / ratio**2) < chance
+        for count, ratio in enumerate(beyond, start=1)
+    )
+
+
+def _chance_of_at_least(beyond: int, compared: int, rate: float) -> float:
+    """Return the probability of at least `beyond` successes in `compared` trials at `rate` (the binomial's upper tail)."""
+    if beyond == 0:
+        return 1.0
+    counts = range(beyond, compared + 1)
+    return math.fsum(math.comb(compared, count) * rate**count * (1 - rate) ** (compared - count) for count in counts)
+
+
+SHARE = 0.03  # of the throughput
+NEWCOMER = 2.0  # times the mean share
+LONG_STANDING = 0.5
+
+
+def second_route(
+    route: Sequence[HopSpec],
+    peers: Mapping[PeerId, Announcement],
+    random: Random,
+    *,
+    avoid: Collection[PeerId] = (),
+) -> tuple[HopSpec, ...] | None:
+    """Return `route` with each hop moved to a random other peer that can replace it; None if no hop has a replica.
+
+    The choice is random so that no peer can arrange its auditor. A hop without a replica keeps its peer. Peers in `avoid` are
+    never chosen as replicas.
+    """
+    used: set[PeerId] = {hop.peer for hop in route}
+    second: list[HopSpec] = []
+    for hop in route:
+        able = [
+            peer.peer
+            for peer in peers.values()
+            if peer.peer not in used and peer.peer not in avoid and can_replace(hop, peer, peers)
+        ]
+        chosen = random.choice(sorted(able)) if able else hop.peer
+        used.add(chosen)
+        second.append(HopSpec(chosen, hop.start, hop.end))
+    return tuple(second) if any(new.peer != old.peer for new, old in zip(second, route, strict=True)) else None
+
+
+def can_replace(hop: HopSpec, peer: Announcement, peers: Mapping[PeerId, Announcement]) -> bool:
+    """Return whether `peer` is ready, holds the hop's layers and announces the same number format as the hop's peer.
+
+    Returns False if `peers` does not hold the hop's peer."""
+    original = peers.get(hop.peer)
+    return (
+        original is not None
+        and peer.life is State.READY
+        and peer.span[0] <= hop.start
+        and hop.end <= peer.span[1]
+        and peer.number_format == original.number_format
+    )
+
+
+@dataclass(frozen=True)
+class SessionCost:
+    """Cost of serving a session and of auditing it, in seconds of one layer."""
+
+    served_s: float
+    audit_s: float
+
+
+def cost_of(prompt: int, drawn: int, *, decode_s: float, prefill_s: float) -> SessionCost:
+    """Return the cost of a session with `prompt` prompt tokens and `drawn` new tokens, at `prefill_s` seconds for a position of a
+    prompt and `decode_s` seconds for a step."""
+    return SessionCost(prompt * prefill_s + drawn * decode_s, (prompt + drawn) * prefill_s)
+
+
+def factor(trust: float) -> float:
+    """Return the multiple of the mean audit share for a peer of this `trust` (0: newcomer, 1: long standing)."""
+    return NEWCOMER + (LONG_STANDING - NEWCOMER) * min(1.0, max(0.0, trust))
+
+
+class AuditBudget:
+    """Budget of audits: `share` of the cost of served sessions, with at most about `burst` audits ahead of it."""
+
+    def __init__(self, share: float = SHARE, *, burst: float = 4.0) -> None:
+        self.share = share
+        self._burst = burst
+        self._spent_s = 0.0
+        self._earned_s = 0.0
+
+    @property
+    def spent_share(self) -> float:
+        """Cost of audits as a share of the cost of served sessions; 0 before any was served."""
+        return self._spent_s / self._earned_s * self.share if self._earned_s else 0.0
+
+    def chance(self, cost: SessionCost, trust: float) -> float:
+        """Count the session as served and return the probability of an audit for it; 0 if the budget is spent. `trust` is the
+        trust of its least trusted hop."""
+        self._earned_s += self.share * cost.served_s
+        if self.share == 0 or self._spent_s > self._earned_s + self._burst * cost.audit_s:
+            return 0.0
+        return min(1.0, factor(trust) * self.share * cost.served_s / cost.audit_s)
+
+    def afford(self, cost: SessionCost) -> bool:
+        """Spend an audit that another peer asks for and return True; return False and spend nothing if the budget is spent."""
+        able = self.share > 0 and self._spent_s <= self._earned_s + self._burst * cost.audit_s
+        if able:
+            self.spend(cost)
+        return able
+
+    def spend(self, cost: SessionCost) -> None:
+        """Charge one audit of a session of this `cost` to the budget."""
+        self._spent_s += cost.audit_s

@@ -1,1 +1,0 @@
-"""Audits: the choice of the sessions and replicas for an audit, and the judgement of its result."""
