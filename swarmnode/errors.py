@@ -220,8 +220,9 @@ class ProtocolError(PeerError):
 
 
 @contextmanager
-def blaming(peer: str) -> Iterator[None]:
-    """Name `peer` in a ProtocolError of the `with` block, which reads what this peer sent, unless the error names another one."""
+def blaming(peer: str | None) -> Iterator[None]:
+    """Name `peer`, if there is one, in a ProtocolError of the `with` block, which reads what this peer sent, unless the error names
+    another one."""
     try:
         yield
     except ProtocolError as error:

@@ -17,6 +17,7 @@ from swarmnode.codec.messages import Fault
 from swarmnode.codec.tuning_messages import TuneInput
 from swarmnode.errors import ErrorCode, NetworkDown, NoRoute, PeerError, SwarmnodeError
 from swarmnode.plan.routes.routing import SessionSize
+from swarmnode.tuning.adapter_parts import HopPassage
 from swarmnode.tuning.client.route_opener import AdapterRequest, SwarmRoutes
 from swarmnode.tuning.client.state_shapes import StateShapes
 from swarmnode.tuning.client.tuned_route import TunedMicrobatch
@@ -51,7 +52,7 @@ class ToyRouter:
 @contextmanager
 def lying(liar: str, *, code: ErrorCode | None, about: int = 0) -> Iterator[None]:
     """Have the hop `liar` report a fault of the hop `about` places from it, or, without a code, send numbers of 1e30."""
-    enter, forward, backward = HeldAdapter._enter, HeldAdapter._encoded, HeldAdapter._encoded_gradients
+    enter, forward, backward = HeldAdapter._enter, HopPassage.encoded, HopPassage.encoded_gradients
 
     def accuse(self: HeldAdapter, body: TuneInput, payload: object) -> None:
         if code is None or self.hop.peer != liar:
@@ -59,14 +60,14 @@ def lying(liar: str, *, code: ErrorCode | None, about: int = 0) -> Iterator[None
         else:
             self.end(Fault(self.opened.epoch, max(0, self.opened.index + about), code))
 
-    def enlarge(self: HeldAdapter, values: tuple) -> tuple:  # type: ignore[type-arg]
-        large = code is None and self.hop.peer == liar
+    def enlarge(self: HopPassage, values: tuple) -> tuple:  # type: ignore[type-arg]
+        large = code is None and self.held.hop.peer == liar
         return tuple(one if one is None or not large else one.sign() * 1e30 for one in values)
 
     with (
         patch.object(HeldAdapter, "_enter", accuse),
-        patch.object(HeldAdapter, "_encoded", lambda self, values: forward(self, enlarge(self, values))),
-        patch.object(HeldAdapter, "_encoded_gradients", lambda self, values: backward(self, enlarge(self, values))),
+        patch.object(HopPassage, "encoded", lambda self, values: forward(self, enlarge(self, values))),
+        patch.object(HopPassage, "encoded_gradients", lambda self, values: backward(self, enlarge(self, values))),
     ):
         yield
 

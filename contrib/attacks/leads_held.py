@@ -9,7 +9,7 @@ from pathlib import Path
 from attack import Outcome, main
 
 from swarmnode.codec.training_messages import Lead
-from swarmnode.training.worker.following import CLAIM_S
+from swarmnode.training.coordinator.worker_group import CLAIM_S
 from tests.training.scene import KEY, TERM, Scene
 
 VIRTUAL, FAST = True, True

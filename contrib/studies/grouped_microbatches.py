@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from swarmnode.compute.executor import drain
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.serving.loading import load_span
@@ -40,8 +41,8 @@ def seconds(trainer: AdapterTrainer, rows: int, length: int, hidden: int) -> flo
     """Return the seconds of the thread for a microbatch forward and back."""
     x_BSH = torch.randn(rows, length, hidden)
     began_s = time.thread_time()
-    leaving_BSH = trainer.forward(0, x_BSH)
-    trainer.backward(0, torch.randn_like(leaving_BSH))
+    leaving_BSH = drain(trainer.forward_by_piece(0, x_BSH))
+    drain(trainer.backward_by_piece(0, torch.randn_like(leaving_BSH)))
     return time.thread_time() - began_s
 
 
@@ -50,6 +51,7 @@ def measure(path: Path, products: str, length: int, rounds: int) -> dict[str, fl
     span = load_span(Checkpoint(path), *LAYERS, dtype=torch.float32, products=products)
     span.adapters.ledger = MemoryLedger(LEDGER_BYTES)
     trainer = AdapterTrainer(span, AdapterRecipe(rank=16, alpha=32.0), name="one")
+    drain(trainer.start_by_piece())
     hidden = span.config.hidden_size
     found: dict[int, list[float]] = {rows: [] for rows in ROWS}
     for _ in range(rounds):

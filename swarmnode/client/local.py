@@ -32,7 +32,7 @@ from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.content import verify_file
 from swarmnode.swarm.storage.small_files import check_free
 from swarmnode.swarm.storage.swarmfile import Swarm
-from swarmnode.tuning.client.local_route import LocalOpener
+from swarmnode.tuning.client.route_opener import LocalOpener
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from swarmnode.audits.referee import Referee, odd_one_out
 from swarmnode.codec.body import SESSION_ID_BYTES, HopSpec
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES
 from swarmnode.codec.messages import INFER_PROTOCOL, Infer, Inferred
-from swarmnode.compress.codecs import decode_values, encode_values
+from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.graph.boundary import (
     Layout,
     batch_of,
@@ -38,16 +38,9 @@ from swarmnode.compute.graph.boundary import (
     to_wire,
 )
 from swarmnode.compute.graph.costs.estimate import values_bytes
-from swarmnode.errors import (
-    Busy,
-    ErrorCode,
-    NetworkDown,
-    NoRoute,
-    PeerError,
-    PeerRefused,
-    UsageError,
-    blaming,
-)
+from swarmnode.compute.training.saved_activations import has_nan
+from swarmnode.compute.training.segment import Values
+from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, PeerError, PeerRefused, UsageError, blaming
 from swarmnode.ledger import Account
 from swarmnode.net.deadlines import Deadline
 from swarmnode.net.interfaces import PeerId
@@ -56,12 +49,12 @@ from swarmnode.peer.questions import ask_one, board_of
 from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.view import Span
 from swarmnode.serving.client.router import ARGUABLE, Blame, Router, Verdict
+from swarmnode.serving.passage import read_from
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-Values = tuple[Tensor, ...]
 Ask = Callable[[HopSpec, Values, int], Awaitable[Values]]
 """Function that has one peer compute a hop: `(hop, input values, batch) -> output values`"""
 
@@ -205,9 +198,9 @@ class RemoteModule:
         body, reply = await ask_one(self._board, hop.peer, question, Inferred, payload=payload, silence_s=within_s)
         with blaming(hop.peer):
             check_values(self.layout, hop.end, descriptions_of(body.values), batch)
-            results = await asyncio.to_thread(decode_values, body.values, reply, "cpu")
+            results = await asyncio.to_thread(read_from, hop.peer, body.values, reply, "cpu", bounded=False)
             computed = from_wire(self.layout, hop.end, results)
-        if _has_nan(computed) and not _has_nan(values):
+        if has_nan(computed) and not has_nan(values):
             raise PeerRefused(f"the results of peer {hop.peer} hold NaN", code=ErrorCode.NOT_FINITE, peer=hop.peer)
         self.on_served(hop.peer, question.work, (hop.end - hop.start) * batch)
         return computed
@@ -236,7 +229,18 @@ class _Pass:
             try:
                 route = router.route(self._blame.avoided, (), SessionSize())
             except NoRoute as error:
-                await self._wait(router, error)
+                # Wait until the directory changes or an avoided peer may be asked again. Raises the last error if another
+                # peer would not help or the pass has waited for too long.
+                last = self._last
+                code = last.code if isinstance(last, PeerRefused) else None
+                if code in ARGUABLE or code is ErrorCode.TOO_LARGE:  # no other peer is there to confirm or refute it
+                    raise _request_error(code) from last
+                left_s = self._progress_s + self._module.patience_s - self._module.clock()
+                if left_s <= 0 and code is ErrorCode.BUSY:
+                    raise Busy("the peers that hold the model have no room at the moment", retry_s=AVOID_S) from last
+                if left_s <= 0:
+                    raise error from last
+                await self._blame.wait(router.changed(), left_s)
                 continue
             for hop in route:
                 if not await self._take(hop, router):
@@ -275,27 +279,6 @@ class _Pass:
         if verdict is Verdict.PEER and isinstance(error, PeerError):
             router.suspect(hop.peer, str(error))
 
-    async def _wait(self, router: Router, error: NoRoute) -> None:
-        """Wait until the directory changes or an avoided peer may be asked again.
-
-        Raises the last error if another peer would not help or the pass has waited for too long.
-        """
-        last = self._last
-        code = last.code if isinstance(last, PeerRefused) else None
-        if code in ARGUABLE or code is ErrorCode.TOO_LARGE:  # no other peer is there to confirm or refute it
-            raise _request_error(code) from last
-        left_s = self._progress_s + self._module.patience_s - self._module.clock()
-        if left_s <= 0 and code is ErrorCode.BUSY:
-            raise Busy("the peers that hold the model have no room at the moment", retry_s=AVOID_S) from last
-        if left_s <= 0:
-            raise error from last
-        pardon_s = self._blame.pardon_s
-        changed = asyncio.ensure_future(router.changed())
-        try:
-            await asyncio.wait([changed], timeout=left_s if pardon_s is None else min(left_s, pardon_s + 0.01))
-        finally:
-            changed.cancel()
-
 
 def _request_error(code: ErrorCode | None) -> UsageError:
     """Return the error for a request that no peer of the swarm can compute."""
@@ -308,7 +291,3 @@ def _request_error(code: ErrorCode | None) -> UsageError:
     return UsageError(
         "the model cannot work with this input: a number in it is out of range, such as an index into a table"
     )
-
-
-def _has_nan(values: Sequence[Tensor]) -> bool:
-    return any(value.is_floating_point() and bool(torch.isnan(value).any()) for value in values)

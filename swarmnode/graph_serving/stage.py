@@ -10,23 +10,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import MAX_PAYLOAD_BYTES, Frame
 from swarmnode.codec.messages import INFER_PROTOCOL, Error, Infer, Inferred
-from swarmnode.compress.codecs import Encoded, decode_values, encode_values
+from swarmnode.compress.codecs import Encoded, encode_values
 from swarmnode.compute.capacity.capacity import Speeds
-from swarmnode.compute.executor import Executor, Urgency
+from swarmnode.compute.executor import ByPiece, Executor, Urgency, as_piece, drain
 from swarmnode.compute.graph.boundary import batch_of, descriptions_of, from_wire, to_wire
 from swarmnode.compute.graph.costs.estimate import forward_bytes, values_bytes
 from swarmnode.compute.graph.graph import torch_constant
 from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.stopwatch import Clock, best_s
+from swarmnode.compute.training.segment import Values
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, PeerError, ProtocolError
 from swarmnode.ledger import Account, Reservation
 from swarmnode.links.switchboard import Channel
@@ -36,12 +39,15 @@ from swarmnode.measuring.meters import RefusalMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.fair_share import FairShare
-from swarmnode.net.interfaces import Buffer
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span
+from swarmnode.serving.passage import URGENCY, MicrobatchPassage, read_from, within
 from swarmnode.serving.stage import Stage
 from swarmnode.swarm.records.announcement import Section, ServingLoad
+
+T = TypeVar("T")
 
 PASSES, PASSES_OF_PEER = 64, 16  # running or waiting
 MOST_S = 600.0  # for waiting and computing
@@ -114,11 +120,10 @@ class InferenceServer:
         channel.on_lost = gone
         channel.on_frame = gone  # a valid peer sends nothing but END
 
-    async def _answer(self, channel: Channel, asked: Infer, payload: Buffer) -> None:
+    async def _answer(self, channel: Channel, body: Infer, payload: Buffer) -> None:
         """Compute the pass of layers that a peer asks for, and send its results or an error code."""
         try:
-            infos, payloads = await self._infer(channel, asked, payload)
-            channel.send(Inferred(infos), payload=payloads)
+            await self._infer(channel, body, payload)
             channel.close()
             await channel.drain()
         except asyncio.CancelledError:
@@ -126,7 +131,7 @@ class InferenceServer:
                 code = ErrorCode.DRAINING if self.draining else ErrorCode.BUSY
                 self._refusals.refuse(channel, Error(code, RETRY_S))
             raise
-        except (Busy, ProtocolError, asyncio.TimeoutError, ExecutorDied) as error:
+        except (Busy, ProtocolError, ExecutorDied) as error:
             log.info("refused a pass of %s: %s", channel.peer, error)
             self._refusals.refuse(channel, _refusal(error))
         except PeerError as error:
@@ -135,8 +140,8 @@ class InferenceServer:
             log.exception("a pass of %s failed", channel.peer)
             self._refusals.refuse(channel, Error(ErrorCode.INTERNAL))
 
-    async def _infer(self, channel: Channel, asked: Infer, payload: Buffer) -> Encoded:
-        """Check and compute a pass on the executor. Raises ProtocolError, Busy, TimeoutError, ExecutorDied."""
+    async def _infer(self, channel: Channel, asked: Infer, payload: Buffer) -> None:
+        """Check a pass, compute it on the executor, and send its results. Raises ProtocolError, Busy, ExecutorDied, PeerError."""
         segment = self._segment
         if not segment.start <= asked.start < asked.end <= segment.end:
             raise ProtocolError(f"this node does not hold layers {asked.start}:{asked.end}", code=ErrorCode.WRONG_SPAN)
@@ -146,26 +151,23 @@ class InferenceServer:
         is_too_large = limit_bytes is not None and need_bytes > limit_bytes
         if is_too_large or values_bytes(segment.layout.boundaries[asked.end], batch) > MAX_PAYLOAD_BYTES:
             raise ProtocolError(f"a pass of {need_bytes} bytes is too large for this node", code=ErrorCode.TOO_LARGE)
+        passage = _InferencePassage(
+            channel, asked, self._executor, partial(self._compute, asked, payload, batch, channel.peer)
+        )
+        passage.parts, passage.batch = (segment,), batch
         with self._lent.ledger.reserve(Account.ACTIVATIONS, need_bytes):
-            computing = self._executor.call(
-                Urgency.FORWARD,
-                partial(self._compute, asked, payload, batch),
-                kind="infer",
-                owner=channel.peer[-8:],
-                size=batch,
-            )
-            computed = await asyncio.wait_for(computing, min(asked.within_s or MOST_S, MOST_S))
+            await passage.cross()
         if asked.work:
             self._peer.completed.begin(asked.work, channel.peer)
             self._peer.completed.answer(asked.work)
             self._peer.completed.note(asked.work, (asked.end - asked.start) * batch, batch)
-        return computed
 
-    def _compute(self, asked: Infer, payload: Buffer, batch: int) -> Encoded:
+    def _compute(self, asked: Infer, payload: Buffer, batch: int, client: PeerId) -> Encoded:
         """Decode, compute and encode, on the compute thread. Raises ProtocolError if the values cannot be computed."""
         segment = self._segment
         with torch.inference_mode(), self._lent.throttle.pass_over(asked.end - asked.start, batch):
-            values = from_wire(segment.layout, asked.start, decode_values(asked.values, payload, segment.device))
+            came = read_from(client, asked.values, payload, segment.device, bounded=False)
+            values = from_wire(segment.layout, asked.start, came)
             try:
                 results = segment.forward(values, asked.start, asked.end, 0)
             except ProtocolError as error:
@@ -173,13 +175,38 @@ class InferenceServer:
             return encode_values(to_wire(results))
 
 
+class _InferencePassage(MicrobatchPassage[GraphSegment]):
+    """Passage of a client's values through a span, by `function` on the executor. Its client passes the results on, and nothing
+    comes back."""
+
+    batch = 0
+
+    def __init__(self, channel: Channel, asked: Infer, executor: Executor, function: Callable[[], Encoded]) -> None:
+        self.sender = channel.peer
+        self._channel, self._asked, self._executor, self._function = channel, asked, executor, function
+
+    async def compute(self, phase: str, part: GraphSegment, work: ByPiece[T]) -> T:
+        """Do `work` on the executor. Raises ProtocolError (BUSY) if it waits and computes for longer than the client does."""
+        owner, limit_s = self._channel.peer[-8:], min(self._asked.within_s or MOST_S, MOST_S)
+        computing = self._executor.call(
+            URGENCY[phase], partial(drain, work), kind="infer", owner=owner, size=self.batch
+        )
+        return await within(computing, limit_s, "a pass waits and computes")
+
+    def leave(self, part: GraphSegment, values: Values | None) -> ByPiece[Encoded]:
+        """Decode, compute and encode the values that came."""
+        return as_piece(self._function)
+
+    async def send_on(self, encoded: Encoded) -> None:
+        """Send the results to the client."""
+        self._channel.send(Inferred(encoded[0]), payload=encoded[1])
+
+
 def _refusal(error: Exception) -> Error:
     """Return the error message for a pass that failed with `error`."""
-    if isinstance(error, ProtocolError):
-        return Error(error.code)
-    if isinstance(error, ExecutorDied):
-        return Error(ErrorCode.INTERNAL)
-    return Error(ErrorCode.BUSY, error.retry_s if isinstance(error, Busy) else RETRY_S)
+    code = ErrorCode.INTERNAL if isinstance(error, ExecutorDied) else ErrorCode.BUSY
+    code = ErrorCode(error.code) if isinstance(error, ProtocolError) else code
+    return Error(code, 0.0 if code != ErrorCode.BUSY else error.retry_s if isinstance(error, Busy) else RETRY_S)
 
 
 @dataclass(eq=False)
@@ -211,10 +238,7 @@ class InferenceStage(Stage):
             )
             once = partial(measure, segment, host.clock.compute)
             capability = await executor.call(
-                Urgency.CONTROL,
-                lambda: place.measure(units.units, lent, once),
-                kind="measure",
-                owner=f"units {units}",
+                Urgency.CONTROL, lambda: place.measure(units.units, lent, once), kind="measure", owner=f"units {units}"
             )
             server = InferenceServer(host, segment, executor, lent)
             undo.push_async_callback(server.close)

@@ -124,7 +124,7 @@ class StageLoader:
 
     async def _with_tuning(self, serving: ServingStage) -> Stage:
         """Return the stage with a tuning server beside it, if the owner of this node lends a share for tuning."""
-        from swarmnode.tuning.stage import TuningStage, tune_share
+        from swarmnode.tuning.server import TuningStage, tune_share
 
         share = tune_share(self.place.hardware.config.tune_share, self.place.host.swarm.manifest)
         return await TuningStage.beside(self.place, serving, share) if share else serving

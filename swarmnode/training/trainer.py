@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +45,7 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.training.coordinator.timeouts import CLEANUP, LASTING, SILENCE_S, STALLED_S
-from swarmnode.training.coordinator.waits import sentence
+from swarmnode.training.coordinator.worker_group import sentence
 
 log = logging.getLogger(__name__)
 
@@ -131,18 +131,15 @@ class Trainer:
     def hear(self, news: StepReport | ProgressReport) -> None:
         """Pass on a report. Each step is reported once, whichever coordinator reports it."""
         if isinstance(news, ProgressReport):
-            self._tell_left_out(news.left_out)
+            # Log a warning once for each peer that is newly left out of the training.
+            for peer in set(news.left_out) - self.left_out:
+                log.warning("peer %s is left out of the training: what it sends is not what it computes", peer)
+            self.left_out.update(news.left_out)
             if text := sentence(news):
                 self.on_waiting(text, news.missing)
         elif news.step >= self.next_step:
             self.next_step = news.step + 1
             self.on_step(news)
-
-    def _tell_left_out(self, peers: Collection[PeerId]) -> None:
-        """Log a warning once for each peer that is newly left out of the training."""
-        for peer in set(peers) - self.left_out:
-            log.warning("peer %s is left out of the training: what it sends is not what it computes", peer)
-        self.left_out.update(peers)
 
 
 class _FeedingSession:

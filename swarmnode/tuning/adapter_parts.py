@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import safetensors
@@ -21,21 +21,24 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from swarmnode.codec.body import DECODE_ERRORS
-from swarmnode.codec.tuning_messages import PIECE_BYTES, AdapterPiece
+from swarmnode.codec.body import DECODE_ERRORS, HopSpec
+from swarmnode.codec.tuning_messages import PIECE_BYTES, AdapterPiece, TuneGradient, TuneInput, TuneLabels
+from swarmnode.compress.codecs import Encoded
 from swarmnode.compute.executor import ByPiece, Executor, Urgency, as_piece
 from swarmnode.compute.model.adapters.adapter_file import units_of_layer
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.adapter_weights import STEP, copied
-from swarmnode.compute.training.adapters.layers import PROMPT, AdapterLayers, layer_of
+from swarmnode.compute.training.adapters.layers import PROMPT, STEP, AdapterLayers, copied, layer_of
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.trainer import AdapterTrainer
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.ledger import Account, MemoryLedger
+from swarmnode.measuring.meters import BACKWARD, FORWARD
+from swarmnode.net.interfaces import Buffer
 from swarmnode.plan.view import Span
+from swarmnode.serving.passage import URGENCY, MicrobatchPassage, read_from, read_gradients
 
 SLACK_BYTES = 1 << 20  # for the headers of a state's files
 
@@ -97,17 +100,14 @@ class TuningPace:
         """Do all pieces of `work` on the device, and return its result. Raises ExecutorDied, and whatever the work raises."""
         while True:
             async with self._turn if self._serves() else nullcontext():
-                await self._rest()
+                wait_s = self._free_at_s - self._executor.clock()
+                if wait_s > 0 and self._serves():
+                    await asyncio.sleep(wait_s)
                 ended = await self._executor.call(
                     urgency, partial(self._timed, work), kind=kind, owner=owner, size=size
                 )
             if ended:
                 return ended[0]
-
-    async def _rest(self) -> None:
-        wait_s = self._free_at_s - self._executor.clock()
-        if wait_s > 0 and self._serves():
-            await asyncio.sleep(wait_s)
 
     def _timed(self, work: ByPiece[T]) -> list[T]:
         """Do a piece on the device's thread, and all others unless sessions run. Note how long the device then rests from tuning.
@@ -143,34 +143,28 @@ class TuningDevice:
     pace: TuningPace
 
 
-@dataclass(frozen=True)
-class LossEnd(Generic[T]):
-    """End of a microbatch at the last hop: the sum of its labels' losses, their number, and the gradients as they were encoded."""
-
-    loss: float
-    labels: int
-    sent: T
-
-
 @dataclass
-class _Part:
+class AdapterPart:
+    """Layers of an adapter on one device, and their trainer."""
+
     device: TuningDevice
     trainer: AdapterTrainer
     loading: dict[str, Tensor] = field(default_factory=dict)  # tensors of a state that is coming
 
     @property
     def units(self) -> range:
+        """Numbers of the layers."""
         return range(self.trainer.span.start, self.trainer.span.end)
 
 
 class AdapterParts:
     """Adapter on one hop's layers, which may lie on several devices. Made by `open`, ended by `close`.
 
-    Functions that are arguments run on a device's thread: they decode what came and encode what leaves.
+    An `AdapterPassage` takes one microbatch through it.
     """
 
-    def __init__(self, parts: Sequence[_Part], owner: str) -> None:
-        self._parts = parts
+    def __init__(self, parts: Sequence[AdapterPart], owner: str) -> None:
+        self.parts = parts
         self._owner = owner
         self._loading = asyncio.Lock()  # held in the order in which files come
         self.device = parts[0].trainer.span.device  # of the values that come in
@@ -184,7 +178,7 @@ class AdapterParts:
 
         Raises Full if there is no room on a device.
         """
-        parts: list[_Part] = []
+        parts: list[AdapterPart] = []
         used = _used(devices, units)
         try:
             for device in used:
@@ -192,10 +186,13 @@ class AdapterParts:
                 await device.pace.run(Urgency.FORWARD, make, kind="open an adapter", owner=owner, size=0)
             opened = cls(parts, owner)
             for part in parts:
-                await opened._run(part, Urgency.FORWARD, part.trainer.start_by_piece())
-                await opened._run(part, Urgency.FORWARD, part.trainer.prepare_by_piece())
-                measuring = part.trainer.activation_bytes_by_piece(*_within_model(part.trainer.span, size))
-                opened.pass_bytes += await opened._run(part, Urgency.FORWARD, measuring)
+                await opened.run(part, Urgency.FORWARD, part.trainer.start_by_piece())
+                await opened.run(part, Urgency.FORWARD, part.trainer.prepare_by_piece())
+                # The rows and positions of the largest microbatch of `size` that the model can compute.
+                limit = part.trainer.span.position_limit
+                within_model = size if limit is None else (size[0], min(size[1], limit))
+                measuring = part.trainer.activation_bytes_by_piece(*within_model)
+                opened.pass_bytes += await opened.run(part, Urgency.FORWARD, measuring)
         except BaseException:
             for device in used:  # each behind a part that its thread still makes for a caller that was cancelled
                 let_go = partial(_close_on, parts, device)
@@ -206,27 +203,27 @@ class AdapterParts:
     @property
     def units(self) -> range:
         """Numbers of the layers."""
-        return range(self._parts[0].units.start, self._parts[-1].units.stop)
+        return range(self.parts[0].units.start, self.parts[-1].units.stop)
 
     @property
     def model_units(self) -> int:
         """Number of layers of the whole model."""
-        return self._parts[0].trainer.span.family.units
+        return self.parts[0].trainer.span.family.units
 
     @property
     def hidden_size(self) -> int:
         """Size of the hidden states between the layers."""
-        return self._parts[0].trainer.span.hidden_size
+        return self.parts[0].trainer.span.hidden_size
 
     @property
     def adapter_bytes(self) -> int:
         """Bytes of weights, gradients and optimiser state."""
-        return sum(part.trainer.adapter_bytes for part in self._parts)
+        return sum(part.trainer.adapter_bytes for part in self.parts)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the adapter, and of passes in flight."""
-        return self.adapter_bytes + sum(part.trainer.in_flight_bytes for part in self._parts)
+        return self.adapter_bytes + sum(part.trainer.in_flight_bytes for part in self.parts)
 
     @property
     def most_state_bytes(self) -> int:
@@ -235,47 +232,14 @@ class AdapterParts:
 
     def close(self) -> None:
         """Forget everything, and release the memory, after the running piece."""
-        for part in self._parts:
+        for part in self.parts:
             part.device.executor.call(Urgency.CONTROL, part.trainer.close, kind="let an adapter go", owner=self._owner)
 
     # -- passes
 
-    async def forward(
-        self, number: int, came: Callable[[], Values], leave: Callable[[Values], T], *, learns: bool
-    ) -> T:
-        """Run a microbatch forward from the values of `came`, and return what `leave` makes of the result."""
-        values = await self._enter(number, came, learns=learns)
-        return await self._run(
-            self._parts[-1], Urgency.FORWARD, _forward(self._parts[-1], number, values, leave, learns)
-        )
-
-    async def finish(
-        self,
-        number: int,
-        came: Callable[[], Values],
-        labels: Callable[[], Values],
-        leave: Callable[[Gradients], T],
-        share: float,
-        *,
-        learns: bool,
-    ) -> LossEnd[T]:
-        """Run a microbatch forward to its loss, whose sum over labels counts `share`, and back to the hop's inputs if it learns."""
-        values = await self._enter(number, came, learns=learns)
-        *before, last = self._parts
-        work = _finish(last, number, values, labels, share, learns)
-        loss, count, gradients = await self._run(last, Urgency.FORWARD, work)
-        sent = await self._leave(number, before, gradients, leave)
-        return LossEnd(loss, count, sent)
-
-    async def backward(self, number: int, came: Callable[[], Gradients], leave: Callable[[Gradients], T]) -> T:
-        """Take the gradients of `came` back through the layers, and return what `leave` makes of those of the inputs."""
-        *before, last = self._parts
-        gradients = await self._run(last, Urgency.BACKWARD, _backward(last, number, came))
-        return await self._leave(number, before, gradients, leave)
-
     def check_pass(self, rows: int, tokens: int) -> None:
         """Raise ProtocolError if a microbatch of some rows of tokens can never have room, even alone."""
-        for part in self._parts:
+        for part in self.parts:
             trainer = part.trainer
             positions = tokens + (trainer.recipe.prompt_positions if trainer.span.has_embedding else 0)
             kept_bytes = trainer.activation_bytes(rows, positions)  # measured when the adapter was opened
@@ -283,28 +247,14 @@ class AdapterParts:
 
     def forget(self, number: int) -> None:
         """Forget a microbatch that has no pass here any more; does nothing if there is none."""
-        for part in self._parts:
+        for part in self.parts:
             if part.trainer.in_flight:
                 part.device.executor.call(
                     Urgency.CONTROL, partial(part.trainer.forget, number), kind=KIND, owner=self._owner
                 )
 
-    async def _enter(self, number: int, came: Callable[[], Values], *, learns: bool) -> Callable[[], Values]:
-        """Run all parts but the last one forward. Returns the function that gives the values for the last one."""
-        for part in self._parts[:-1]:
-            values = await self._run(part, Urgency.FORWARD, _forward(part, number, came, unchanged, learns))
-            came = partial(moved, values, self._parts[-1].trainer.span.device)
-        return came
-
-    async def _leave(
-        self, number: int, before: Sequence[_Part], gradients: Gradients, leave: Callable[[Gradients], T]
-    ) -> T:
-        """Take gradients back through the parts `before` the last one, and return what `leave` makes of those of the inputs."""
-        for part in reversed(before):
-            gradients = await self._run(part, Urgency.BACKWARD, _backward(part, number, partial(unchanged, gradients)))
-        return await self._run(self._parts[0], Urgency.BACKWARD, as_piece(partial(leave, gradients)))
-
-    async def _run(self, part: _Part, urgency: Urgency, work: ByPiece[T]) -> T:
+    async def run(self, part: AdapterPart, urgency: Urgency, work: ByPiece[T]) -> T:
+        """Do a work on the device of `part`, and return its result. Raises ExecutorDied, and whatever the work raises."""
         return await part.device.pace.run(urgency, work, kind=KIND, owner=self._owner, size=0)
 
     # -- steps and states
@@ -312,14 +262,14 @@ class AdapterParts:
     async def square(self) -> float:
         """Return the sum of squares of the gradient. Raises NotFinite."""
         squares = [
-            await self._run(part, Urgency.BACKWARD, part.trainer.gradient_square_by_piece()) for part in self._parts
+            await self.run(part, Urgency.BACKWARD, part.trainer.gradient_square_by_piece()) for part in self.parts
         ]
         return sum(squares)
 
     async def step(self, number: int, learning_rate: float, scale: float) -> None:
         """Update the weights, and begin the next step. Raises ProtocolError for another step than the present one."""
-        for part in self._parts:
-            await self._run(part, Urgency.BACKWARD, part.trainer.step_by_piece(number, learning_rate, scale))
+        for part in self.parts:
+            await self.run(part, Urgency.BACKWARD, part.trainer.step_by_piece(number, learning_rate, scale))
 
     async def state(self, unit: int) -> bytes:
         """Return the weights and moments of one layer, and the number of updates, as a safetensors file."""
@@ -329,9 +279,9 @@ class AdapterParts:
         """Return the sums of gradients of one layer, under the names of its weights, as a safetensors file."""
         return await self._saved(unit, lambda part: part.trainer.gradients())
 
-    async def _saved(self, unit: int, tensors: Callable[[_Part], Mapping[str, Tensor]]) -> bytes:
+    async def _saved(self, unit: int, tensors: Callable[[AdapterPart], Mapping[str, Tensor]]) -> bytes:
         part = self._part_of(unit)
-        copies = await self._run(part, Urgency.BACKWARD, _copies(part, unit, tensors))
+        copies = await self.run(part, Urgency.BACKWARD, _copies(part, unit, tensors))
         raw: bytes = await asyncio.to_thread(safetensors.torch.save, copies)  # the device does not wait for it
         return raw
 
@@ -347,12 +297,182 @@ class AdapterParts:
                 if unit == part.units[-1]:
                     state, part.loading = part.loading, {}
                     load = part.trainer.load_gradients if gradients else part.trainer.load_by_piece
-                    await self._run(part, Urgency.BACKWARD, load(state))
+                    await self.run(part, Urgency.BACKWARD, load(state))
         except CheckpointError as error:
             raise ProtocolError(f"a state that does not fit: {error}", code=ErrorCode.INVALID_REQUEST) from error
 
-    def _part_of(self, unit: int) -> _Part:
-        return next(part for part in self._parts if unit in part.units)
+    def _part_of(self, unit: int) -> AdapterPart:
+        return next(part for part in self.parts if unit in part.units)
+
+
+class AdapterPassage(MicrobatchPassage[AdapterPart]):
+    """Passage of one microbatch through an adapter's parts. Here its values come and leave as they are, without a network."""
+
+    loss = 0.0
+    """Sum of the losses of the labels, once it is known"""
+    counted = 0
+    """Number of labels in `loss`"""
+
+    def __init__(self, adapter: AdapterParts, number: int, inputs: Values, *, learns: bool) -> None:
+        self.adapter = adapter
+        self.parts = adapter.parts
+        self.number = number
+        self.learns = learns
+        self.labels: Values = ()
+        self.share = 0.0  # of the labels' losses in the step's
+        self._inputs = inputs
+
+    async def compute(self, phase: str, part: AdapterPart, work: ByPiece[T]) -> T:
+        """Do `work` at the pace of tuning on the part's device."""
+        return await self.adapter.run(part, URGENCY[phase], work)
+
+    def read(self) -> Values:
+        """Return the values that came to the hop, on its first device."""
+        return self._inputs
+
+    def read_labels(self) -> Values:
+        """Return the labels that the owner gives."""
+        return self.labels
+
+    def encoded(self, values: Values) -> Any:
+        """Return what leaves for the next peer: the outputs."""
+        return values
+
+    def encoded_gradients(self, gradients: Gradients) -> Any:
+        """Return what leaves for the sender: the gradients of the inputs."""
+        return gradients
+
+    async def send_on(self, encoded: Any) -> Any:
+        """Send nothing: the caller holds the outputs."""
+
+    def forward(self, part: AdapterPart, values: Values | None) -> ByPiece[Values]:
+        """Compute a part's outputs, and the places that came with the inputs, which stay as they are."""
+        x, *places = self.read() if values is None else moved(values, part.trainer.span.device)
+        out = yield from part.trainer.forward_by_piece(self.number, x, *places[:1], evaluates=not self.learns)
+        return out, *places
+
+    def leave(self, part: AdapterPart, values: Values | None) -> ByPiece[Any]:
+        """Compute the last part's outputs, and encode them."""
+        return self.encoded((yield from self.forward(part, values)))
+
+    def finish(self, part: AdapterPart, values: Values | None) -> ByPiece[Any]:
+        """Compute the loss on the last part, and the gradients of its inputs; None if the microbatch does not learn.
+
+        Raises ProtocolError if the labels are not one tensor.
+        """
+        entered = self.read() if values is None else values
+        labels = self.read_labels()
+        if len(labels) != 1:
+            raise ProtocolError(f"{len(labels)} labels for a microbatch, which takes one tensor of them")
+        _, *places = yield from self.forward(part, entered)
+        self.loss, self.counted = yield from part.trainer.loss_by_piece(self.number, labels[0], self.share)
+        return (yield from self.backward(part, (None, *(None for _ in places)))) if self.learns else None
+
+    def backward(self, part: AdapterPart, gradients: Gradients) -> ByPiece[Any]:
+        """Take gradients of the outputs (none after the loss) back through a part, and return those of its inputs."""
+        gradient, *rest = gradients
+        if gradient is not None:
+            gradient = gradient.to(part.trainer.span.device)
+        back = (yield from part.trainer.backward_by_piece(self.number, gradient)), *rest
+        if part is not self.parts[0]:
+            return back
+        yield
+        return self.encoded_gradients(back)
+
+    def turn(self, part: AdapterPart, answer: Any) -> ByPiece[Any]:
+        """Take the caller's gradients of the outputs back through the last part."""
+        return self.backward(part, answer)
+
+
+Sent = tuple[tuple[bool, ...], Encoded]
+"""Gradients for the sender of a microbatch: which values have one, and those encoded"""
+
+
+class HopAdapter(Protocol):
+    """Interface to `HeldAdapter` (`held_adapter.py`): the members that a passage uses."""
+
+    owner: str
+
+    @property
+    def hop(self) -> HopSpec:
+        """Hop of the adapter's route that this node is."""
+
+    @property
+    def sender(self) -> str:
+        """Peer that microbatches come from."""
+
+    @property
+    def next_peer(self) -> str:
+        """Peer that outputs go to, and whose gradients come back."""
+
+    def encode(self, values: Values, direction: str) -> Encoded:
+        """Return descriptors and payloads of values for the neighbour in a direction. Raises ProtocolError if they overflow."""
+
+    def note_pass(self, phase: str, began_s: float) -> None:
+        """Meter a pass that began at `began_s`, with its waiting."""
+
+    async def send_on(self, body: TuneInput, encoded: Encoded) -> tuple[TuneGradient, Buffer] | None:
+        """Send outputs of the microbatch `body` on, and return the gradients that come back; None if it has no way back."""
+
+
+class HopPassage(AdapterPassage):
+    """Passage of one microbatch through a hop: its values come from the previous hop or the owner, and leave encoded."""
+
+    def __init__(
+        self,
+        held: HopAdapter,
+        adapter: AdapterParts,
+        body: TuneInput,
+        payload: Buffer,
+        labels: tuple[TuneLabels, Buffer] | None,
+    ) -> None:
+        """Create a passage of the microbatch `body`. `labels` are those of the owner at the route's end, else None."""
+        super().__init__(adapter, body.number, (), learns=body.learns)
+        self.held = held
+        self.sender, self.receiver = held.sender, held.next_peer
+        self.ends_here = labels is not None
+        self.began_s = asyncio.get_running_loop().time()
+        self._body, self._payload, self._came_labels = body, payload, labels
+
+    def read(self) -> Values:
+        """Return the values that the sender sent. Raises ProtocolError, which names it, if they are malformed or too large."""
+        return read_from(self.held.sender, self._body.values, self._payload, self.adapter.device)
+
+    def read_labels(self) -> Values:
+        """Return the owner's labels. Raises ProtocolError, which names the owner, if they are malformed."""
+        assert self._came_labels is not None
+        body, payload = self._came_labels
+        self.share = body.share
+        return read_from(self.held.owner, body.values, payload, "cpu", bounded=False)
+
+    def encoded(self, values: Values) -> Encoded:
+        """Return the outputs encoded for the next peer. Raises ProtocolError if they overflow."""
+        return self.held.encode(values, FORWARD)
+
+    def encoded_gradients(self, gradients: Gradients) -> Sent:
+        """Return the gradients encoded for the sender. Raises ProtocolError if they overflow."""
+        present = tuple(one is not None for one in gradients)
+        return present, self.held.encode(tuple(one for one in gradients if one is not None), BACKWARD)
+
+    async def send_on(self, encoded: Encoded) -> tuple[TuneGradient, Buffer] | None:
+        """Send the outputs on; see `HopAdapter`."""
+        self.held.note_pass(FORWARD, self.began_s)
+        return await self.held.send_on(self._body, encoded)
+
+    async def turn_back(self, answer: tuple[TuneGradient, Buffer]) -> Sent:
+        """Compute the gradients of the inputs from those of the outputs, which the next peer sent."""
+        began_s = asyncio.get_running_loop().time()
+        sent: Sent = await super().turn_back(answer)
+        self.held.note_pass(BACKWARD, began_s)
+        return sent
+
+    def turn(self, part: AdapterPart, answer: tuple[TuneGradient, Buffer]) -> ByPiece[Any]:
+        """Compute the gradients of the last part's inputs. Raises ProtocolError, which names the next peer, if what it sent is
+        malformed or too large."""
+        body, payload = answer
+        device = self.adapter.device
+        gradients = read_gradients(self.held.next_peer, body.present, body.values, payload, device)
+        return (yield from self.backward(part, gradients))
 
 
 def check_parts(devices: Sequence[TuningDevice], units: Span, recipe: AdapterRecipe) -> int:
@@ -375,12 +495,6 @@ def _check_room(ledger: MemoryLedger, size_bytes: int) -> None:
         raise ProtocolError(text, code=ErrorCode.TOO_LARGE)
 
 
-def _within_model(span: ModelSpan, size: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and positions of the largest microbatch of `size` that the model can compute."""
-    limit = span.position_limit
-    return size if limit is None else (size[0], min(size[1], limit))
-
-
 def _used(devices: Sequence[TuningDevice], units: Span) -> list[TuningDevice]:
     """Return the devices that have some of the layers `units`."""
     return [one for one in devices if one.span.start < units.end and units.start < one.span.end]
@@ -393,11 +507,6 @@ def narrowed(span: ModelSpan, units: Span) -> ModelSpan:
     return narrow
 
 
-def unchanged(values: T) -> T:
-    """Return the values: for passes whose values come, or leave, as they are."""
-    return values
-
-
 def unit_of(family: Family, name: str) -> int:
     """Return the layer that a tensor of a trainer's state belongs to, by its name."""
     tensor = name.partition("/")[2]
@@ -407,46 +516,19 @@ def unit_of(family: Family, name: str) -> int:
 # -- on the thread of a part's device
 
 
-def _make(parts: list[_Part], device: TuningDevice, span: ModelSpan, recipe: AdapterRecipe, owner: str) -> None:
-    parts.append(_Part(device, AdapterTrainer(span, recipe, name=owner, starts=False)))
+def _make(parts: list[AdapterPart], device: TuningDevice, span: ModelSpan, recipe: AdapterRecipe, owner: str) -> None:
+    parts.append(AdapterPart(device, AdapterTrainer(span, recipe, name=owner)))
 
 
-def _close_on(parts: Sequence[_Part], device: TuningDevice) -> None:
+def _close_on(parts: Sequence[AdapterPart], device: TuningDevice) -> None:
     for part in parts:
         if part.device is device:
             part.trainer.close()
 
 
-def _forward(
-    part: _Part, number: int, came: Callable[[], Values], leave: Callable[[Values], T], learns: bool
-) -> ByPiece[T]:
-    x, *places = came()
-    out = yield from part.trainer.forward_by_piece(number, x, *places[:1], evaluates=not learns)
-    return leave((out, *places))
-
-
-def _finish(
-    part: _Part, number: int, came: Callable[[], Values], labels: Callable[[], Values], share: float, learns: bool
-) -> ByPiece[tuple[float, int, Gradients]]:
-    x, *places = came()
-    given = labels()
-    if len(given) != 1:
-        raise ProtocolError(f"{len(given)} labels for a microbatch, which takes one tensor of them")
-    yield from part.trainer.forward_by_piece(number, x, *places[:1], evaluates=not learns)
-    loss, count = yield from part.trainer.loss_by_piece(number, given[0], share)
-    gradient = (yield from part.trainer.backward_by_piece(number)) if learns else None
-    return loss, count, (gradient, *(None for _ in places))
-
-
-def _backward(part: _Part, number: int, came: Callable[[], Gradients]) -> ByPiece[Gradients]:
-    gradient, *rest = came()
-    if gradient is not None:
-        gradient = gradient.to(part.trainer.span.device)
-    back = yield from part.trainer.backward_by_piece(number, gradient)
-    return back, *rest
-
-
-def _copies(part: _Part, unit: int, tensors: Callable[[_Part], Mapping[str, Tensor]]) -> ByPiece[dict[str, Tensor]]:
+def _copies(
+    part: AdapterPart, unit: int, tensors: Callable[[AdapterPart], Mapping[str, Tensor]]
+) -> ByPiece[dict[str, Tensor]]:
     """Return copies on the CPU of the tensors of a unit, and of the number of updates."""
     family = part.trainer.span.family
     found = {name: one.detach() for name, one in tensors(part).items() if name == STEP or unit_of(family, name) == unit}

@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from swarmnode.codec.body import Body, HopSpec
@@ -37,18 +36,9 @@ from swarmnode.codec.tuning_messages import (
     Updated,
 )
 from swarmnode.compress.codecs import Encoded, describe_values, encode_values
-from swarmnode.compute.training.saved_activations import LARGEST_SENT, Gradients, is_within, read_from
+from swarmnode.compute.training.saved_activations import LARGEST_SENT, is_within
 from swarmnode.compute.training.segment import Values
-from swarmnode.errors import (
-    ErrorCode,
-    ExecutorDied,
-    NetworkDown,
-    PeerLost,
-    ProtocolError,
-    SwarmnodeError,
-    blaming,
-    refusal,
-)
+from swarmnode.errors import ErrorCode, ExecutorDied, PeerLost, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, Full
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.measuring.meters import BACKWARD, FORWARD, StageMeter
@@ -56,22 +46,16 @@ from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.plan.compression import LinkCodecs
+from swarmnode.serving.passage import call_hop, ending, within
 from swarmnode.swarm.records.run import AUTO, Compression
-from swarmnode.tuning.adapter_parts import AdapterParts, pieces_of
+from swarmnode.tuning.adapter_parts import AdapterParts, HopPassage, pieces_of
 
 log = logging.getLogger(__name__)
 
 Key = tuple[int, int]
 """(step, number) of a microbatch"""
 
-Sent = tuple[tuple[bool, ...], Encoded]
-"""Gradients for the sender of a microbatch: which values have one, and those encoded"""
-
-DROPPED: Sent = ((), ((), []))
-"""Answer for a microbatch that its owner has dropped"""
-
 T = TypeVar("T")
-Pass = Callable[[TuneInput, Callable[[], Values]], Coroutine[Any, Any, Sent]]
 
 MOST_VALUES = 2  # of a microbatch: hidden states or token ids, and positions
 
@@ -170,9 +154,9 @@ class HeldAdapter:
         self.owner = channel.peer
         self.ended = False
         self.moved_s = self._clock()  # when the owner was last heard, or a microbatch came
-        self._host = host
-        self._channel = channel
-        self._parts = parts
+        self.host = host
+        self.channel = channel
+        self.adapter = parts
         self.place = place
         self._tasks = Tasks(f"adapter of {channel.peer}", on_crash=None)
         self._step = 0
@@ -204,12 +188,12 @@ class HeldAdapter:
     @property
     def pass_bytes(self) -> int:
         """Bytes of one microbatch, until its gradient comes."""
-        return self._parts.pass_bytes
+        return self.adapter.pass_bytes
 
     @property
     def claimant(self) -> Claimant:
         """Owner, as limits count it."""
-        return self._channel.claimant
+        return self.channel.claimant
 
     @property
     def payload_bytes(self) -> int:
@@ -219,7 +203,7 @@ class HeldAdapter:
     @property
     def total_bytes(self) -> int:
         """Bytes of the adapter, its passes in flight and its payloads."""
-        return self._parts.held_bytes + self.payload_bytes
+        return self.adapter.held_bytes + self.payload_bytes
 
     @property
     def positions(self) -> int:
@@ -227,20 +211,20 @@ class HeldAdapter:
         return self.opened.rows * self.opened.positions
 
     @property
-    def _is_last(self) -> bool:
+    def is_last(self) -> bool:
+        """Whether this is the last hop of the route."""
         return self.opened.index + 1 == len(self.opened.route)
 
     @property
-    def _ends_at_owner(self) -> bool:
+    def ends_at_owner(self) -> bool:
         """Whether the route ends before the head: its last hop sends outputs to the owner, which sends gradients back."""
-        return self.opened.route[-1].end < self._parts.model_units
+        return self.opened.route[-1].end < self.adapter.model_units
 
     def start(self) -> None:
         """Tell the owner that the adapter is open, with the bytes that it takes."""
-        parts = self._parts
-        pass_bytes = self.opened.window * parts.pass_bytes  # an estimate, for microbatches of the largest size
-        sizes = (parts.adapter_bytes, pass_bytes)
-        self._channel.send(AdapterOpened(*(min(size, MAX_ADAPTER_BYTES) for size in sizes)))
+        pass_bytes = self.opened.window * self.pass_bytes  # an estimate, for microbatches of the largest size
+        sizes = (self.adapter.adapter_bytes, pass_bytes)
+        self.channel.send(AdapterOpened(*(min(size, MAX_ADAPTER_BYTES) for size in sizes)))
 
     def expects(self, previous: PeerId, epoch: int) -> bool:
         """Return whether the owner's route of `epoch` names the peer `previous` as the hop before this one."""
@@ -257,15 +241,15 @@ class HeldAdapter:
 
     def drain(self) -> None:
         """Ask the owner to move the adapter to other peers; it still works here."""
-        if self._channel.open:
-            self._channel.send(Fault(self.opened.epoch, self.opened.index, ErrorCode.DRAINING))
+        if self.channel.open:
+            self.channel.send(Fault(self.opened.epoch, self.opened.index, ErrorCode.DRAINING))
 
     def end(self, last: Body | None = None) -> None:
         """End the conversation, with `last` (END by default), and free everything. Safe to call twice."""
         if self.ended:
             return
         self.ended = True
-        self._channel.close(last)
+        self.channel.close(last)
         if self._before is not None:
             self._before.close()
         if self._next is not None and self._next.done() and not self._next.cancelled() and not self._next.exception():
@@ -273,8 +257,8 @@ class HeldAdapter:
         waits: list[asyncio.Future[Any]] = [*self._labels.values(), *(one.gradients for one in self._leaving.values())]
         for wait in waits:
             wait.cancel()  # else the microbatches in flight would wait for ever
-        self._parts.close()
-        self._host.ended(self)
+        self.adapter.close()
+        self.host.ended(self)
 
     async def close(self) -> None:
         """Cancel the tasks of an adapter that has ended, and wait for them."""
@@ -287,9 +271,16 @@ class HeldAdapter:
         self.moved_s = self._clock()
         if isinstance(body, TuneInput) and self.opened.index == 0:
             self._enter(body, frame.payload)
-        elif isinstance(body, TuneLabels) and self._is_last and not self._ends_at_owner:
-            self._take_labels(body, frame.payload)
-        elif isinstance(body, TuneGradient) and self._is_last and self._ends_at_owner:
+        elif isinstance(body, TuneLabels) and self.is_last and not self.ends_at_owner:
+            future = self._labels_of((body.step, body.number))
+            if not self._is_near(body.step) or future.done() or len(self._labels) > self.opened.window:
+                self._fail(ProtocolError("more labels than microbatches, or those of another step"))
+            elif not self._fits(body.values):
+                self._fail(ProtocolError("labels larger than the adapter's microbatches", code=ErrorCode.TOO_LARGE))
+            else:
+                future.set_result((body, frame.payload))
+                self._hold((body.step, body.number), frame.payload)
+        elif isinstance(body, TuneGradient) and self.is_last and self.ends_at_owner:
             self._take_gradient(body, frame.payload)
         elif isinstance(body, Gather):
             self._obey(self._gather(body))
@@ -308,22 +299,19 @@ class HeldAdapter:
         if isinstance(body, TuneInput):
             self._enter(body, frame.payload)
         elif not isinstance(body, End | Error):  # the owner hears of a lost hop itself
-            self._fail(ProtocolError(f"an unexpected {type(body).__name__}", peer=self._sender))
+            self._fail(ProtocolError(f"an unexpected {type(body).__name__}", peer=self.sender))
 
     def _hear_next(self, frame: Frame, body: Body) -> None:
         if isinstance(body, TuneGradient):
             self._take_gradient(body, frame.payload)
-        elif isinstance(body, Error):
-            self._fail(refusal(ErrorCode(body.code), peer=self._next_peer))
-        elif isinstance(body, End):
-            self._fail(PeerLost("the next hop ended the adapter", peer=self._next_peer))
         else:
-            self._fail(ProtocolError(f"an unexpected {type(body).__name__}", peer=self._next_peer))
+            unexpected = ProtocolError(f"an unexpected {type(body).__name__}", peer=self.next_peer)
+            self._fail(ending(body, self.next_peer) or unexpected)
 
     @property
-    def _next_peer(self) -> str:
+    def next_peer(self) -> str:
         """Peer that outputs go to, and whose gradients come back: the next hop, or the owner."""
-        return self.owner if self._is_last else self.opened.route[self.opened.index + 1].peer
+        return self.owner if self.is_last else self.opened.route[self.opened.index + 1].peer
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         if self.ended:
@@ -364,7 +352,7 @@ class HeldAdapter:
         if self.ended:
             return
         log.info("%r: %s", self, error)
-        self._host.meter.faults[ErrorCode(error.code)] += 1
+        self.host.meter.faults[ErrorCode(error.code)] += 1
         route, peer = self.opened.route, getattr(error, "peer", None)
         index = next((place for place, hop in enumerate(route) if hop.peer == peer), self.opened.index)
         self.end(Fault(self.opened.epoch, index, ErrorCode(error.code)))
@@ -381,15 +369,15 @@ class HeldAdapter:
         if not self._is_near(body.step) or is_counted or key in self._present:
             self._fail(
                 ProtocolError(
-                    f"microbatch {body.number} of step {body.step} does not belong here now", peer=self._sender
+                    f"microbatch {body.number} of step {body.step} does not belong here now", peer=self.sender
                 )
             )
         elif len(self._present) >= self.opened.window:
-            error = ProtocolError("more microbatches than the window", code=ErrorCode.TOO_LARGE, peer=self._sender)
+            error = ProtocolError("more microbatches than the window", code=ErrorCode.TOO_LARGE, peer=self.sender)
             self._fail(error)
         elif not self._fits(body.values):
             text = "a microbatch larger than those of the adapter"
-            self._fail(ProtocolError(text, code=ErrorCode.TOO_LARGE, peer=self._sender))
+            self._fail(ProtocolError(text, code=ErrorCode.TOO_LARGE, peer=self.sender))
         else:
             self.moved_s = self._clock()  # the owner feeds it, if through other hops
             self._present.add(key)
@@ -399,7 +387,7 @@ class HeldAdapter:
     def _hold(self, key: Key, payload: Buffer) -> None:
         """Count a payload of a microbatch until the microbatch is over. May end the adapter."""
         self._payloads[key] += len(payload)
-        self._host.note_payloads()
+        self.host.note_payloads()
 
     def _is_near(self, step: int) -> bool:
         """Return whether microbatches of `step` may come now: of the present step, or of the next one."""
@@ -407,7 +395,7 @@ class HeldAdapter:
 
     def _fits(self, values: Sequence[TensorInfo]) -> bool:
         """Return whether the values may be decoded: of the adapter's codec, and at most of the sizes that the owner asked for."""
-        limits = (self.opened.rows, self.opened.positions, self._parts.hidden_size)
+        limits = (self.opened.rows, self.opened.positions, self.adapter.hidden_size)
         return 1 <= len(values) <= MOST_VALUES and all(
             2 <= len(info.shape) <= len(limits)
             and self._codecs.may_come(info.codec)
@@ -426,42 +414,44 @@ class HeldAdapter:
             leaving.gradients.set_result((body, payload))
             self._hold((body.step, body.number), payload)
             return
-        self._fail(ProtocolError(error, peer=self._next_peer))
+        self._fail(ProtocolError(error, peer=self.next_peer))
 
     def _belongs(self, body: TuneGradient, infos: Sequence[TensorInfo]) -> bool:
         """Return whether each gradient is of a float, has its shape, and may be decoded. None at all drop the microbatch."""
         if not any(body.present):
-            return self._ends_at_owner
+            return self.ends_at_owner
         may_come = all(self._codecs.may_come(info.codec) for info in body.values)
         return may_come and gradients_fit(body.values, body.present, infos)
 
-    def _take_labels(self, body: TuneLabels, payload: Buffer) -> None:
-        future = self._labels_of((body.step, body.number))
-        if not self._is_near(body.step) or future.done() or len(self._labels) > self.opened.window:
-            self._fail(ProtocolError("more labels than microbatches, or those of another step"))
-        elif not self._fits(body.values):
-            self._fail(ProtocolError("labels larger than the adapter's microbatches", code=ErrorCode.TOO_LARGE))
-        else:
-            future.set_result((body, payload))
-            self._hold((body.step, body.number), payload)
-
     def _labels_of(self, key: Key) -> asyncio.Future[tuple[TuneLabels, Buffer]]:
-        if key not in self._labels:
-            self._labels[key] = asyncio.get_running_loop().create_future()
-        return self._labels[key]
+        return self._labels.setdefault(key, asyncio.get_running_loop().create_future())
 
     async def _pass(self, body: TuneInput, payload: Buffer) -> None:
         """Take one microbatch there and, if it learns, back."""
         key, number = (body.step, body.number), body.number
-        came = partial(read_from, self._sender, body.values, payload, self._parts.device)
-        self._hear_links()
+        if self.opened.adapts and not self.is_last:
+            self._codecs.hear(FORWARD, self.host.bandwidth_bps(self.next_peer))
+        if self.opened.adapts and self.opened.index:
+            self._codecs.hear(BACKWARD, self.host.bandwidth_bps(self.sender))
         try:
-            await self._in_time(self._until(lambda: self._step == body.step))
-            ends_here = self._is_last and not self._ends_at_owner
+            await self._owner_gives(self._until(lambda: self._step == body.step))
+            ends_here = self.is_last and not self.ends_at_owner
+            labels = await self._owner_gives(self._labels_of(key)) if ends_here else None
+            while True:
+                passage = HopPassage(self, self.adapter, body, payload, labels)
+                try:
+                    gradients = await passage.cross()
+                    break
+                except Full:  # owners that hold more give way
+                    self.adapter.check_pass(*body.values[0].shape[:2])
+                    if not self.host.make_room(self):
+                        raise
+                    self.adapter.forget(number)
             if ends_here:
-                await self._in_time(self._labels_of(key))
-            gradients = await self._with_room(number, self._finish if ends_here else self._there_and_back, body, came)
-            if body.learns and gradients is not DROPPED:
+                self.note_pass(BACKWARD, passage.began_s)
+                if not self.ended:
+                    self.channel.send(TuneLoss(body.step, number, passage.loss, passage.counted), at_once=True)
+            if body.learns and gradients is not None:
                 self._counted |= 1 << number
                 self._codecs.count(self._clock())
         finally:
@@ -469,134 +459,58 @@ class HeldAdapter:
             self._labels.pop(key, None)
             self._payloads.pop(key, None)
             self._leaving.pop(key, None)
-            self._parts.forget(number)
+            self.adapter.forget(number)
             self._note_change()
         if body.learns and not self.ended:
-            self._answer(body, gradients)
-
-    async def _with_room(self, number: int, work: Pass, body: TuneInput, came: Callable[[], Values]) -> Sent:
-        """Do the work of a microbatch. If activations find no room, owners that hold more give way.
-
-        Raises Full, ProtocolError if there can never be room.
-        """
-        while True:
-            try:
-                return await work(body, came)
-            except Full:
-                self._parts.check_pass(*body.values[0].shape[:2])
-                if not self._host.make_room(self):
-                    raise
-                self._parts.forget(number)
-
-    def _hear_links(self) -> None:
-        """Note the bandwidths of the links to the hops beside this one."""
-        if self.opened.adapts and not self._is_last:
-            self._codecs.hear(FORWARD, self._host.bandwidth_bps(self._next_peer))
-        if self.opened.adapts and self.opened.index:
-            self._codecs.hear(BACKWARD, self._host.bandwidth_bps(self._sender))
-
-    def _answer(self, body: TuneInput, gradients: Sent) -> None:
-        """Send the gradients of a microbatch to its sender. The owner gets a report instead if token ids came, which have none."""
-        present, (infos, buffers) = gradients
-        channel = self._before if self.opened.index else self._channel
-        if not self.opened.index and not self.hop.start and gradients is not DROPPED:
-            self._channel.send(TuneCounted(body.step, body.number), at_once=True)
-        elif channel is not None:
-            channel.send(TuneGradient(body.step, body.number, present, infos), payload=buffers, at_once=True)
+            # The owner gets a report instead of gradients if token ids came, which have none.
+            present, (infos, buffers) = gradients or ((), ((), []))
+            before = self._before if self.opened.index else self.channel
+            if not self.opened.index and not self.hop.start and gradients is not None:
+                self.channel.send(TuneCounted(body.step, number), at_once=True)
+            elif before is not None:
+                before.send(TuneGradient(body.step, number, present, infos), payload=buffers, at_once=True)
 
     @property
-    def _sender(self) -> str:
+    def sender(self) -> str:
         """Peer that microbatches come from: the previous hop, or the owner."""
         return self.opened.route[self.opened.index - 1].peer if self.opened.index else self.owner
 
-    async def _finish(self, body: TuneInput, came: Callable[[], Values]) -> Sent:
-        """Compute the loss from the labels, and go back from it if the microbatch learns. The owner gets the loss."""
-        began_s = self._clock()
-        labels, payload = await self._labels_of((body.step, body.number))
-        given = partial(read_from, self.owner, labels.values, payload, "cpu", bounded=False)
+    async def _owner_gives(self, work: Awaitable[T]) -> T:
+        return await within(work, self.host.forgotten_s, "the owner keeps a microbatch waiting")
 
-        with blaming(self._sender):
-            end = await self._parts.finish(
-                body.number, came, given, self._encoded_gradients, labels.share, learns=body.learns
-            )
-        self._host.note_pass(BACKWARD, self._clock() - began_s, self)
-        if not self.ended:
-            report = TuneLoss(body.step, body.number, end.loss, end.labels)
-            self._channel.send(report, at_once=True)
-        return end.sent
+    async def send_on(self, body: TuneInput, encoded: Encoded) -> tuple[TuneGradient, Buffer] | None:
+        """Send outputs of the microbatch `body` to the next hop, from the last hop to the owner.
 
-    async def _there_and_back(self, body: TuneInput, came: Callable[[], Values]) -> Sent:
-        """Compute the outputs and send them on; if the microbatch learns, return the gradients of its inputs."""
-        began_s = self._clock()
-        with blaming(self._sender):
-            encoded = await self._parts.forward(body.number, came, self._encoded, learns=body.learns)
-        self._host.note_pass(FORWARD, self._clock() - began_s, self)
-        leaving = await self._send_on(body, encoded)
-        if not body.learns:
-            return DROPPED
-        answer = await self._gradients_of(leaving)
-        return await self._turn(body.number, answer) if any(answer[0].present) else DROPPED
-
-    async def _gradients_of(self, leaving: _Leaving) -> tuple[TuneGradient, Buffer]:
-        """Wait for the gradients of values that left. Raises ProtocolError if the owner keeps the place for too long."""
-        if not self._is_last:
-            return await leaving.gradients
-        return await self._in_time(leaving.gradients)
-
-    async def _in_time(self, work: Awaitable[T]) -> T:
-        """Wait for what the owner has to send. Raises ProtocolError if it keeps a microbatch's place for too long."""
-        try:
-            return await asyncio.wait_for(work, self._host.forgotten_s)
-        except asyncio.TimeoutError:
-            raise ProtocolError("the owner keeps a microbatch waiting for too long", code=ErrorCode.BUSY) from None
-
-    async def _send_on(self, body: TuneInput, encoded: Encoded) -> _Leaving:
-        """Send the outputs to the next hop, from the last hop to the owner."""
-        channel = self._channel if self._is_last else await self._to_next()
+        Returns the gradients that come back; None if the microbatch does not learn, or is dropped. Raises ProtocolError if the
+        owner keeps the place for too long.
+        """
+        if not self.is_last and self._next is None:
+            self._next = self._tasks.spawn(self._call_next(), "call the next hop", awaited=True)
+        channel = self.channel if self._next is None else await asyncio.shield(self._next)
         leaving = _Leaving(encoded[0], asyncio.get_running_loop().create_future())
         if body.learns:
             self._leaving[body.step, body.number] = leaving
         channel.send(TuneInput(body.step, body.number, encoded[0], body.learns), payload=encoded[1], at_once=True)
-        return leaving
+        if not body.learns:
+            return None
+        answer = await (self._owner_gives(leaving.gradients) if self.is_last else leaving.gradients)
+        return answer if any(answer[0].present) else None
 
-    async def _to_next(self) -> Channel:
-        if self._next is None:
-            self._next = self._tasks.spawn(self._call_next(), "call the next hop", awaited=True)
-        return await asyncio.shield(self._next)
+    def encode(self, values: Values, direction: str) -> Encoded:
+        """Return values encoded for the neighbour in a direction, on a device's thread. Raises ProtocolError if they overflow."""
+        return self._codecs.encode(values, direction)
+
+    def note_pass(self, phase: str, began_s: float) -> None:
+        """Meter a pass that began at `began_s`, with its waiting."""
+        self.host.note_pass(phase, self._clock() - began_s, self)
 
     async def _call_next(self) -> Channel:
-        try:
-            channel = await self._host.switchboard.call(self._next_peer, self._hear_next, self._fail)
-        except NetworkDown as error:
-            raise PeerLost(str(error), peer=self._next_peer) from error
+        channel = await call_hop(self.host.switchboard, self.next_peer, self._hear_next, self._fail)
         if self.ended:
             channel.close()
             raise PeerLost("the adapter has ended")
         channel.send(JoinAdapter(self.opened.adapter, self.opened.epoch, self.owner))
         return channel
-
-    async def _turn(self, number: int, answer: tuple[TuneGradient, Buffer]) -> Sent:
-        """Compute the gradients of the inputs from those of the outputs, which the next hop sent."""
-        (body, payload), began_s = answer, self._clock()
-
-        def came() -> Gradients:
-            flowing = iter(read_from(self._next_peer, body.values, payload, self._parts.device))
-            return tuple(next(flowing) if present else None for present in body.present)
-
-        with blaming(self._next_peer):
-            gradients = await self._parts.backward(number, came, self._encoded_gradients)
-        self._host.note_pass(BACKWARD, self._clock() - began_s, self)
-        return gradients
-
-    # on the thread of a device
-
-    def _encoded(self, values: Values) -> Encoded:
-        return self._codecs.encode(values, FORWARD)
-
-    def _encoded_gradients(self, gradients: Gradients) -> Sent:
-        """Encode the gradients for the sender of a microbatch."""
-        present = tuple(one is not None for one in gradients)
-        return present, self._codecs.encode(tuple(one for one in gradients if one is not None), BACKWARD)
 
     # -- steps
 
@@ -626,63 +540,59 @@ class HeldAdapter:
         """Answer with the square of the step's gradient, once all its microbatches are counted."""
         self._check_step(body.step)
         await self._until(lambda: self._counted.bit_count() >= body.microbatches and not self.is_computing)
-        square = await self._parts.square()
+        square = await self.adapter.square()
         mask = packed_mask(self._counted)
-        self._channel.send(Gathered(body.step, square, mask), at_once=True)
+        self.channel.send(Gathered(body.step, square, mask), at_once=True)
 
     async def _update(self, body: Update) -> None:
         self._check_step(body.step)
         if self.is_computing:
             raise ProtocolError(f"step {body.step} is not complete here")
-        await self._parts.step(body.step, body.learning_rate, body.scale)
+        await self.adapter.step(body.step, body.learning_rate, body.scale)
         self._codecs.end_step()
         self._begin(body.step + 1)
-        self._channel.send(Updated(self._step), at_once=True)
+        self.channel.send(Updated(self._step), at_once=True)
 
     async def _give(self, body: GetAdapter) -> None:
         """Send the tensors of each layer in pieces."""
-        if body.step != self._step:
-            raise ProtocolError(f"this hop is at step {self._step}, not {body.step}")
-        units = self._parts.units
+        self._check_step(body.step)
+        units = self.adapter.units
         for unit in units:
-            raw = await (self._parts.gradients if body.gradients else self._parts.state)(unit)
+            raw = await (self.adapter.gradients if body.gradients else self.adapter.state)(unit)
             self._memory.count(len(raw))
-            self._host.note_payloads()
+            self.host.note_payloads()
             for message, piece in pieces_of(body.step, unit, raw, ends=unit == units[-1]):
-                await self._channel.drain()
-                self._channel.send(message, payload=[piece])
+                await self.channel.drain()
+                self.channel.send(message, payload=[piece])
         self._memory.release()
 
     def _load(self, body: AdapterPiece, payload: Buffer) -> None:
         """Take a piece of a state or of gradients, whose layers come in order. Each layer is loaded once its last piece is here."""
         came = len(self._loading) + len(payload)
-        is_over = came == body.size and body.unit == self._parts.units[-1]
+        is_over = came == body.size and body.unit == self.adapter.units[-1]
         is_due = body.unit == self._due and body.offset == len(self._loading) and body.last == is_over
         if self._due == self.hop.start and not self._loading:
             self._loads_gradients = body.gradients
         is_same = body.gradients == self._loads_gradients and (not body.gradients or body.step == self._step)
         if self._present or not is_due or not is_same:
             self._fail(ProtocolError("a piece of a state that does not belong here"))
-        elif came > body.size or self._loaded_bytes + body.size > self._parts.most_state_bytes:
+        elif came > body.size or self._loaded_bytes + body.size > self.adapter.most_state_bytes:
             self._fail(ProtocolError("a state larger than the adapter", code=ErrorCode.TOO_LARGE))
         else:
-            self._take(body, payload)
-
-    def _take(self, body: AdapterPiece, payload: Buffer) -> None:
-        self._memory.count(self._loaded_bytes + body.size)
-        self._host.note_payloads()
-        self._loading += payload
-        if len(self._loading) == body.size:
-            raw, self._loading = bytes(self._loading), bytearray()
-            self._loaded_bytes += len(raw)
-            self._due = self.hop.start if body.last else body.unit + 1
-            self._spawn(self._loaded(body, raw))
+            self._memory.count(self._loaded_bytes + body.size)
+            self.host.note_payloads()
+            self._loading += payload
+            if len(self._loading) == body.size:
+                raw, self._loading = bytes(self._loading), bytearray()
+                self._loaded_bytes += len(raw)
+                self._due = self.hop.start if body.last else body.unit + 1
+                self._spawn(self._loaded(body, raw))
 
     async def _loaded(self, body: AdapterPiece, raw: bytes) -> None:
-        await self._parts.load(body.unit, raw, gradients=body.gradients)
+        await self.adapter.load(body.unit, raw, gradients=body.gradients)
         if body.last:
             if not body.gradients:
                 self._begin(body.step)
             self._loaded_bytes = 0
             self._memory.release()
-            self._channel.send(Updated(self._step), at_once=True)
+            self.channel.send(Updated(self._step), at_once=True)

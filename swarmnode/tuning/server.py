@@ -1,4 +1,7 @@
-"""Tuning server: keeps adapters of other peers on this node's layers, within quotas and the memory ledger."""
+"""Tuning server: keeps adapters of other peers on this node's layers, within quotas and the memory ledger.
+
+Tuning stage: a serving stage whose layers also tune adapters of other peers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from swarmnode.codec.body import Body
@@ -17,8 +21,9 @@ from swarmnode.compute.training.adapters.layers import check_targets, linear_lay
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, ProtocolError, UsageError
-from swarmnode.ledger import Account, Full
+from swarmnode.ledger import Account, Full, MemoryLedger
 from swarmnode.links.switchboard import Channel
+from swarmnode.measuring.hardware import Workplace
 from swarmnode.measuring.meters import TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Reading, Readings
@@ -28,8 +33,13 @@ from swarmnode.net.interfaces import PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span
+from swarmnode.serving.serving_stage import ServingStage
 from swarmnode.serving.session.session_memory import BUSY_WEIGHT, Held, Shares
-from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice, check_parts, decode_recipe
+from swarmnode.serving.span_part import KeptSpan
+from swarmnode.serving.stage import Stage
+from swarmnode.swarm.records.announcement import Section, TuningOffer
+from swarmnode.swarm.records.manifest import PRIVATE, SERVING_CODECS, Manifest
+from swarmnode.tuning.adapter_parts import AdapterParts, TuningDevice, TuningPace, check_parts, decode_recipe
 from swarmnode.tuning.held_adapter import HeldAdapter, HopCodecs
 
 ADAPTERS, ADAPTERS_OF_PEER = 16, 4
@@ -201,7 +211,21 @@ class TuningServer:
             self._tasks.spawn(self._open_or_refuse(channel, body), "open an adapter")
         else:
             with self._refusing(channel):
-                self._joining(channel, body).join(channel)
+                # The adapter that a previous hop feeds. Raises ProtocolError if no adapter of the owner expects the sender,
+                # or if the sender names no owner and several do.
+                if not isinstance(body, JoinAdapter):
+                    raise ProtocolError("a conversation that does not begin with an adapter")
+                expecting = [
+                    adapter
+                    for (owner, number), adapter in self._adapters.items()
+                    if number == body.adapter
+                    and body.owner in ("", owner)
+                    and adapter.expects(channel.peer, body.epoch)
+                ]
+                if len(expecting) != 1:
+                    raise ProtocolError(f"{len(expecting)} adapters here expect this peer", code=ErrorCode.NO_SESSION)
+                joining = expecting[0]
+                joining.join(channel)
 
     @contextlib.contextmanager
     def _refusing(self, channel: Channel) -> Iterator[None]:
@@ -314,22 +338,6 @@ class TuningServer:
             raise ProtocolError(str(error), code=ErrorCode.INVALID_REQUEST) from error
         return check_parts(self._devices, Span(hop.start, hop.end), recipe)
 
-    def _joining(self, channel: Channel, body: Body) -> HeldAdapter:
-        """Return the adapter that a previous hop feeds.
-
-        Raises ProtocolError if no adapter of the owner expects the sender, or if the sender names no owner and several do.
-        """
-        if not isinstance(body, JoinAdapter):
-            raise ProtocolError("a conversation that does not begin with an adapter")
-        expecting = [
-            adapter
-            for (owner, number), adapter in self._adapters.items()
-            if number == body.adapter and body.owner in ("", owner) and adapter.expects(channel.peer, body.epoch)
-        ]
-        if len(expecting) != 1:
-            raise ProtocolError(f"{len(expecting)} adapters here expect this peer", code=ErrorCode.NO_SESSION)
-        return expecting[0]
-
     def _watch(self) -> None:
         """End adapters whose owners were silent for `forgotten_s`, while there are any."""
         if self._watching is None and self._adapters:
@@ -340,3 +348,90 @@ class TuningServer:
         for adapter in [adapter for adapter in self._adapters.values() if adapter.moved_s <= since_s]:
             adapter.end(Error(ErrorCode.BUSY, self._config.retry_s))
         self._watch()
+
+
+PRIVATE_SHARE = 0.3  # where members know one another
+
+
+def tune_share(asked: float | None, manifest: Manifest | None) -> float:
+    """Return the share of a device's time for tuning: `asked` by the node's owner, else `PRIVATE_SHARE` in a private swarm."""
+    if asked is not None:
+        return asked
+    return PRIVATE_SHARE if manifest is not None and manifest.membership == PRIVATE else 0.0
+
+
+@dataclass(eq=False)
+class TuningStage(Stage):
+    """Serving stage with a tuning server beside it. Made by `beside`, ended by `close`."""
+
+    serving: ServingStage
+    tuning: TuningServer
+    share: float
+
+    def __repr__(self) -> str:
+        return f"<TuningStage {self.tuning!r} beside {self.serving!r}>"
+
+    @classmethod
+    async def beside(cls, place: Workplace, serving: ServingStage, share: float) -> TuningStage:
+        """Open the layers of `serving` to adapters of other peers, which take `share` of the time while sessions run."""
+        manifest = place.host.swarm.manifest
+
+        def serves() -> bool:
+            return serving.server.load > 0
+
+        devices = [
+            TuningDevice(
+                part.span, place.executors[part.device], TuningPace(place.executors[part.device], share, serves)
+            )
+            for part in serving.replicas[0]
+        ]
+        allowed = frozenset(SERVING_CODECS if manifest is None else manifest.codecs)
+        server = TuningServer(place.host, devices, place.hardware.config.server, allowed)
+        serving.server.share_memory(server.give_way)
+        await server.start()
+        return cls(serving, server, share)
+
+    @property
+    def bound(self) -> bool:
+        """Whether these layers hold data that no other node has."""
+        return self.serving.bound
+
+    async def settled(self) -> None:
+        """Wait until leaving would not lose work that is under way."""
+        await self.serving.settled()
+
+    def rest_s(self) -> float:
+        """Return the seconds until the stage is of no more use."""
+        return self.serving.rest_s()
+
+    def sections(self) -> tuple[Section, ...]:
+        """Return the serving stage's sections of the announcement, and the share for tuning."""
+        percent = 0 if self.tuning.draining else max(1, round(100 * self.share))
+        return (*self.serving.sections(), TuningOffer(tune_percent=percent))
+
+    def readings(self) -> Readings:
+        """Yield the metrics of sessions and of adapters."""
+        yield from self.serving.readings()
+        yield from self.tuning.readings()
+
+    async def finish(self) -> None:
+        """Take no new work, and wait until all sessions have ended and all adapters have moved."""
+        await asyncio.gather(self.serving.finish(), self.tuning.finish())
+
+    def take_on(self) -> None:
+        """Accept new work again."""
+        self.serving.take_on()
+        self.tuning.take_on()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new work, and let the present one move to other peers."""
+        await asyncio.gather(self.serving.drain(timeout_s), self.tuning.drain(timeout_s))
+
+    async def close(self, *, keep_span: bool = False) -> None:
+        """End all work, and free all memory. The weights stay if `keep_span` is true."""
+        await self.tuning.close()
+        await self.serving.close(keep_span=keep_span)
+
+    def keep(self, host: MemoryLedger) -> KeptSpan | None:
+        """Move the weights of a closed stage into host memory; None if they cannot be kept."""
+        return self.serving.keep(host)

@@ -21,7 +21,7 @@ from swarmnode.compute.training.lm import load_segment
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.worker.memory import TrainingMemory, segment_bytes
-from swarmnode.training.worker.part_loading import estimates
+from swarmnode.training.worker.training_parts import estimates
 from tests.card.conftest import LAYERS
 from tests.card.simulated import SimulatedCards
 

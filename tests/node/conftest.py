@@ -58,7 +58,7 @@ def estimated_once() -> Iterator[None]:
         return known[asked]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swarmnode.training.worker.part_loading.estimate_span", estimate)
+        patch.setattr("swarmnode.training.worker.training_parts.estimate_span", estimate)
         yield
 
 

@@ -43,7 +43,7 @@ from swarmnode.platform import Platform
 from swarmnode.swarm.records.manifest import SERVE
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.swarmfile import Swarm, load_swarm, save_swarm
-from swarmnode.training.worker import part_loading
+from swarmnode.training.worker import training_parts
 from tests.compute.inline_executor import InlineExecutor
 
 LATENCY_S = 0.001
@@ -264,8 +264,8 @@ class VirtualSwarm:
         patch.setattr(secrets, "token_bytes", chance.randbytes)
         patch.setattr(secrets, "randbelow", chance.randrange)
         patch.setattr(stopwatch, "MOST_PASSES", 1)  # by its own clock a device takes a tick for each
-        patch.setattr(part_loading, "measure_rates", lambda *_, **__: REFERENCE)  # every device is as fast
-        patch.setattr(part_loading, "dummy_run_s", _no_dummy_run)
+        patch.setattr(training_parts, "measure_rates", lambda *_, **__: REFERENCE)  # every device is as fast
+        patch.setattr(training_parts, "dummy_run_s", _no_dummy_run)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -21,10 +21,10 @@ from swarmnode.net.memory.network import FakeWorld
 from swarmnode.plan.audits import AuditBudget
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.run import encode_run
-from swarmnode.training.coordinator.seal import seal_lease
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
+from swarmnode.training.worker.admission import seal_lease
 from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from tests.compute.inline_executor import InlineExecutor
 from tests.compute.training.toy import ToySegment, toy_values

@@ -13,12 +13,12 @@ from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.training_messages import Forward, StepReport
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.label_queue import ReceivedLabels
 from swarmnode.errors import NotFinite, UsageError
 from swarmnode.ledger import Account
 from swarmnode.net.interfaces import Buffer
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.spot_checks.step_records import KeptMicrobatch
+from swarmnode.training.worker.admission import ReceivedLabels
 from tests.compute.training.toy import CLASSES, FEATURES
 from tests.net.virtual import in_virtual_time_with
 from tests.peer.training_swarm import (

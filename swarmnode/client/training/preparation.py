@@ -16,8 +16,14 @@ from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import causal_class
-from swarmnode.compute.training.datasets.batches import ArrayBatches, Batches, SampleBatches, WithHeldOut
-from swarmnode.compute.training.datasets.corpus import passed_over, token_batches
+from swarmnode.compute.training.datasets.batches import (
+    ArrayBatches,
+    Batches,
+    SampleBatches,
+    WithHeldOut,
+    passed_over,
+    token_batches,
+)
 from swarmnode.compute.training.lm import can_pack
 from swarmnode.compute.training.losses import check_routers
 from swarmnode.compute.training.segment import check_objective

@@ -33,9 +33,9 @@ from swarmnode.swarm.records.run import RECIPE, Run
 from swarmnode.swarm.storage.small_files import check_free
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.tuning.client.averaging import Partners
-from swarmnode.tuning.client.local_route import HERE
-from swarmnode.tuning.client.output import write_adapter
+from swarmnode.tuning.client.route_opener import HERE
 from swarmnode.tuning.client.shared_tuner import SharedTuner
+from swarmnode.tuning.client.state_shapes import write_adapter
 from swarmnode.tuning.client.tuner import AdapterRoute, AdapterTuner, RouteOpener, SavedTuning
 
 

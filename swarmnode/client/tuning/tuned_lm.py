@@ -26,8 +26,8 @@ from swarmnode.compute.training.lm import can_pack
 from swarmnode.compute.training.segment import Values
 from swarmnode.data.rows import NO_LABEL
 from swarmnode.errors import UsageError
-from swarmnode.tuning.client.output import filed
 from swarmnode.tuning.client.remote_layers import PendingPass
+from swarmnode.tuning.client.state_shapes import filed
 from swarmnode.tuning.client.tuned_route import TunedMicrobatch
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]

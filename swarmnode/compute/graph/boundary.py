@@ -31,8 +31,7 @@ from swarmnode.compute.graph.graph import (
     torch_constant,
 )
 from swarmnode.compute.graph.label_count import label_means, obstructed_means
-from swarmnode.compute.training.datasets.batches import ArrayBatches, LabelShares
-from swarmnode.compute.training.datasets.corpus import Encode, token_batches
+from swarmnode.compute.training.datasets.batches import ArrayBatches, Encode, LabelShares, token_batches
 from swarmnode.data.rows import load_arrays
 from swarmnode.data.samples import ARRAYS_SUFFIX
 from swarmnode.errors import CheckpointError, ProtocolError, UsageError

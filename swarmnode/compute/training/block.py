@@ -15,8 +15,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from swarmnode.compute.training import update_rules
 from swarmnode.compute.training.optimizer import Optimizer, clip_factor
-from swarmnode.compute.training.optimizers import eva
 from swarmnode.errors import CheckpointError, NotFinite, UsageError
 from swarmnode.swarm.records.run import Averaging, Run
 
@@ -92,9 +92,9 @@ class Block:
         self.buffers = dict(sorted(buffers.items()))
         self.statistics = {name: buffer for name, buffer in self.buffers.items() if buffer.dtype != torch.bool}
         watches = run.optimizer == "eva" and number >= 0
-        self.watched = [name for name, one in self.parameters.items() if watches and eva.is_watched(name, one)]
+        self.watched = [name for name, one in self.parameters.items() if watches and update_rules.is_watched(name, one)]
         self.shapes = [tensor.shape for tensor in (*self.parameters.values(), *self.statistics.values())]
-        self.shapes += [shape for name in self.watched for shape in eva.shapes_of(self.parameters[name])]
+        self.shapes += [shape for name in self.watched for shape in update_rules.shapes_of(self.parameters[name])]
         self.optimizer = Optimizer({} if follows else self.parameters, run)
         averaged = self.parameters if run.known_recipe.ema else {}
         self.ema = {name: one.detach().clone() for name, one in averaged.items() if one.requires_grad}
@@ -105,7 +105,7 @@ class Block:
         views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
         for parameter, view in zip(self.parameters.values(), views, strict=False):
             parameter.grad = view  # autograd adds to it in place
-        summed = (*self.statistics, *(key for name in self.watched for key in eva.keys_of(name)))
+        summed = (*self.statistics, *(key for name in self.watched for key in update_rules.keys_of(name)))
         self._changes = dict(zip(summed, views[len(self.parameters) :], strict=True))
         apart = run.averaging.every > 1 and not follows
         self.outer = (
@@ -169,14 +169,14 @@ class Block:
             return self.optimizer.kl_square(step, *self._parts(sums_N))
         return float(norm * norm)
 
-    def _parts(self, sums_N: Tensor) -> tuple[dict[str, Tensor], dict[str, eva.LayerMeans]]:
+    def _parts(self, sums_N: Tensor) -> tuple[dict[str, Tensor], dict[str, update_rules.LayerMeans]]:
         """Return views of the gradients in `sums_N` by parameter, and the step's means of the watched layers by weight."""
         parts = torch.split(sums_N, self._sizes)
         views = [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
         gradients = dict(zip(self.parameters, views, strict=False))
         means = iter(views[len(self.parameters) + len(self.statistics) :])
         return gradients, {
-            name: eva.LayerMeans(next(means) / self.run.microbatches, next(means)) for name in self.watched
+            name: update_rules.LayerMeans(next(means) / self.run.microbatches, next(means)) for name in self.watched
         }
 
     @torch.no_grad()

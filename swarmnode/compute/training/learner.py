@@ -207,7 +207,13 @@ class Learner:
         by_unit = self.recompute or saved.in_float16
         cuts = range(saved.start, saved.end + 1) if by_unit else self._cuts(saved.index, saved.start, saved.end)
         for start, end in pairwise(cuts):
-            values = self._fly_piece(saved, start, end, values)
+            inputs = leaves(values, start)
+            keep = not self.recompute or end == self.segment.units
+            with torch.set_grad_enabled(keep):
+                outputs, changes = self._passes.compute(saved, start, end, inputs)
+            saved.pieces.append(SavedPiece(start, end, inputs, outputs if keep else None))
+            saved.changes.update(changes)
+            values = tuple(output.detach() for output in outputs)
         return values
 
     @torch.no_grad()
@@ -223,43 +229,27 @@ class Learner:
         inside = range(start + 1, end)
         return [start, *(unit for unit in inside if self._has(unit - 1, index) != self._has(unit, index)), end]
 
-    def _fly_piece(self, saved: SavedActivations, start: int, end: int, values: Values) -> Values:
-        """Run the forward pass through layers [start, end), save what `backward` needs, and return the outputs without their
-        graph."""
-        inputs = leaves(values, start)
-        keep = not self.recompute or end == self.segment.units
-        with torch.set_grad_enabled(keep):
-            outputs, changes = self._passes.compute(saved, start, end, inputs)
-        saved.pieces.append(SavedPiece(start, end, inputs, outputs if keep else None))
-        saved.changes.update(changes)
-        return tuple(output.detach() for output in outputs)
-
     def _fly_back(self, saved: SavedActivations, grads: Gradients) -> Gradients:
         """Take the gradients back through the pieces in reverse order. Each piece is forgotten when it is done."""
         while saved.pieces:
             piece = saved.pieces.pop()
             if saved.in_float16 or self._has(piece.start, saved.index):
-                grads = self._flow_back(saved, piece, grads)
+                # A piece's input gradients, without accumulating in the graph. Parameters of a piece that was counted before
+                # get nothing; the others' gradients are added after a check.
+                inputs = [value for value in piece.inputs if value.requires_grad]
+                counted = self._has(piece.start, saved.index)
+                blocks = {} if counted else self.parameters(piece.start, piece.end)
+                parameters = [parameter for block in blocks.values() for parameter in block]
+                found = self._passes.gradients(saved, piece, grads, [*inputs, *parameters])
+                for parameter, gradient in zip(parameters, found[len(inputs) :], strict=True):
+                    if gradient is not None and parameter.grad is not None:
+                        parameter.grad += gradient
+                flowing = iter(found)
+                grads = tuple(next(flowing) if value.requires_grad else None for value in piece.inputs)
             else:
                 grads = self._passes.accumulate(saved, piece, grads)
             del piece
         return grads
-
-    def _flow_back(self, saved: SavedActivations, piece: SavedPiece, grads: Gradients) -> Gradients:
-        """Return a piece's input gradients, without accumulating in the graph.
-
-        Parameters of a piece that was counted before get nothing; the others' gradients are added after a check.
-        """
-        inputs = [value for value in piece.inputs if value.requires_grad]
-        counted = self._has(piece.start, saved.index)
-        blocks = {} if counted else self.parameters(piece.start, piece.end)
-        parameters = [parameter for block in blocks.values() for parameter in block]
-        found = self._passes.gradients(saved, piece, grads, [*inputs, *parameters])
-        for parameter, gradient in zip(parameters, found[len(inputs) :], strict=True):
-            if gradient is not None and parameter.grad is not None:
-                parameter.grad += gradient
-        flowing = iter(found)
-        return tuple(next(flowing) if value.requires_grad else None for value in piece.inputs)
 
     @torch.no_grad()
     def _blame(self, saved: SavedActivations, values: Values) -> None:

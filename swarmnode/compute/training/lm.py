@@ -155,7 +155,11 @@ class SpanSegment(Segment):
     ) -> Values:
         """Run layers [start, end), as `Segment.forward` describes. The loss is the mean over the tokens that have a label and a
         token before them, times its share; 0 if there are none."""
-        self._check(values, start)
+        # Raise ProtocolError if the values are not those of the boundary.
+        sums = values[-1:] if self._routers is not None and start else ()
+        if self._routers is not None and sums:
+            self._routers.check(*sums)
+        check_values(self.span, values[: len(values) - len(sums)], start)
         if end == self.units:
             check_labels(self.span, labels, values[0].shape[:2])
         self._seed = seed
@@ -212,13 +216,6 @@ class SpanSegment(Segment):
     def _begin(self, unit: int) -> None:
         reseed(self._seed, unit, self.device)
         self._dropout.begin(self._seed, unit)
-
-    def _check(self, values: Values, start: int) -> None:
-        """Raise ProtocolError if the values are not those of the boundary."""
-        sums = values[-1:] if self._routers is not None and start else ()
-        if self._routers is not None and sums:
-            self._routers.check(*sums)
-        check_values(self.span, values[: len(values) - len(sums)], start)
 
 
 def documents(positions_BT: Tensor) -> tuple[Tensor, Tensor]:

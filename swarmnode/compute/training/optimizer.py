@@ -16,11 +16,9 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from swarmnode.compress.blockwise import rows_of
-from swarmnode.compute.training.optimizers import eva
-from swarmnode.compute.training.optimizers.lion import lion
-from swarmnode.compute.training.optimizers.muon import is_matrix, muon
-from swarmnode.compute.training.optimizers.muon import working_bytes as muon_bytes
-from swarmnode.compute.training.optimizers.schedule_free import schedule_free
+from swarmnode.compute.training import update_rules
+from swarmnode.compute.training.update_rules import is_matrix, lion, muon, schedule_free
+from swarmnode.compute.training.update_rules import working_bytes as muon_bytes
 from swarmnode.swarm.records.run import Run, Treatment
 
 CLIP_EPSILON = 1e-6  # that of torch.nn.utils.clip_grad_norm_
@@ -184,12 +182,15 @@ class Optimizer:
         for name, rule in self._rules.items():
             self._groups.setdefault((rule, treatments[name]), []).append(name)
             for slot in slots_of(rule, run):
-                self.slots.setdefault(slot, {})[name] = self._zeros(name)
+                dtype = torch.uint8 if self._rules[name] == "adamw8bit" else torch.float32
+                self.slots.setdefault(slot, {})[name] = torch.zeros_like(
+                    self.parameters[name], dtype=dtype, requires_grad=False
+                )
                 if rule == "adamw8bit":
                     self.slots.setdefault(f"{slot}_absmax", {})[name] = zero_magnitudes(self.parameters[name])
 
             if rule == "eva":
-                for slot, shape in zip(EVA_MEANS, eva.shapes_of(self.parameters[name]), strict=True):
+                for slot, shape in zip(EVA_MEANS, update_rules.shapes_of(self.parameters[name]), strict=True):
                     self.slots.setdefault(slot, {})[name] = torch.zeros(shape, device=self.parameters[name].device)
 
     def __repr__(self) -> str:
@@ -202,10 +203,10 @@ class Optimizer:
         return max((working_bytes(rule, name, self.parameters[name]) for name, rule in self._rules.items()), default=0)
 
     @torch.no_grad()
-    def precondition(self, step: int, norm: float, newest: Mapping[str, eva.LayerMeans]) -> None:
+    def precondition(self, step: int, norm: float, newest: Mapping[str, update_rules.LayerMeans]) -> None:
         """Replace the gradients of Eva's layers by its updates; `newest` holds the step's means, and `norm` bounds its KL
         divergence."""
-        clipped = eva.clip_factor(self.run.clip, self.run.learning_rate_at(step), norm)
+        clipped = update_rules.clip_factor(self.run.clip, self.run.learning_rate_at(step), norm)
         for name, means in self._means_after(step, newest).items():
             for slot, mean in zip(EVA_MEANS, means, strict=True):
                 self.slots[slot][name].copy_(mean)
@@ -213,16 +214,18 @@ class Optimizer:
             assert gradient is not None
             bias = self._trained_bias(name)
             bias_O = None if bias is None else self.parameters[bias].grad
-            eva.precondition(gradient, bias_O, means, damping=self.run.epsilon, clipped=clipped)
+            update_rules.precondition(gradient, bias_O, means, damping=self.run.epsilon, clipped=clipped)
 
     @torch.no_grad()
-    def kl_square(self, step: int, gradients: Mapping[str, Tensor], newest: Mapping[str, eva.LayerMeans]) -> float:
+    def kl_square(
+        self, step: int, gradients: Mapping[str, Tensor], newest: Mapping[str, update_rules.LayerMeans]
+    ) -> float:
         """Return the sum of update * gradient over Eva's layers. Nothing changes."""
         total = 0.0
         for name, means in self._means_after(step, newest).items():
             bias = self._trained_bias(name)
             bias_O = None if bias is None else gradients[bias]
-            total += eva.curvature(gradients[name], bias_O, means, self.run.epsilon)[1]
+            total += update_rules.curvature(gradients[name], bias_O, means, self.run.epsilon)[1]
         return total
 
     def _trained_bias(self, name: str) -> str | None:
@@ -230,12 +233,14 @@ class Optimizer:
         bias = bias_of(name)
         return bias if bias in self.parameters else None
 
-    def _means_after(self, step: int, newest: Mapping[str, eva.LayerMeans]) -> dict[str, eva.LayerMeans]:
+    def _means_after(
+        self, step: int, newest: Mapping[str, update_rules.LayerMeans]
+    ) -> dict[str, update_rules.LayerMeans]:
         """Return the running means after a step, of the layers that passes went through."""
         return {
-            name: eva.LayerMeans(
+            name: update_rules.LayerMeans(
                 *(
-                    eva.moved(self.slots[slot][name], mean, self.run.betas[1], step)
+                    update_rules.moved(self.slots[slot][name], mean, self.run.betas[1], step)
                     for slot, mean in zip(EVA_MEANS, means, strict=True)
                 )
             )
@@ -326,17 +331,13 @@ class Optimizer:
                 epsilon=run.epsilon,
             )
 
-    def _zeros(self, name: str) -> Tensor:
-        dtype = torch.uint8 if self._rules[name] == "adamw8bit" else torch.float32
-        return torch.zeros_like(self.parameters[name], dtype=dtype, requires_grad=False)
-
 
 def rule_of(run: Run, name: str, parameter: Tensor) -> str:
     """Return the optimiser that updates a parameter: AdamW those that `run.optimizer` leaves out."""
     leaves_out = (run.optimizer == "adamw8bit" and not is_quantized(parameter)) or (
         run.optimizer == "muon" and not is_matrix(name, parameter)
     )
-    if run.optimizer == "eva" and not eva.is_watched(name, parameter):
+    if run.optimizer == "eva" and not update_rules.is_watched(name, parameter):
         return "sgd"
     return "adamw" if leaves_out else run.optimizer
 
@@ -370,7 +371,9 @@ def memory_bytes(run: Run, parameters: Mapping[str, Tensor]) -> float:
             element_bytes = MOMENT_BYTES if rule == "adamw8bit" else FLOAT_BYTES
             total += len(slots_of(rule, run)) * parameter.numel() * element_bytes
             total += parameter.nbytes if run.known_recipe.ema else 0
-            total += sum(shape.numel() for shape in eva.shapes_of(parameter)) * FLOAT_BYTES if rule == "eva" else 0
+            total += (
+                sum(shape.numel() for shape in update_rules.shapes_of(parameter)) * FLOAT_BYTES if rule == "eva" else 0
+            )
     return total
 
 

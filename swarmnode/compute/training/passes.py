@@ -13,7 +13,6 @@ from torch import Tensor
 
 from swarmnode.compute.device import computes_in_bfloat16
 from swarmnode.compute.training.block import Block, Changes
-from swarmnode.compute.training.optimizers.eva import LayerWatch
 from swarmnode.compute.training.randomness import drawing
 from swarmnode.compute.training.saved_activations import (
     Gradients,
@@ -25,6 +24,7 @@ from swarmnode.compute.training.saved_activations import (
     pairs,
 )
 from swarmnode.compute.training.segment import Segment, Values
+from swarmnode.compute.training.update_rules import LayerWatch
 
 FIRST_EXPONENT = 16  # that of torch.amp.GradScaler
 BACKOFF = 4  # lowers the exponent from one try of a pass to the next
@@ -89,7 +89,9 @@ class GradScaler:
         NaN or infinite. Without overflow it waits once for the device.
         """
         device = outputs[0].device
-        largest = _power_of_two_above(grads).to(device)
+        # A power of two above the largest magnitude, on the device of the gradients, without waiting for it.
+        magnitudes = [gradient.detach().float().abs().max() for gradient in grads if gradient is not None]
+        largest = torch.stack(magnitudes).max().clamp(min=LEAST).log2().ceil().exp2().to(device)
         for exponent in range(self.exponent, -1, -BACKOFF):
             scale = 2.0**exponent / largest
             scaled = [None if gradient is None else gradient.to(device, torch.float32) * scale for gradient in grads]
@@ -115,12 +117,6 @@ class GradScaler:
             self.exponent = max(0, self.exponent - 1)
         elif self._passes == GROWTH_PASSES:
             self.exponent, self._passes = min(FIRST_EXPONENT, self.exponent + 1), 0
-
-
-def _power_of_two_above(grads: Gradients) -> Tensor:
-    """Return a power of two above the largest magnitude among `grads`, on their device, without waiting for it."""
-    magnitudes = [gradient.detach().float().abs().max() for gradient in grads if gradient is not None]
-    return torch.stack(magnitudes).max().clamp(min=LEAST).log2().ceil().exp2()
 
 
 class Passes:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from swarmnode.codec.tensors import LARGEST_VALUE, TensorInfo
-from swarmnode.compress.codecs import Buffer, decode_values
+from swarmnode.codec.tensors import LARGEST_VALUE
 from swarmnode.compute.training.block import Changes
 from swarmnode.compute.training.segment import Shares, Values
-from swarmnode.errors import ErrorCode, NotFinite, ProtocolError, blaming
+from swarmnode.errors import NotFinite, ProtocolError
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -101,20 +100,6 @@ def is_within(values: Sequence[Tensor | None], largest: float) -> bool:
     floats = [value.detach() for value in values if value is not None and value.is_floating_point() and value.numel()]
     ends = [end.float() for value in floats for end in torch.aminmax(value)]
     return not ends or bool((torch.stack(ends).abs() <= largest).all())
-
-
-def read_from(
-    sender: str, infos: Sequence[TensorInfo], payload: Buffer, device: torch.device | str, *, bounded: bool = True
-) -> Values:
-    """Return the values that the peer `sender` sent: floats on `device`, integers on the host.
-
-    Raises ProtocolError, which names the peer, if they are malformed, or, if `bounded`, a float is NaN or above LARGEST_VALUE.
-    """
-    with blaming(sender):
-        values = decode_values(infos, payload, device)
-        if bounded and not is_within(values, LARGEST_VALUE):
-            raise ProtocolError("values that are NaN, infinite or would overflow", code=ErrorCode.NOT_FINITE)
-    return values
 
 
 def has_nan(values: Values) -> bool:

@@ -18,7 +18,7 @@ import asyncio
 import random
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from heapq import heappop, heappush
@@ -376,6 +376,16 @@ class Blame:
     def pardon_s(self) -> float | None:
         """Seconds until the next of the avoided peers may be used again; None if no peer is avoided."""
         return min((self._backoff.pause_s(peer) for peer in self.avoided), default=None)
+
+    async def wait(self, changed: Awaitable[None], left_s: float) -> None:
+        """Wait for `changed`, at most until the next of the avoided peers may be used again, or for `left_s` seconds."""
+        waiting, pardon_s = asyncio.ensure_future(changed), self.pardon_s
+        try:
+            await asyncio.wait(
+                [waiting], timeout=max(0.01, left_s if pardon_s is None else min(left_s, pardon_s + 0.01))
+            )
+        finally:
+            waiting.cancel()
 
 
 def suspects_of(route: Sequence[HopSpec], index: int, code: ErrorCode, claimant: int | None) -> frozenset[PeerId]:

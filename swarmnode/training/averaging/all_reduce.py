@@ -27,12 +27,12 @@ from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.averaging.gradient_compressor import (
     Exchange,
     GradientCompressor,
+    Round,
     Rounds,
     make_gradient_compressor,
 )
 from swarmnode.compute.training.averaging.parts import FlatVector, Forms
 from swarmnode.compute.training.averaging.robust_aggregation import LEAST_MEMBERS, History, OutlierDetector, suspect
-from swarmnode.compute.training.averaging.round import Round
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.recomputation import ContributionSketch
 from swarmnode.errors import ErrorCode, ProtocolError
@@ -40,8 +40,7 @@ from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.training.averaging import codecs_by_line, is_bearable
 from swarmnode.swarm.records.run import Averaging, Run
-from swarmnode.training.averaging.attempt import Attempt
-from swarmnode.training.averaging.circle import Circle
+from swarmnode.training.averaging.attempt import Attempt, Circle
 from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, attempt_of
 
 Blocks = tuple[int, ...]
@@ -197,21 +196,16 @@ class AllReducer:
             agreed.squares.append(await self._call(lambda: learner.squared_norm(blocks, total_N)))
         else:
             if group.how == How.AVERAGE:
-                await self._average(learner, blocks, attempt, circle, agreed)
+                # Average the members' pseudo-gradients (changes of parameters since the last averaging) into `agreed`.
+                # Without a circle, this node's own one is taken.
+                pseudo_gradient_N = await self._call(lambda: learner.pseudo_gradients(blocks))
+                if circle is not None:
+                    await self._call(lambda: pseudo_gradient_N.mul_(circle.weights.get(self.peer, 0.0)))
+                    pseudo_gradients = FlatVector([pseudo_gradient_N])
+                    await self._sum(pseudo_gradients, pseudo_gradients, blocks, How.AVERAGE, attempt, circle, agreed)
+                agreed.pseudo_gradients[blocks] = pseudo_gradient_N
             agreed.apart.update(blocks)
             agreed.squares.append(0.0 if listening else await self._call(lambda: learner.apart_squared_norm(blocks)))
-
-    async def _average(
-        self, learner: DeviceLearners, blocks: Blocks, attempt: Attempt, circle: Circle | None, agreed: Agreed
-    ) -> None:
-        """Average the members' pseudo-gradients (changes of parameters since the last averaging) into `agreed`. Without a circle,
-        this node's own one is taken."""
-        pseudo_gradient_N = await self._call(lambda: learner.pseudo_gradients(blocks))
-        if circle is not None:
-            await self._call(lambda: pseudo_gradient_N.mul_(circle.weights.get(self.peer, 0.0)))
-            pseudo_gradients = FlatVector([pseudo_gradient_N])
-            await self._sum(pseudo_gradients, pseudo_gradients, blocks, How.AVERAGE, attempt, circle, agreed)
-        agreed.pseudo_gradients[blocks] = pseudo_gradient_N
 
     async def _sum(
         self,
@@ -225,7 +219,16 @@ class AllReducer:
     ) -> None:
         """Average one group of blocks: run the compressor's rounds, and sum the values of each round with the members in
         `circle`."""
-        gradient_compressor = self._gradient_compressor(blocks, how)
+        assert self._learner is not None
+        # Its compressor keeps the values that it left out in earlier steps.
+        if (blocks, how) not in self._gradient_compressors:
+            averaging = self._learner.run.averaging
+            # The gradients of the ends are added in the shared block, and neither estimates the other.
+            if SHARED in blocks and how == How.SUM:
+                codec = Codec.FP16 if averaging.codec == Codec.TOPK else averaging.codec
+                averaging = msgspec.structs.replace(averaging, codec=codec, rank=0, by_line=False, alternating=False)
+            self._gradient_compressors[blocks, how] = make_gradient_compressor(averaging, self._learner.shapes(blocks))
+        gradient_compressor = self._gradient_compressors[blocks, how]
         clipping = None
         if circle.robust:
             clipping = self._detector.clipping(circle.group, tuple(circle.weights), circle.members)
@@ -237,19 +240,6 @@ class AllReducer:
             await attempt.sum(circle, number, round_)
             number += 1
         agreed.gradient_compressors.append(gradient_compressor)
-
-    def _gradient_compressor(self, blocks: Blocks, how: int) -> GradientCompressor:
-        """Return the compressor for these blocks, which keeps the values left out in earlier steps; it is made at the first call.
-
-        `how` is a value of How: the way in which the replicas end the step.
-        """
-        assert self._learner is not None
-        if (blocks, how) not in self._gradient_compressors:
-            averaging = self._learner.run.averaging
-            if SHARED in blocks and how == How.SUM:
-                averaging = _without_means(averaging)
-            self._gradient_compressors[blocks, how] = make_gradient_compressor(averaging, self._learner.shapes(blocks))
-        return self._gradient_compressors[blocks, how]
 
     def _circle(self, group: Group, learner: DeviceLearners, watched: ContributionSketch | None) -> Circle:
         """Return the circle of a group. Contributors weigh as much as their share of the microbatches. Raises ProtocolError if the
@@ -304,9 +294,3 @@ def _are_alike(group: Group, run: Run) -> bool:
 
 def _new_detector() -> OutlierDetector:
     return OutlierDetector(secrets.token_bytes(SEED_BYTES))
-
-
-def _without_means(averaging: Averaging) -> Averaging:
-    """Return the settings for the shared block: the gradients of its ends are added, and neither estimates the other."""
-    codec = Codec.FP16 if averaging.codec == Codec.TOPK else averaging.codec
-    return msgspec.structs.replace(averaging, codec=codec, rank=0, by_line=False, alternating=False)

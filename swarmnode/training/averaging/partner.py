@@ -113,7 +113,13 @@ class Progress:
                 raise PeerLost(f"peer {self.peer} stands still: {what} for {stood_s:.1f} s", peer=self.peer)
             self.waiting_since_s = began_s
             try:
-                await self._change(limit_s)
+                # Wait until the peer acts or fails, or until `until_s`.
+                future = asyncio.get_running_loop().create_future()
+                self._waiters.append(future)
+                try:
+                    await asyncio.wait([future], timeout=max(0.0, limit_s - self._clock()))
+                finally:
+                    self._waiters.remove(future)
             finally:
                 self.waiting_since_s = None
             if self._clock() - limit_s > self._patience().still_s / 2:
@@ -123,15 +129,6 @@ class Progress:
         patience = self._patience()
         still_s = max(began_s, self._excused_at_s) + patience.still_s
         return min(still_s, max(began_s, self._acted_at_s) + patience.excused_s)
-
-    async def _change(self, until_s: float) -> None:
-        """Wait until the peer acts or fails, or until `until_s`."""
-        future = asyncio.get_running_loop().create_future()
-        self._waiters.append(future)
-        try:
-            await asyncio.wait([future], timeout=max(0.0, until_s - self._clock()))
-        finally:
-            self._waiters.remove(future)
 
     def _wake(self) -> None:
         for future in self._waiters:
@@ -150,10 +147,7 @@ class Partner:
         self._attempt = attempt
         self._incoming: Channel | None = None  # our pulls
         self._granted = {False: 0, True: 0}  # chunks that it may still send, by `agreed`
-        self._chunks: dict[bool, deque[PartChunk]] = {
-            False: deque(),
-            True: deque(),
-        }  # by `agreed`, in order of arrival
+        self._chunks: dict[bool, deque[PartChunk]] = {False: deque(), True: deque()}  # by `agreed`, in order of arrival
         self._outgoing: Channel | None = None  # its pulls
         self._asked_for = {False: 0, True: 0}  # chunks that we may still send
         self._sending = asyncio.Lock()

@@ -42,9 +42,13 @@ from swarmnode.training.coordinator.averaging_groups import AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections, TrainerLine
 from swarmnode.training.coordinator.step_loop import Office, StepLoop
 from swarmnode.training.coordinator.timeouts import OUT, SAVE_S
-from swarmnode.training.coordinator.waits import longest_waits
-from swarmnode.training.coordinator.worker_group import WorkerGroup, WorkerHandle, WorkerState
-from swarmnode.training.worker.following import MAX_TERM_JUMP
+from swarmnode.training.coordinator.worker_group import (
+    MAX_TERM_JUMP,
+    WorkerGroup,
+    WorkerHandle,
+    WorkerState,
+    longest_waits,
+)
 
 ANSWERS_S = 3.0
 ANEW_AFTER_S = 60.0  # before a first run that nothing is left of begins anew: a holder may only be away
@@ -158,22 +162,21 @@ class Coordinator:
         """Apply deadlines, look for events that only time brings about, and send everyone a progress report each second."""
         for tick in itertools.count():
             await asyncio.sleep(TICK_S)
-            self._dismiss_late()
+            # Dismiss the stages that are late with an answer. A stage whose replica fetches a state gets more time: it may be
+            # writing the state.
+            fetching = [member.span for member in self._worker_group if member.state is WorkerState.LISTENING]
+            for member in self._worker_group:
+                writes = any(member.span.overlaps(span) for span in fetching)
+                late = member.overdue(at_least_s=SAVE_S if writes else 0.0)
+                if late is not None:
+                    waited_s = self._clock() - late.began_s
+                    self._worker_group.dismiss(
+                        member.peer, f"it has not answered {late.kind.name} within {waited_s:.1f} s"
+                    )
             self._dispatcher.expire()
             self._advance()
             if tick % TELL_EVERY == 0:
                 self._tell_progress()
-
-    def _dismiss_late(self) -> None:
-        """Dismiss the stages that are late with an answer. A stage whose replica fetches a state gets more time: it may be
-        writing the state."""
-        fetching = [member.span for member in self._worker_group if member.state is WorkerState.LISTENING]
-        for member in self._worker_group:
-            writes = any(member.span.overlaps(span) for span in fetching)
-            late = member.overdue(at_least_s=SAVE_S if writes else 0.0)
-            if late is not None:
-                waited_s = self._clock() - late.began_s
-                self._worker_group.dismiss(member.peer, f"it has not answered {late.kind.name} within {waited_s:.1f} s")
 
     def _tell_progress(self) -> None:
         calling = self._machine.phase is Phase.RENDEZVOUS
@@ -209,7 +212,13 @@ class Coordinator:
 
     def _hear_status(self, member: WorkerHandle, status: Status) -> None:
         if status.term > self.term:
-            self._hear_higher_term(member, status.term)
+            # Handle a stage's report that it follows a higher term: resign, unless the stage is alone with it. A stage that
+            # repeats this, or whose term is too far ahead for stages to follow, is dismissed.
+            believable = status.term - self.term <= MAX_TERM_JUMP // 2
+            if believable and self._strikes.strike(member.peer) < OUT:
+                self._resigned(status.term)
+            else:
+                self._worker_group.dismiss(member.peer, "it follows a term that no other stage has heard of")
             return
         command = member.answered(status.answers or FrameKind.COMMIT)
         if status.answers == FrameKind.RELEASE:
@@ -225,15 +234,6 @@ class Coordinator:
             record = self._dispatcher.ledger.released(lease, member.peer)
             if record is not None and self._going is not None:
                 self._going.released(record)
-
-    def _hear_higher_term(self, member: WorkerHandle, term: int) -> None:
-        """Handle a stage's report that it follows a higher term: resign, unless the stage is alone with it. A stage that repeats
-        this, or whose term is too far ahead for stages to follow, is dismissed."""
-        believable = term - self.term <= MAX_TERM_JUMP // 2
-        if believable and self._strikes.strike(member.peer) < OUT:
-            self._resigned(term)
-        else:
-            self._worker_group.dismiss(member.peer, "it follows a term that no other stage has heard of")
 
     def _lose(self, peer: PeerId, reason: str) -> None:
         """Continue without a lost stage: forget the microbatches that it had counted."""
@@ -333,36 +333,45 @@ class Coordinator:
 
     def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
-            self._do(action)
-
-    def _do(self, action: Action) -> None:
-        if action is Action.CALL_ROLL:
-            self._call_roll()
-        elif action is Action.GATHER:
-            self._gather()
-        elif action is Action.BEGIN:
-            self._begin()
-        elif self._step_loop is not None:
-            steps = {
-                Action.LEASE: self._step_loop.lease,
-                Action.REDUCE: self._step_loop.reduce,
-                Action.COMMIT: self._step_loop.commit,
-                Action.STOP: self._step_loop.stop,
-            }
-            steps[action]()
+            if action is Action.CALL_ROLL:
+                # Start a rendezvous: take a new term and ask every stage for its holdings.
+                self._rendezvous = Rendezvous(self._office.units, self._clock)
+                self._set_term(self.term + (1 << TERM_BITS))
+                for member in self._worker_group:
+                    member.ask(self.term, self._dispatcher.key)
+            elif action is Action.GATHER:
+                # Send every stage to the step of the recovery plan. Trainers of other runs are refused, unless this run is at
+                # its end and theirs can begin.
+                assert self._found is not None
+                run, found = self._found
+                self._step_loop = self._steps(run, found.step)
+                self._step_loop.gather(found)
+                others = [trainer for trainer in self._trainer_connections if trainer.run != run]
+                if others and self._step_loop.has_come(Event.FINISHED):
+                    self._happen(Event.FINISHED)
+                    self._try_anew(others[0].run)
+                for trainer in others:
+                    if not self._accepts(trainer):
+                        self._trainer_connections.remove(trainer.channel)
+            elif action is Action.BEGIN:
+                assert self._next_run is not None
+                self._dispatcher.clear()
+                self._step_loop = self._steps(self._next_run, 0)
+                self._step_loop.begin()
+            elif self._step_loop is not None:
+                steps = {
+                    Action.LEASE: self._step_loop.lease,
+                    Action.REDUCE: self._step_loop.reduce,
+                    Action.COMMIT: self._step_loop.commit,
+                    Action.STOP: self._step_loop.stop,
+                }
+                steps[action]()
 
     def _set_term(self, term: int) -> None:
         """Set the term and a new key for seals. They void earlier leases, which trainers may still hold."""
         self.term = self._dispatcher.term = term
         self._dispatcher.key = secrets.token_bytes(KEY_BYTES)
         self._dispatcher.clear()
-
-    def _call_roll(self) -> None:
-        """Start a rendezvous: take a new term and ask every stage for its holdings."""
-        self._rendezvous = Rendezvous(self._office.units, self._clock)
-        self._set_term(self.term + (1 << TERM_BITS))
-        for member in self._worker_group:
-            member.ask(self.term, self._dispatcher.key)
 
     def _recovery_plan(self) -> tuple[Run, RecoveryPlan] | None:
         """Return the run in force and the plan that brings every stage to its next step; None if the rendezvous must go on.
@@ -377,21 +386,6 @@ class Coordinator:
         run = self._run or furthest_run(members) or next(offered, None)
         found = self._rendezvous.find(members, run) if run is not None and members else None
         return None if run is None or found is None else (run, found)
-
-    def _gather(self) -> None:
-        """Send every stage to the step of the recovery plan. Trainers of other runs are refused, unless this run is at its end and
-        theirs can begin."""
-        assert self._found is not None
-        run, found = self._found
-        self._step_loop = self._steps(run, found.step)
-        self._step_loop.gather(found)
-        others = [trainer for trainer in self._trainer_connections if trainer.run != run]
-        if others and self._step_loop.has_come(Event.FINISHED):
-            self._happen(Event.FINISHED)
-            self._try_anew(others[0].run)
-        for trainer in others:
-            if not self._accepts(trainer):
-                self._trainer_connections.remove(trainer.channel)
 
     def _steps(self, run: Run, step: int) -> StepLoop:
         return StepLoop(
@@ -410,12 +404,6 @@ class Coordinator:
         self._trainer_connections.begin_anew()
         self._next_run = run
         self._happen(Event.SAME_RUN if run == self._run else Event.OTHER_RUN)
-
-    def _begin(self) -> None:
-        assert self._next_run is not None
-        self._dispatcher.clear()
-        self._step_loop = self._steps(self._next_run, 0)
-        self._step_loop.begin()
 
 
 FROM_TRAINERS: Mapping[type[Body], Callable[[Dispatcher, TrainerLine, Any], None]] = {

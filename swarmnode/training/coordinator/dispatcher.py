@@ -35,9 +35,9 @@ from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, keep_busy, wire
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.coordinator.link_times import LinkTimes
-from swarmnode.training.coordinator.seal import seal_lease
 from swarmnode.training.coordinator.timeouts import OUT, AnswerTimes, FailedAttempts, Strikes
 from swarmnode.training.coordinator.worker_group import WorkerHandle, WorkerState
+from swarmnode.training.worker.admission import seal_lease
 
 HISTORY_STEPS = 1024
 
@@ -156,7 +156,14 @@ class Dispatcher:
         self._know_links(ledger.step, workers)
         free = ledger.free()
         for given, number in enumerate(free):
-            trainer = self._free_trainer()
+            # The trainer with the most room for another microbatch, or None if all are full or in a pause. If a trainer has
+            # fed something, all trainers that have not share a single microbatch, and a pause after a failure: a stranger
+            # could invent any number of them.
+            load = {line: len(self.ledger.held_by(line.peer)) / line.want for line in self.trainer_connections}
+            able = [line for line in load if load[line] < 1 and not self.strikes.rests(line.peer)]
+            if any(line.peer in self._proven for line in load) and not self._tries_newcomers():
+                able = [line for line in able if line.peer in self._proven]
+            trainer = min(able, key=lambda line: load[line], default=None)
             if trainer is None:
                 return
             counters, left = ledger.counters(number), len(free) - given
@@ -196,18 +203,6 @@ class Dispatcher:
             between = self.link_times.between(peers, self._positions)
             self._transfers.know(peers, *between, self.link_times.homes(peers))
             keep_busy(self.units, workers, self._transfers)
-
-    def _free_trainer(self) -> TrainerLine | None:
-        """Return the trainer with the most room for another microbatch, or None if all are full or in a pause.
-
-        If a trainer has fed something, all trainers that have not share a single microbatch, and a pause after a failure: a
-        stranger could invent any number of them.
-        """
-        load = {line: len(self.ledger.held_by(line.peer)) / line.want for line in self.trainer_connections}
-        able = [line for line in load if load[line] < 1 and not self.strikes.rests(line.peer)]
-        if any(line.peer in self._proven for line in load) and not self._tries_newcomers():
-            able = [line for line in able if line.peer in self._proven]
-        return min(able, key=lambda line: load[line], default=None)
 
     def hopeless_unit(self) -> int | None:
         """Return the first layer whose usable stages have all failed ATTEMPTS times at a microbatch, since their last success,
@@ -265,16 +260,13 @@ class Dispatcher:
         self.failed_attempts.forget(record.number, {peer for peer, _ in record.route})
         self._book(record, -1)
         self._times.note(FrameKind.LEASE, self.clock() - record.given_at_s)
-        self._prove(trainer.peer)
-        for peer in (trainer.peer, *(peer for peer, _ in record.route)):
-            self.strikes.forgive(peer)
-
-    def _prove(self, trainer: PeerId) -> None:
-        if trainer not in self._proven:
+        if trainer.peer not in self._proven:
             self.strikes.forgive(NEWCOMERS)
-            self._proven[trainer] = None
+            self._proven[trainer.peer] = None
             if len(self._proven) > MAX_PROVEN:
                 del self._proven[next(iter(self._proven))]
+        for peer in (trainer.peer, *(peer for peer, _ in record.route)):
+            self.strikes.forgive(peer)
 
     def failed(self, trainer: TrainerLine, failed: Failed) -> None:
         """Take back a microbatch that the trainer gave up, so that it is computed again on another route.

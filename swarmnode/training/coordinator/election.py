@@ -149,31 +149,25 @@ class CoordinatorElection:
     async def _happen(self, event: Event) -> None:
         for action in self._machine.on(event):
             if action is Action.SETTLE:
-                await self._settle()
+                # Wait a moment before taking over: an elder peer, or the word of another coordinator, may be on its way.
+                await asyncio.sleep(SETTLE_S)
+                await self.directory.refresh()
+                if self._machine.phase is Phase.CANDIDATE:
+                    await self._happen(Event.SETTLED if self._is_our_turn() else Event.NOT_OUR_TURN)
             elif action is Action.CALL_ROLL:
-                self._take_over()
+                term = term_after(self.stage.following.term, self.directory.network.peer_id)
+                self._coordinator = Coordinator(term, self._office, self._machine, self._heard_term)
+                log.info("your node leads the training from now on")
+                able = len(list(filter(self._may_lead, ready_peers(self.directory))))
+                vacant_s = self.clock() - self._vacant_since_s
+                facts = (
+                    f"no machine has led for {vacant_s:.0f} s",
+                    f"it is this node's turn among {able} machines that may lead",
+                )
+                self._office.decisions.note(Topic.TRAINING, "leads the training", facts)
+                self._coordinator.start()
             elif action is Action.RESIGN:
                 self._resign()
-
-    async def _settle(self) -> None:
-        """Wait a moment before taking over: an elder peer, or the word of another coordinator, may be on its way."""
-        await asyncio.sleep(SETTLE_S)
-        await self.directory.refresh()
-        if self._machine.phase is Phase.CANDIDATE:
-            await self._happen(Event.SETTLED if self._is_our_turn() else Event.NOT_OUR_TURN)
-
-    def _take_over(self) -> None:
-        term = term_after(self.stage.following.term, self.directory.network.peer_id)
-        self._coordinator = Coordinator(term, self._office, self._machine, self._heard_term)
-        log.info("your node leads the training from now on")
-        able = len(list(filter(self._may_lead, ready_peers(self.directory))))
-        vacant_s = self.clock() - self._vacant_since_s
-        facts = (
-            f"no machine has led for {vacant_s:.0f} s",
-            f"it is this node's turn among {able} machines that may lead",
-        )
-        self._office.decisions.note(Topic.TRAINING, "leads the training", facts)
-        self._coordinator.start()
 
     def _followed(self, peer: PeerId) -> None:
         """Handle that our stage follows a coordinator; if it is another peer's, ours resigns."""

@@ -6,7 +6,7 @@ Stages announce measured round trips, coordinates, the rates of their lines, and
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
@@ -51,7 +51,12 @@ class LinkTimes:
         view = self._view()
         delay_NN = one_way_delays(view, peers)
         sends = [announced[peer].sends if peer in announced else {} for peer in peers]
-        size_NN = self._sizes(sends, [peer_digest(peer) for peer in peers], positions)
+        receivers = [peer_digest(peer) for peer in peers]
+        values = TensorInfo(Codec.NONE, DType.FLOAT32, (positions, self.width))
+        size_bytes = {int(codec): float(encoded_bytes([values], codec)) for codec in LADDER}
+        plain_bytes = size_bytes[Codec.NONE]
+        # The codec that each sender announces for each receiver counts, else none.
+        size_NN = np.array([[size_bytes.get(said.get(there, 0), plain_bytes) for there in receivers] for said in sends])
         return delay_NN, transfer_s(size_NN, np.zeros_like(delay_NN), bandwidths(view, peers))
 
     def _view(self) -> View:
@@ -85,11 +90,3 @@ class LinkTimes:
         ends = max(self.parameters[0], self.parameters[-1])
         parameters = sum(ends if block == SHARED else self.parameters[block] for block in blocks)
         return averaged_bytes(int(parameters), max(1, self.width), how)
-
-    def _sizes(self, sends: Sequence[Mapping[bytes, int]], receivers: Sequence[bytes], positions: int) -> Floats:
-        """Return the bytes [N, N] of a microbatch's values with the codec that each sender announces for each receiver,
-        else uncompressed."""
-        values = TensorInfo(Codec.NONE, DType.FLOAT32, (positions, self.width))
-        size_bytes = {int(codec): float(encoded_bytes([values], codec)) for codec in LADDER}
-        plain_bytes = size_bytes[Codec.NONE]
-        return np.array([[size_bytes.get(said.get(there, 0), plain_bytes) for there in receivers] for said in sends])

@@ -39,8 +39,7 @@ from swarmnode.plan.training.coordination import Event, RecoveryPlan
 from swarmnode.plan.training.step_forecast import ExpectedStep
 from swarmnode.plan.training.step_ledger import OutstandingLease, StepLedger
 from swarmnode.swarm.records.run import Run, encode_run
-from swarmnode.training.coordinator.all_reduce_attempt import AllReduceAttempt
-from swarmnode.training.coordinator.averaging_groups import AveragingGroups
+from swarmnode.training.coordinator.averaging_groups import AllReduceAttempt, AveragingGroups
 from swarmnode.training.coordinator.dispatcher import Dispatcher, TrainerConnections
 from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.coordinator.timeouts import (
@@ -183,16 +182,6 @@ class StepLoop:
 
     # -- messages from stages
 
-    def _admit(self, member: WorkerHandle, status: Status) -> None:
-        """Put a stage that arrived during the run to use, or send it its first command, depending on its report."""
-        if self._is_here(status):
-            member.state = WorkerState.USABLE
-            self._take_counts(member, status)
-        elif status.condition == Condition.BLANK and self.step == 0 and self._as_founded:
-            member.command(Begin(self._raw_run))
-        else:
-            self._sync(member)
-
     def hear(self, member: WorkerHandle, body: Body) -> None:
         """Handle a message of a stage. The member has already taken in its status, except for answers to RELEASE."""
         if (hear := FROM_WORKERS.get(type(body))) is not None:
@@ -204,7 +193,14 @@ class StepLoop:
                 member.hear(status)
                 self._take_counts(member, status, adds=True)
         elif member.state is WorkerState.ASKED:
-            self._admit(member, status)
+            # Put a stage that arrived during the run to use, or send it its first command, depending on its report.
+            if self._is_here(status):
+                member.state = WorkerState.USABLE
+                self._take_counts(member, status)
+            elif status.condition == Condition.BLANK and self.step == 0 and self._as_founded:
+                member.command(Begin(self._raw_run))
+            else:
+                self._sync(member)
         elif member.state is WorkerState.DISCARDING and status.answers != FrameKind.DISCARD:
             return  # sent before it got the DISCARD
         elif self._is_here(status):
@@ -361,7 +357,11 @@ class StepLoop:
             self.worker_group.members[peer].command(Discard(self.run.id))
         if self._begins:
             self._began_at_s = self.office.clock()
-        self._expect_of_those_here()
+        # Forecast the current step, again if the stages have changed, unless an eighth of its microbatches is already
+        # counted.
+        is_known = self._stages_here() == self._expects_of and (self.expected_s > 0 or not self._begins)
+        if not is_known and self.counted * SOON < self.run.microbatches:
+            self._expect(self._forecast_s())
         self.dispatcher.dispatch()
         self._begins = self._begins and not ledger.leases
         hearing = self.worker_group.hearing(self.step)
@@ -393,7 +393,12 @@ class StepLoop:
             return
         convicted = self._convicted(all_reduce)
         if convicted is not None:
-            self._leave_out(convicted)
+            # Ban a peer and dismiss it: others compute its microbatches again, and its contribution is not committed.
+            reason = "other stages find that what it sends or contributes is not what it computes"
+            log.warning("stage %s is left out: %s", convicted, reason)
+            self.office.strikes.ban(convicted)
+            self.worker_group.dismiss(convicted, reason)
+            self.trainer_connections.tell(ProgressReport(self.step, run=self.run.id, left_out=(convicted,)))
         if not all_reduce.failed:
             return
         self.averaging_groups.clusters.give_up()
@@ -407,14 +412,6 @@ class StepLoop:
         """Return a contributor that sends or contributes false values, by its replicas' majority or by this node's own
         observation; None if there is none."""
         return all_reduce.convicted or min(self.office.found_false & all_reduce.contributors, default=None)
-
-    def _leave_out(self, peer: PeerId) -> None:
-        """Ban a peer and dismiss it: others compute its microbatches again, and its contribution is not committed."""
-        reason = "other stages find that what it sends or contributes is not what it computes"
-        log.warning("stage %s is left out: %s", peer, reason)
-        self.office.strikes.ban(peer)
-        self.worker_group.dismiss(peer, reason)
-        self.trainer_connections.tell(ProgressReport(self.step, run=self.run.id, left_out=(peer,)))
 
     def reduce(self) -> None:
         """Start the all-reduce of the replicas of each layer; listeners take part without a contribution."""
@@ -459,14 +456,18 @@ class StepLoop:
         for member in usable:
             self._ledger.report(member.peer, member.span, {})
         forecast_s = self._forecast_s()
-        self._learn_from(step_s, forecast_s)
+        # Correct the forecasts by the duration of the last step; `forecast_s` is that step's duration by today's
+        # measurements.
+        expected_s = self.expected_s
+        self._expected.end(step_s, forecast_s)
+        if expected_s:
+            off = abs(step_s / expected_s - 1)
+            facts = (
+                f"the last one took {step_s:.3g} s, {off:.0%} off the {expected_s:.3g} s expected",
+                f"forecasts are multiplied by {self._expected.correction:.2f}, as the last steps have shown",
+            )
+            self.office.decisions.note(Topic.TRAINING, "forecasts steps from measurements of stages and links", facts)
         self._expect(forecast_s)
-
-    def _expect_of_those_here(self) -> None:
-        """Forecast the current step, again if the stages have changed, unless an eighth of its microbatches is already counted."""
-        is_known = self._stages_here() == self._expects_of and (self.expected_s > 0 or not self._begins)
-        if not is_known and self.counted * SOON < self.run.microbatches:
-            self._expect(self._forecast_s())
 
     def _expect(self, forecast_s: float) -> None:
         self._expects_of = self._stages_here()
@@ -481,18 +482,6 @@ class StepLoop:
         passing_s = self.dispatcher.passing_s(self.step, self.run.microbatches)
         averaging_s = self.averaging_groups.expected_s(self.run, self.step, self.worker_group.usable())
         return passing_s + averaging_s if passing_s else 0.0
-
-    def _learn_from(self, step_s: float, forecast_s: float) -> None:
-        """Correct the forecasts by the duration of the last step; `forecast_s` is that step's duration by today's measurements."""
-        expected_s = self.expected_s
-        self._expected.end(step_s, forecast_s)
-        if expected_s:
-            off = abs(step_s / expected_s - 1)
-            facts = (
-                f"the last one took {step_s:.3g} s, {off:.0%} off the {expected_s:.3g} s expected",
-                f"forecasts are multiplied by {self._expected.correction:.2f}, as the last steps have shown",
-            )
-            self.office.decisions.note(Topic.TRAINING, "forecasts steps from measurements of stages and links", facts)
 
     def _tell_step(
         self,

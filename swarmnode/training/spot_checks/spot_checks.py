@@ -24,7 +24,6 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.codec.training_messages import Forward, How, Reduce
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
-from swarmnode.compute.training.label_queue import ReceivedLabels
 from swarmnode.compute.training.recomputation import ContributionSketch, step_seed
 from swarmnode.errors import NotFinite, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, MemoryLedger
@@ -38,6 +37,7 @@ from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.statement import open_commitment
 from swarmnode.training.spot_checks.examination import Examination, FalseWork, differ, judge_contribution, shapes_of
 from swarmnode.training.spot_checks.step_records import Committer, KeptMicrobatch, StepRecords, check_server
+from swarmnode.training.worker.admission import ReceivedLabels
 
 log = logging.getLogger(__name__)
 

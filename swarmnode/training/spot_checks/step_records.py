@@ -38,7 +38,6 @@ from swarmnode.codec.tensors import TensorInfo
 from swarmnode.codec.training_messages import Backward, Forward
 from swarmnode.compress.codecs import Encoded, decode_values, payload_of
 from swarmnode.compute.serving.sketch import sketch_bytes, sketches
-from swarmnode.compute.training.label_queue import ReceivedLabels
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.recomputation import BlockSketches, gradient_sketch, step_seed
 from swarmnode.errors import ErrorCode
@@ -49,6 +48,7 @@ from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.signed import Sign, Verify
 from swarmnode.swarm.records.statement import Commitment, sign_commitment
+from swarmnode.training.worker.admission import ReceivedLabels
 
 Question = GetCommitment | GetMicrobatch | GetSketches | Accusation
 RECORDS_BYTES = MAX_BODY_BYTES // 2  # in one answer

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from swarmnode.codec.training_messages import Forward
-from swarmnode.compute.training.label_queue import LabelQueue
 from swarmnode.links.switchboard import Channel
+from swarmnode.training.worker.admission import LabelQueue
 from swarmnode.training.worker.memory import MAX_IN_FLIGHT
 from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, place_of
 from swarmnode.training.worker.training_parts import TrainingParts

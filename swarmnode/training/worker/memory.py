@@ -2,30 +2,146 @@
 
 A microbatch is admitted if there is room for the activations that it keeps until its gradients come; else its sender
 receives BUSY. One microbatch is always admitted, or training would stand still: its room is kept from the start of the run.
+
+Pass estimator and layer time: the seconds of a microbatch on one device, estimated before the first one, and timed afterwards.
+
+The work of the passes at measured rates tells which layers are alike, and their time relative to each other. A dummy run tells the
+real time: rates do not include the effect of caches, allocators and calls on a whole pass.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 
 from swarmnode.codec.frames import LARGE_BYTES
 from swarmnode.compute.graph.costs.estimate import UnitEstimate
+from swarmnode.compute.graph.costs.rates import MEASURING_BYTES, Rates
+from swarmnode.compute.stopwatch import TRAINING_WORK, Throttle
 from swarmnode.compute.training.averaging.gradient_compressor import feeds_back
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.optimizer import memory_bytes
 from swarmnode.compute.training.passes import autocast_dtype
 from swarmnode.compute.training.segment import Segment
-from swarmnode.errors import CheckpointError
+from swarmnode.errors import CheckpointError, NotFinite, ProtocolError
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.worker.pass_estimator import Estimates
 
 log = logging.getLogger(__name__)
+
+NEWEST = 0.1  # weight of the newest measurement, once there are enough
+LONG_S = 2.0  # estimated seconds: longer microbatches are not tried as a whole, which takes two passes
+
+Estimates = Callable[[Run], Sequence[UnitEstimate]]
+"""Function that estimates a microbatch of a run in each unit of the model. Raises CheckpointError if the work cannot be
+estimated."""
+
+MeasureRates = Callable[[torch.device, "torch.dtype | None"], Rates]
+"""Function (device, dtype of autocast) that measures rates."""
+
+DummyRun = Callable[[Learner, int, int], float]
+"""Function that returns the seconds for a microbatch through units [start, end). Raises CheckpointError, ProtocolError or
+NotFinite if no inputs can be made up."""
+
+
+class UnitTime:
+    """Seconds of a microbatch in one layer, forward and backward. Until passes have been timed it is the estimate, corrected by the
+    error of the last run's. Then it is a weighted mean of the timed passes; newer ones count more."""
+
+    def __init__(self) -> None:
+        self._estimated_s = 0.0
+        self._corrected = 1.0  # correction of the current estimate
+        self._one_way_s = 0.0
+        self._passes = 0
+
+    @property
+    def unit_s(self) -> float:
+        """The timed seconds, else the expected ones; 0 before either is known."""
+        return self.timed_s or self.expected_s
+
+    @property
+    def timed_s(self) -> float:
+        """Timed seconds of a forward and a backward pass; 0 before two passes have been timed."""
+        return 2 * self._one_way_s if self._passes > 1 else 0.0
+
+    @property
+    def expected_s(self) -> float:
+        """Seconds expected when the run began; 0 if nothing could be estimated."""
+        return self._estimated_s * self._corrected
+
+    @property
+    def correction(self) -> float:
+        """Ratio of the timed to the estimated time; the last known one, or 1, before passes have been timed."""
+        return self.timed_s / self._estimated_s if self.timed_s and self._estimated_s else self._corrected
+
+    def begin(self, estimated_s: float) -> None:
+        """Begin a run whose microbatches are estimated to take `estimated_s` for a layer. Earlier timings are of other
+        microbatches and dropped."""
+        self._corrected = self.correction
+        self._estimated_s, self._one_way_s, self._passes = estimated_s, 0.0, 0
+
+    def note(self, units: int, pass_s: float) -> None:
+        """Record a pass through `units` layers, forward or backward, that took `pass_s`. There are as many of each."""
+        self._passes += 1
+        self._one_way_s += (pass_s / units - self._one_way_s) * max(NEWEST, 1 / self._passes)
+
+
+@dataclass(eq=False)
+class PassEstimator:
+    """Estimator for one device as `throttle` lends it. Used on the device's thread: rates are measured on first use."""
+
+    device: torch.device
+    estimates: Estimates
+    measure: MeasureRates
+    dummy_run: DummyRun
+    ledger: MemoryLedger
+    _: KW_ONLY
+    throttle: Throttle = field(default_factory=Throttle)
+
+    def __post_init__(self) -> None:
+        self._rates: dict[torch.dtype | None, Rates] = {}
+
+    def __repr__(self) -> str:
+        return f"<PassEstimator of {self.device}, {len(self._rates)} rates measured>"
+
+    def unit_s(self, learner: Learner) -> float:
+        """Return the seconds for one layer of the learner, forward and backward, in its run. The learner must not have counted
+        anything yet. Returns 0 if the work cannot be estimated or there is no memory to measure in."""
+        units = Span(learner.segment.start, learner.segment.end)
+        try:
+            # Estimate the seconds of each layer from its work.
+            estimates = self.estimates(learner.run)[slice(*units)]
+            dtype = autocast_dtype(self.device, wanted=learner.run.autocast)
+            if dtype not in self._rates:
+                with self.ledger.reserve(Account.ACTIVATIONS, MEASURING_BYTES):
+                    self._rates[dtype] = self.measure(self.device, dtype)
+            rates = self._rates[dtype]
+            estimates_s = [one.learning_s(rates) + learner.recompute * rates.seconds(one.forward) for one in estimates]
+        except (CheckpointError, Full) as error:
+            log.info("%s; its duration is known once it has been timed", error)
+            return 0.0
+        try:
+            passes_s = self._tried_s(learner, units, estimates_s)
+        except (CheckpointError, ProtocolError, NotFinite) as error:
+            log.info("no dummy run: %s", error)
+            passes_s = sum(estimates_s)
+        least_s = self.throttle.least_of_work_s(TRAINING_WORK * learner.run.positions)
+        return self.throttle.lent_s(passes_s / units.units, least_s)
+
+    def _tried_s(self, learner: Learner, units: Span, estimates_s: Sequence[float]) -> float:
+        """Return the seconds of all layers, timed. If they are estimated to take long, only one layer of each estimate is timed:
+        equal layers have equal estimates."""
+        if sum(estimates_s) <= LONG_S:
+            return self.dummy_run(learner, *units)
+        one_of = dict(zip(estimates_s, range(*units), strict=True))
+        tried_s = {estimate_s: self.dummy_run(learner, unit, unit + 1) for estimate_s, unit in one_of.items()}
+        return sum(tried_s[estimate_s] for estimate_s in estimates_s)
+
 
 IN_FLIGHT = 4  # microbatches at once in short pipelines
 MAX_IN_FLIGHT = 64  # however much room there is, those of the next step included
@@ -78,7 +194,7 @@ class TrainingMemory:
         kept without being counted, and the result is False.
         """
         try:
-            estimates = self._estimates(run)[slice(*self._units)]
+            estimates = self._estimates(run)[self._segment.start : self._segment.end]
         except CheckpointError as error:
             log.info("%s; your node keeps all activations", error)
             self._microbatch_bytes = 0
@@ -91,7 +207,10 @@ class TrainingMemory:
                 self._segment.parameters().values()
             )  # of the block with the most, before they are added to the sums
             pass_bytes += max(sum(tensor.nbytes for tensor in named.values()) for named in blocks)
-        learning_bytes = self._for_good[Account.WEIGHTS].size_bytes + _remembered_bytes(self._segment, run)
+        # The memory of the optimiser, and of the outer one if replicas update apart.
+        outer_bytes = 2 * segment_bytes(self._segment) if run.averaging.every > 1 else 0
+        remembered_bytes = outer_bytes + sum(memory_bytes(run, named) for named in self._segment.parameters().values())
+        learning_bytes = self._for_good[Account.WEIGHTS].size_bytes + remembered_bytes
         recompute = learning_bytes + IN_FLIGHT * kept_bytes > self._room_bytes()
         if recompute:
             size_mb, room_mb = IN_FLIGHT * kept_bytes / 1e6, (self._room_bytes() - learning_bytes) / 1e6
@@ -151,10 +270,6 @@ class TrainingMemory:
             reservation.release()
         self._microbatches.clear()
 
-    @property
-    def _units(self) -> Span:
-        return Span(self._segment.start, self._segment.end)
-
     def _room_bytes(self) -> float:
         """Return the bytes available beside the weights, including those that an earlier run still holds."""
         own = (Account.GRADIENTS, Account.OPTIMIZER, Account.AVERAGING, Account.ACTIVATIONS)
@@ -165,9 +280,3 @@ def segment_bytes(segment: Segment) -> int:
     """Return the bytes of the segment's parameters and buffers, each tensor counted once."""
     named = (*segment.parameters().values(), *segment.buffers().values())
     return sum({id(tensor): tensor.nbytes for tensors in named for tensor in tensors.values()}.values())
-
-
-def _remembered_bytes(segment: Segment, run: Run) -> float:
-    """Return the bytes of the optimiser's memory, and of the outer one's if replicas update apart."""
-    outer_bytes = 2 * segment_bytes(segment) if run.averaging.every > 1 else 0
-    return outer_bytes + sum(memory_bytes(run, named) for named in segment.parameters().values())

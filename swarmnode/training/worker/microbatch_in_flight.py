@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from torch import Tensor
@@ -22,9 +22,8 @@ from swarmnode.codec.messages import End, Error, Fault
 from swarmnode.codec.tensors import Codec, TensorInfo, gradients_fit
 from swarmnode.codec.training_messages import LARGEST_LOSS, Backward, Forward
 from swarmnode.compress.codecs import LARGEST_IN_FP16, Encoded
-from swarmnode.compute.executor import Urgency
+from swarmnode.compute.executor import ByPiece, drain
 from swarmnode.compute.stopwatch import BACKWARD_WORK, FORWARD_WORK
-from swarmnode.compute.training.label_queue import LabelQueue, ReceivedLabels
 from swarmnode.compute.training.saved_activations import (
     LARGEST_SENT,
     LARGEST_SUM,
@@ -32,7 +31,6 @@ from swarmnode.compute.training.saved_activations import (
     has_nan,
     is_finite,
     is_within,
-    read_from,
 )
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import ErrorCode, NotFinite, PeerError, PeerLost, ProtocolError, SwarmnodeError, refusal
@@ -40,13 +38,15 @@ from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.measuring.meters import BACKWARD, FORWARD, TRAIN, StageMeter
 from swarmnode.metrics import table
 from swarmnode.metrics.metric import Histogram, Reading, Readings
-from swarmnode.net.interfaces import PeerId
+from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.plan.view import Span
+from swarmnode.serving.passage import URGENCY, MicrobatchPassage, ending, read_from, read_gradients
 from swarmnode.training.coordinator.timeouts import CLEANUP
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import KeptMicrobatch
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
+from swarmnode.training.worker.admission import LabelQueue, ReceivedLabels
 from swarmnode.training.worker.stage_state import StageState
 from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
 
@@ -55,7 +55,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LONGEST_S = 3600.0  # upper bound of a lease's time
-URGENCY = {FORWARD: Urgency.FORWARD, BACKWARD: Urgency.BACKWARD}
 WORK = {FORWARD: FORWARD_WORK, BACKWARD: BACKWARD_WORK}
 
 
@@ -113,25 +112,27 @@ def patience_s(body: Forward) -> float:
     return min(LONGEST_S, CLEANUP * body.within_s) if body.within_s else LONGEST_S
 
 
-class MicrobatchInFlight:
-    """Microbatch at one hop. `run` handles it from start to end; `end` stops it early. `body` has its numbers and route."""
+class MicrobatchInFlight(MicrobatchPassage[tuple[TrainingPart, Span]]):
+    """Microbatch at one hop, whose parts come with the layers that it passes in each. `run` handles it from start to end; `end`
+    stops it early. `body` has its numbers and route."""
 
     def __init__(self, stage: MicrobatchStage, channel: Channel, body: Forward, payload: bytes | bytearray) -> None:
         self.body = body
         self._stage = stage
-        self._passed = stage.parts.passed(body, place_of(body))
+        self.parts = stage.parts.passed(body, place_of(body))
+        self.ends_here = body.hop + 1 == len(body.route)
         self._channel = channel
         self._payload: bytes | bytearray = payload
         self._labels: ReceivedLabels | None = None  # at the last hop
         self._expert_load = 0.0
-        self._returned: Encoded = ((), [])  # the gradients for the sender, only those that are `_present`
-        self._present: tuple[bool, ...] = ()
+        self._loss = 0.0
+        self._present: tuple[bool, ...] = ()  # which values have a gradient for the sender
         self._sent: tuple[TensorInfo, ...] = ()  # descriptors of the values for the next hop
         self._turned = False  # the backward pass has begun
         self._spoils_sums = False  # the sums of gradients hold too large numbers since
         self.kept: KeptMicrobatch | None = None  # for replicas that check this node
         self._next: Channel | None = None
-        self._answer: asyncio.Future[tuple[Backward, bytes | bytearray]] | None = None
+        self._answer: asyncio.Future[tuple[Backward, Buffer]] | None = None
         self.ended = False  # whether it is over
         self._timer = asyncio.get_running_loop().call_later(patience_s(body), self._give_up)
         channel.on_frame = self._hear_sender
@@ -142,11 +143,6 @@ class MicrobatchInFlight:
         return f"<MicrobatchInFlight {body.number} of step {body.step}, lease {body.lease}, hop {body.hop}>"
 
     @property
-    def parts(self) -> list[TrainingPart]:
-        """Devices' parts of this node's layers that the microbatch passes."""
-        return [part for part, _ in self._passed]
-
-    @property
     def held_bytes(self) -> int:
         """Bytes of the payload that is not computed yet."""
         return len(self._payload)
@@ -155,10 +151,20 @@ class MicrobatchInFlight:
         """Compute forward, wait for the gradients, compute backward, and answer the sender; any failure is reported to the
         sender."""
         try:
-            loss = await self._there_and_back()
+            if self.ends_here and not self.ended:
+                self._labels = await self._stage.labels.take(self.body.lease, self.body.within_s)
+            bench = self._stage.parts.bench
+            if self.parts[0][0].executor is not self.parts[-1][0].executor or self.parts[-1][0].executor is not bench:
+                await self._stage.state.updated()  # the update runs on the first device's thread
+            infos, payload = await self.cross()
             if not self.ended:
-                infos, payload = self._returned
-                self._finish(Backward(loss, self._present, infos, self.body.run, self._expert_load), payload)
+                answer = Backward(self._loss, self._present, infos, self.body.run, self._expert_load)
+                hop, run = self.body.route[self.body.hop], self._stage.state.run
+                if run is not None:
+                    self._stage.completed.note(self.body.seal, (hop.end - hop.start) * run.positions, run.positions)
+                if self._channel.open:
+                    self._channel.send(answer, payload=payload)
+                    self._channel.close()
         except SwarmnodeError as error:
             if isinstance(error, NotFinite) or (isinstance(error, ProtocolError) and error.peer):
                 error.code = (
@@ -197,164 +203,132 @@ class MicrobatchInFlight:
         self._fail(PeerLost("the microbatch took too long", peer=self.body.route[-1].peer))
         self.end()
 
-    async def _there_and_back(self) -> float:
-        """Compute on the devices one after another, and back in reverse. Returns the loss."""
-        *before, (last, span) = self._passed
-        is_end = self.body.hop + 1 == len(self.body.route)
-        if is_end and not self.ended:
-            self._labels = await self._stage.labels.take(self.body.lease, self.body.within_s)
-        if self._passed[0][0].executor is not last.executor or last.executor is not self._stage.parts.bench:
-            await self._stage.state.updated()  # the update runs on the first device's thread
-        values: Values | None = None
-        for part, units in before:
-            values = await self._compute(FORWARD, part, partial(self._outputs, part, units, values))
-        if is_end:
-            loss, gradients = await self._compute(FORWARD, last, partial(self._end, last, span, values))
-        else:
-            encoded = await self._compute(FORWARD, last, partial(self._forward, last, span, values))
-            answer, payload = await self._ask_next(encoded)
-            loss, self._expert_load = answer.loss, answer.expert_load
-            if self.kept is not None:
-                self.kept.answer, self.kept.gradients = answer, payload
-            turning = partial(self._turn, last, span, answer, payload)
-            gradients = await self._compute(BACKWARD, last, turning)
-        for part, units in reversed(before):
-            gradients = await self._compute(BACKWARD, part, partial(self._backward, part, units, gradients))
-        return loss
-
-    async def _compute(self, phase: str, part: TrainingPart, function: Callable[[], T]) -> T:
-        """Run `function` on the part's device and return its result. On the last device of the last hop a forward call does the
+    async def compute(self, phase: str, part: tuple[TrainingPart, Span], work: ByPiece[T]) -> T:
+        """Do `work` on the part's device and return its result. On the last device of the last hop a forward work does the
         backward pass, too. Raises PeerLost if the microbatch has ended meanwhile."""
-        executor, run = part.executor, self._stage.state.run
-        came_s, size = executor.clock(), 0 if run is None else run.positions
+        device, run = part[0], self._stage.state.run
+        executor, size = device.executor, 0 if run is None else run.positions
+        came_s = executor.clock()
 
         def compute() -> T:
-            with part.learner.lock:
+            with device.learner.lock:
                 if self.ended:
                     raise PeerLost("the microbatch was given up")
-                return function()
+                return drain(work)
 
         owner = f"lease {self.body.lease}"
         result = await executor.call(URGENCY[phase], compute, kind=phase, owner=owner, size=size)
         self._stage.meter.note_hop(phase, executor.clock() - came_s)
         return result
 
-    # computing, on the thread of the part's device
+    # works, on the thread of the part's device
 
-    def _forward(self, part: TrainingPart, units: Span, values: Values | None) -> Encoded:
-        """Compute the layers `units` on their device, and return the outputs encoded for the next peer of the route."""
-        outputs = self._outputs(part, units, values)
-        peer = self.body.route[self.body.hop + 1].peer
-        bandwidth_bps = self._stage.switchboard.bandwidth_bps(peer)
-        encoded = self._encode(outputs, peer, FORWARD, bandwidth_bps)
-        self._sent = encoded[0]
-        if self.kept is not None:
-            self.kept.sent = encoded
-        return encoded
-
-    def _end(self, part: TrainingPart, units: Span, values: Values | None) -> tuple[float, Gradients]:
-        """Compute the loss and, from it, the gradients: the part is at the end of the model."""
-        (loss,) = self._outputs(part, units, values)
-        self._expert_load = part.segment.expert_load
-        gradients = self._backward(part, units, ())
-        self._stage.state.losses[self.body.number] = float(loss)
-        if self.kept is not None:
-            self.kept.loss = float(loss)
-        return float(loss), gradients
-
-    def _turn(self, part: TrainingPart, units: Span, answer: Backward, payload: bytes | bytearray) -> Gradients:
-        """Compute the backward pass from the gradients that the next hop returned. Raises ProtocolError, which names that hop, if
-        they are malformed or out of reason."""
-        peer, next_hop = self.body.route[self.body.hop + 1].peer, self._next
-        if next_hop is not None:
-            self._stage.compressor.arrived(answer.values, peer, BACKWARD, next_hop.received_bps)
-        if not gradients_fit(answer.values, answer.present, self._sent) or not abs(answer.loss) <= LARGEST_LOSS:
-            raise ProtocolError("a loss of no reason, or gradients of other shapes than the values", peer=peer)
-        flowing = iter(read_from(peer, answer.values, payload, part.segment.device))
-        return self._backward(part, units, tuple(next(flowing) if present else None for present in answer.present))
-
-    def _outputs(self, part: TrainingPart, units: Span, values: Values | None) -> Values:
+    def forward(self, part: tuple[TrainingPart, Span], values: Values | None) -> ByPiece[Values]:
         """Compute a part's outputs from `values`, or, for the first part, from the payload, which is then freed. Raises
         ProtocolError, which names the sender, if a peer or the trainer sent NaN or malformed values, NotFinite if a layer
         produced NaN."""
-        body, device = self.body, part.segment.device
+        (device, units), body = part, self.body
+        labels: Values = ()
+        yield from ()
         if values is None:
             if body.hop:  # the trainer's link is not measured
                 compressor, sender = self._stage.compressor, self._channel
                 compressor.arrived(body.values, sender.peer, FORWARD, sender.received_bps)
-            values = read_from(body.sender, body.values, self._payload, device, bounded=body.hop > 0)
+            values = read_from(body.sender, body.values, self._payload, device.segment.device, bounded=body.hop > 0)
             checks, learner = self._stage.spot_checks, self._stage.state.learner
             self.kept = checks.remember(learner, body, self._payload, self._labels)
             self._payload = b""
-        values, labels, place = moved(values, device), self._labels_on(part), place_of(body)
+        values = moved(values, device.segment.device)
+        if self._labels is not None and part is self.parts[-1]:
+            came, self._labels = self._labels, None
+            labels = read_from(body.feeder, came.body.values, came.payload, device.segment.device, bounded=False)
         try:
-            with self._passing(FORWARD, part, units):
-                return part.learner.forward(place, body.number, units.start, units.end, values, labels)
+            with self._timing(FORWARD, part):
+                return device.learner.forward(place_of(body), body.number, units.start, units.end, values, labels)
         except NotFinite:
             if has_nan(values if units.start == 0 else ()) or not is_finite(labels):
                 raise ProtocolError("inputs or labels with NaN", code=ErrorCode.NOT_FINITE, peer=body.feeder) from None
             raise
 
-    def _labels_on(self, part: TrainingPart) -> Values:
-        """Return the labels for the loss, and free their payload; empty except on the last device of the last hop."""
-        if self._labels is None or part is not self._passed[-1][0]:
-            return ()
-        came, self._labels = self._labels, None
-        return read_from(self.body.feeder, came.body.values, came.payload, part.segment.device, bounded=False)
+    def leave(self, part: tuple[TrainingPart, Span], values: Values | None) -> ByPiece[Encoded]:
+        """Compute the last part's outputs, and encode them for the next peer of the route."""
+        outputs = yield from self.forward(part, values)
+        peer = self.body.route[self.body.hop + 1].peer
+        encoded = self._encode(outputs, peer, FORWARD, self._stage.switchboard.bandwidth_bps(peer))
+        self._sent = encoded[0]
+        if self.kept is not None:
+            self.kept.sent = encoded
+        return encoded
 
-    def _backward(self, part: TrainingPart, units: Span, gradients: Gradients) -> Gradients:
-        """Compute the gradients of a part's inputs; those of the first part's inputs are encoded for the sender."""
-        learner, kept, self._turned = part.learner, self.kept, True
-        counting = nullcontext() if kept is None else kept.counting(learner, units)
-        with self._passing(BACKWARD, part, units), counting:
-            inputs = learner.backward(place_of(self.body), gradients)
-        largest = LARGEST_IN_FP16 if learner.run.averaging.codec == Codec.FP16 else LARGEST_SUM
-        if not is_within(list(learner.accumulators(*units).values()), largest / 2):
+    def finish(self, part: tuple[TrainingPart, Span], values: Values | None) -> ByPiece[Any]:
+        """Compute the loss and, from it, the gradients: the part is at the end of the model."""
+        (loss,) = yield from self.forward(part, values)
+        self._expert_load = part[0].segment.expert_load
+        gradients = yield from self.backward(part, ())
+        self._loss = self._stage.state.losses[self.body.number] = float(loss)
+        if self.kept is not None:
+            self.kept.loss = self._loss
+        return gradients
+
+    def turn(self, part: tuple[TrainingPart, Span], answer: tuple[Backward, Buffer]) -> ByPiece[Any]:
+        """Compute the backward pass from the gradients that the next hop returned. Raises ProtocolError, which names that hop, if
+        they are malformed or out of reason."""
+        (body, payload), peer, next_hop = answer, self.body.route[self.body.hop + 1].peer, self._next
+        self._loss, self._expert_load = body.loss, body.expert_load
+        if self.kept is not None:
+            self.kept.answer, self.kept.gradients = body, payload
+        if next_hop is not None:
+            self._stage.compressor.arrived(body.values, peer, BACKWARD, next_hop.received_bps)
+        if not gradients_fit(body.values, body.present, self._sent) or not abs(body.loss) <= LARGEST_LOSS:
+            raise ProtocolError("a loss of no reason, or gradients of other shapes than the values", peer=peer)
+        gradients = read_gradients(peer, body.present, body.values, payload, part[0].segment.device)
+        return (yield from self.backward(part, gradients))
+
+    def backward(self, part: tuple[TrainingPart, Span], gradients: Gradients) -> ByPiece[Any]:
+        """Compute the gradients of a part's inputs. Those of the first part's are encoded for the sender; a trainer gets none,
+        since it has no use for them. Raises NotFinite."""
+        (device, units), kept, self._turned = part, self.kept, True
+        yield from ()
+        counting = nullcontext() if kept is None else kept.counting(device.learner, units)
+        with self._timing(BACKWARD, part), counting:
+            inputs = device.learner.backward(place_of(self.body), gradients)
+        largest = LARGEST_IN_FP16 if device.learner.run.averaging.codec == Codec.FP16 else LARGEST_SUM
+        if not is_within(list(device.learner.accumulators(*units).values()), largest / 2):
             self._spoils_sums = True
             raise not_finite("the sum of gradients of", units.start)
-        if part is self._passed[0][0]:
-            self._return(inputs)
-        return inputs
-
-    def _return(self, inputs: Gradients) -> None:
-        """Encode the gradients for the sender; a trainer gets none, since it has no use for them. Raises NotFinite."""
+        if part is not self.parts[0]:
+            return inputs
         if self.body.hop == 0:
             inputs = tuple(None for _ in inputs)
         self._present = tuple(gradient is not None for gradient in inputs)
         flowing = [gradient for gradient in inputs if gradient is not None]
-        self._returned = self._encode(flowing, self._channel.peer, BACKWARD, self._channel.bandwidth_bps)
-        if self.kept is not None:
-            self.kept.returned = self._returned
-            self.kept.finish()
+        returned = self._encode(flowing, self._channel.peer, BACKWARD, self._channel.bandwidth_bps)
+        if kept is not None:
+            kept.returned = returned
+            kept.finish()
+        return returned
 
-    def _passing(self, phase: str, part: TrainingPart, units: Span) -> AbstractContextManager[None]:
+    def _timing(self, phase: str, part: tuple[TrainingPart, Span]) -> AbstractContextManager[None]:
         """Return a context that times a pass and meters it. Only the first part counts the microbatch."""
-        stage, came = self._stage, part is self._passed[0][0]
+        (device, units), stage, came = part, self._stage, int(part is self.parts[0])
         assert stage.state.run is not None
         tokens, trains = stage.state.run.positions, self.body.number < stage.state.run.microbatches
+        unit_tokens = units.units * tokens
 
-        def told(pass_s: float) -> None:
+        def timed(pass_s: float) -> None:
             if trains:  # there and back; held-out data only go there
-                part.unit_time.note(units.units, pass_s)
-            part.executor.post(
-                partial(
-                    stage.meter.note_pass,
-                    phase,
-                    pass_s,
-                    microbatches=int(came),
-                    tokens=tokens if came else 0,
-                    unit_tokens=units.units * tokens,
-                )
-            )
+                device.unit_time.note(units.units, pass_s)
+            note = partial(stage.meter.note_pass, phase, pass_s, microbatches=came, unit_tokens=unit_tokens)
+            device.executor.post(partial(note, tokens=tokens * came))
 
-        return part.stopwatch.timing(told, WORK[phase] * units.units * tokens)
+        return device.stopwatch.timing(timed, WORK[phase] * unit_tokens)
 
     def _encode(self, values: Sequence[Tensor], peer: PeerId, direction: str, bandwidth_bps: float | None) -> Encoded:
         """Encode values for `peer`. Raises NotFinite if they are such that the peer would take them for a breach of the protocol:
         another hop may have made them large."""
         if not is_within(values, LARGEST_SENT):
             forward = direction == FORWARD
-            raise not_finite("what leaves", self._passed[-1][1].end - 1 if forward else self._passed[0][1].start)
+            raise not_finite("what leaves", self.parts[-1][1].end - 1 if forward else self.parts[0][1].start)
         compressor, run = self._stage.compressor, self._stage.state.run
         assert run is not None
         compressor.adopt(run.compression)
@@ -366,7 +340,8 @@ class MicrobatchInFlight:
 
     # -- conversations
 
-    async def _ask_next(self, encoded: Encoded) -> tuple[Backward, bytes | bytearray]:
+    async def send_on(self, encoded: Encoded) -> tuple[Backward, Buffer]:
+        """Send the outputs to the next hop, and return its answer. Raises the error that it reports, or PeerLost."""
         body = self.body
         hop = body.route[body.hop + 1]
         channel = await self._stage.switchboard.call(hop.peer, self._hear_next, self._lose_next)
@@ -393,22 +368,12 @@ class MicrobatchInFlight:
         elif isinstance(body, Fault):
             peer = self.body.route[min(body.index, len(self.body.route) - 1)].peer
             self._answer.set_exception(refusal(body.code, peer=peer))
-        elif isinstance(body, Error):
-            self._answer.set_exception(refusal(body.code, peer=self.body.route[self.body.hop + 1].peer))
-        elif isinstance(body, End):
-            self._lose_next(PeerLost("the next hop ended the microbatch", peer=self.body.route[self.body.hop + 1].peer))
+        elif (error := ending(body, self.body.route[self.body.hop + 1].peer)) is not None:
+            self._answer.set_exception(error)
 
     def _lose_next(self, error: PeerError) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
-
-    def _finish(self, answer: Backward, payload: list[bytes | bytearray | memoryview]) -> None:
-        hop, run = self.body.route[self.body.hop], self._stage.state.run
-        if run is not None:
-            self._stage.completed.note(self.body.seal, (hop.end - hop.start) * run.positions, run.positions)
-        if self._channel.open:
-            self._channel.send(answer, payload=payload)
-            self._channel.close()
 
     def _fail(self, error: SwarmnodeError) -> None:
         """Report the failed hop of the route and the reason to the sender."""

@@ -47,12 +47,11 @@ from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.swarm.records.run import decode_run
 from swarmnode.training.averaging.all_reduce import AllReducer
 from swarmnode.training.coordinator.timeouts import SAVE_S
-from swarmnode.training.coordinator.worker_group import Line
+from swarmnode.training.coordinator.worker_group import Following, LeadClaims, Line
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.admission import refusal_of
 from swarmnode.training.worker.admission_queue import AdmissionQueue, Arrival
-from swarmnode.training.worker.following import Following, LeadClaims
 from swarmnode.training.worker.microbatch_in_flight import MicrobatchInFlight, TrainingMeter, place_of
 from swarmnode.training.worker.stage_state import StageState
 from swarmnode.training.worker.training_parts import TrainingParts
@@ -184,7 +183,7 @@ class TrainingStage:
         self._admission_queue.ended(microbatch)
         if microbatch.kept is not None:
             self.spot_checks.records.close(microbatch.kept)
-        for part in microbatch.parts:
+        for part, _ in microbatch.parts:
             self._tasks.spawn(_settle(part.drop(place_of(microbatch.body))), "drop")
         if self.state.has_new_speed():
             self.tell_status()
@@ -225,7 +224,9 @@ class TrainingStage:
     def obey(self, line: Line, body: Body) -> None:
         """Execute a command. The line of a coordinator that is not in force is closed with STALE."""
         if isinstance(body, Lead):
-            self._lead(line, body)
+            if self.following.accepts(line, body):
+                self._admission_queue.new_term()
+            self._answer(line, FrameKind.LEAD)
         elif isinstance(body, End):
             self.following.lost(line, None)
         elif self.following.line is not line:
@@ -250,13 +251,6 @@ class TrainingStage:
 
     def _begin_moving(self, line: Line, body: Begin | Sync | Restore) -> None:
         self._move = self._instead_of(self._move, self._moving(line, body))
-
-    def _lead(self, line: Line, body: Lead) -> None:
-        """Follow the sender and drop all microbatches in flight, unless it must not be followed; answer with a STATUS,
-        which has the term in force."""
-        if self.following.accepts(line, body):
-            self._admission_queue.new_term()
-        self._answer(line, FrameKind.LEAD)
 
     def _instead_of(self, earlier: asyncio.Task[None] | None, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start `work` for a command of the coordinator as a task, and cancel the task of the `earlier` command of its kind."""

@@ -247,18 +247,15 @@ class StageState:
         """Load a step from the disk; step 0 of a first run has the founder's parameters. Raises CheckpointError, LocalError."""
         self._checkpoint_manager.open(run)
         if step == 0 and step not in self._checkpoint_manager.kept():
-            await self._begin_anew(run)
+            self.condition = Condition.BLANK
+            if not self._is_founding:
+                await self._parts.refound()
+                self._is_founding = True
+            await self.begin(run)
             return
         learner = await self._take_up(run, step)
         await self._load(learner, step)
         self.condition = Condition.READY
-
-    async def _begin_anew(self, run: Run) -> None:
-        self.condition = Condition.BLANK
-        if not self._is_founding:
-            await self._parts.refound()
-            self._is_founding = True
-        await self.begin(run)
 
     async def sync(self, run: Run, step: int, peers: Sequence[PeerId]) -> None:
         """Fetch a state of `step` or later while listening to the all-reduces, then catch up. Raises PeerRefused, LocalError, and

@@ -41,24 +41,23 @@ from swarmnode.plan.training.backups import learnt_alone
 from swarmnode.plan.view import Span
 from swarmnode.serving.serving_stage import ServingStage
 from swarmnode.serving.stage import Stage
-from swarmnode.swarm.records.announcement import (
-    MAX_RTTS,
-    Section,
-    State,
-    StepLoad,
-    TrainingNews,
-    WorkSpeeds,
-    peer_digest,
-)
+from swarmnode.swarm.records.announcement import MAX_RTTS, Section, State, StepLoad, TrainingNews, peer_digest
 from swarmnode.training.coordinator.election import CoordinatorElection
 from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.organisation import step_load_of
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
-from swarmnode.training.worker.part_loading import LoadedSegments, load_served, load_units, make_part, measure_part
 from swarmnode.training.worker.stage import TrainingStage
-from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
+from swarmnode.training.worker.training_parts import (
+    LoadedSegments,
+    TrainingPart,
+    TrainingParts,
+    load_served,
+    load_units,
+    make_part,
+    measure_part,
+)
 
 log = logging.getLogger(__name__)
 
@@ -241,13 +240,16 @@ class TrainingWorker(Stage):
         self._compare_with_real_work()
         self._step_time.note(self.training.state.step, self.host.clock.monotonic())
         step = self.training.state.learnt_step
-        news = TrainingNews(training_step=step, step_load=self._step_load(), sends=self._sends())
-        own = news, self._speeds()
-        return own if self.serving is None else (*self.serving.sections(), *own)
-
-    def _step_load(self) -> StepLoad:
         run = self.training.state.run
-        return StepLoad() if run is None else step_load_of(run, self._width)
+        step_load = StepLoad() if run is None else step_load_of(run, self._width)
+        news = TrainingNews(training_step=step, step_load=step_load, sends=self._sends())
+        # The speeds of all devices together, since microbatches follow one another.
+        replicas = self.training.parts.replicas
+        speeds = speeds_section(
+            at_once([(part.span.units, self._capabilities[part].speeds) for part in replica] for replica in replicas)
+        )
+        own = news, speeds
+        return own if self.serving is None else (*self.serving.sections(), *own)
 
     def _compare_with_real_work(self) -> None:
         """Correct the capabilities by the current run: by timed microbatches, or before by the estimate of one."""
@@ -273,13 +275,6 @@ class TrainingWorker(Stage):
         )
         self.host.decisions.note(
             Topic.TRAINING, "estimates a microbatch before it has computed one", facts, units=part.span
-        )
-
-    def _speeds(self) -> WorkSpeeds:
-        """Return the speeds of all devices together, since microbatches follow one another."""
-        replicas = self.training.parts.replicas
-        return speeds_section(
-            at_once([(part.span.units, self._capabilities[part].speeds) for part in replica] for replica in replicas)
         )
 
     def readings(self) -> Readings:

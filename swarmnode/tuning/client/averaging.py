@@ -28,9 +28,7 @@ from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.interfaces import Buffer
 from swarmnode.swarm.records.run import Run
 from swarmnode.tuning.adapter_parts import decode_state
-from swarmnode.tuning.client.output import WEIGHT
-from swarmnode.tuning.client.state_shapes import StateShapes
-from swarmnode.tuning.client.tuned_route import AdapterState
+from swarmnode.tuning.client.state_shapes import WEIGHT, AdapterState, StateShapes
 
 BOUND = 4.0
 """Largest norm of another trainer's vector, relative to the leader's own or to the median of others"""

@@ -24,17 +24,8 @@ from swarmnode.codec.tuning_messages import (
     TuningJoined,
 )
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.errors import (
-    ErrorCode,
-    LeaderLost,
-    NetworkDown,
-    PeerError,
-    ProtocolError,
-    UsageError,
-    refusal,
-)
+from swarmnode.errors import ErrorCode, LeaderLost, NetworkDown, PeerError, ProtocolError, UsageError, refusal
 from swarmnode.links.switchboard import Channel, Switchboard
-from swarmnode.net.interfaces import Buffer
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
 from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.invite import ID_BYTES, MAX_ADDRESS_CHARS, MAX_BOOTSTRAPS, as_text, from_text
@@ -50,8 +41,7 @@ from swarmnode.tuning.client.averaging import (
     patient,
     share_pieces,
 )
-from swarmnode.tuning.client.state_shapes import ComingState
-from swarmnode.tuning.client.tuned_route import AdapterState
+from swarmnode.tuning.client.state_shapes import AdapterState, ComingState
 
 T = TypeVar("T")
 PREFIX = "tune1"
@@ -254,42 +244,33 @@ class TuningFollower:
     def _hear(self, frame: Frame, body: Body) -> None:
         self._heard_s = self._loop.time()
         try:
-            self._take(body, frame.payload)
+            # Take a frame of the leader. Raises ProtocolError if it is not due.
+            if isinstance(body, End):
+                self._fail(Ended(STOPPED))
+            elif isinstance(body, Error):
+                left_out = "it left this trainer out, which missed several rounds"
+                why = left_out if body.code == ErrorCode.STALE else str(refusal(body.code, peer=self._ticket.leader))
+                self._fail(LeaderLost(f"the leader of the tuning refuses this trainer: {why}"))
+            elif self._answer.done() or not isinstance(body, self._expected):
+                raise ProtocolError(f"an unexpected {type(body).__name__}")
+            elif isinstance(body, TuningJoined):
+                self._answer.set_result(body)
+            elif isinstance(body, SharePiece):
+                size = self.layout.size_bytes(self.averaging.codec)
+                came = len(self._coming) + len(frame.payload)
+                is_due = body.step == self._step and body.offset == len(self._coming) and body.size == size
+                if not is_due or not len(frame.payload) or came > size:
+                    raise ProtocolError("a piece of a mean that is not due")
+                self._coming += frame.payload
+                if came == size:
+                    vector_N = self.layout.decode(self._coming, self.averaging.codec)
+                    self._answer.set_result(TrainerPart(vector_N, body.labels, body.loss))
+            elif isinstance(body, AdapterPiece):
+                self._state.take(body, frame.payload)
+                if self._state.is_complete:
+                    self._answer.set_result(AdapterState(body.step, self._state.files))
         except ProtocolError as error:
             self._fail(LeaderLost(f"the leader of the tuning breaks the protocol: {error}"))
-
-    def _take(self, body: Body, payload: Buffer) -> None:
-        """Take a frame of the leader. Raises ProtocolError if it is not due."""
-        if isinstance(body, End):
-            self._fail(Ended(STOPPED))
-        elif isinstance(body, Error):
-            left_out = "it left this trainer out, which missed several rounds"
-            why = left_out if body.code == ErrorCode.STALE else str(refusal(body.code, peer=self._ticket.leader))
-            self._fail(LeaderLost(f"the leader of the tuning refuses this trainer: {why}"))
-        elif self._answer.done() or not isinstance(body, self._expected):
-            raise ProtocolError(f"an unexpected {type(body).__name__}")
-        elif isinstance(body, TuningJoined):
-            self._answer.set_result(body)
-        elif isinstance(body, SharePiece):
-            self._take_mean(body, payload)
-        elif isinstance(body, AdapterPiece):
-            self._take_state(body, payload)
-
-    def _take_mean(self, body: SharePiece, payload: Buffer) -> None:
-        size = self.layout.size_bytes(self.averaging.codec)
-        came = len(self._coming) + len(payload)
-        is_due = body.step == self._step and body.offset == len(self._coming) and body.size == size
-        if not is_due or not len(payload) or came > size:
-            raise ProtocolError("a piece of a mean that is not due")
-        self._coming += payload
-        if came == size:
-            vector_N = self.layout.decode(self._coming, self.averaging.codec)
-            self._answer.set_result(TrainerPart(vector_N, body.labels, body.loss))
-
-    def _take_state(self, body: AdapterPiece, payload: Buffer) -> None:
-        self._state.take(body, payload)
-        if self._state.is_complete:
-            self._answer.set_result(AdapterState(body.step, self._state.files))
 
     def _check(self, state: AdapterState) -> None:
         try:

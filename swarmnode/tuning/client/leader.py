@@ -20,19 +20,12 @@ from swarmnode.codec.body import SESSION_ID_BYTES, Body
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error
 from swarmnode.codec.tensors import Codec
-from swarmnode.codec.tuning_messages import (
-    COTUNE_PROTOCOL,
-    GetAdapter,
-    JoinTuning,
-    SharePiece,
-    TuningJoined,
-)
+from swarmnode.codec.tuning_messages import COTUNE_PROTOCOL, GetAdapter, JoinTuning, SharePiece, TuningJoined
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.errors import Busy, ErrorCode, PeerError, ProtocolError
 from swarmnode.ledger import Account, Reservation
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.addressing.addresses import is_relayed_group, is_wide
-from swarmnode.net.interfaces import Buffer
 from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.run import encode_run
@@ -47,7 +40,7 @@ from swarmnode.tuning.client.averaging import (
     share_pieces,
 )
 from swarmnode.tuning.client.follower import TICKET_S
-from swarmnode.tuning.client.tuned_route import AdapterState
+from swarmnode.tuning.client.state_shapes import AdapterState
 
 MAX_FOLLOWERS = 15
 FLOOR_S, SLACK, MOST_WAITS = 20.0, 3.0, 10.0
@@ -190,19 +183,16 @@ class TuningLeader:
         while missing := [one for one in self._followers.values() if one.is_missing]:
             until_s = {one: self._deadline_s(one, began_s, patience_s) for one in missing}
             for one in [one for one in missing if until_s[one] <= self._clock()]:
-                self._miss(one)
+                one.place, one.misses, one.coming = _Place.LATE, one.misses + 1, bytearray()
+                log.info("trainer %s misses a round (%d in a row)", one.channel.peer, one.misses)
+                if one.misses >= MISSES:
+                    self._drop(one, Error(ErrorCode.STALE))
             await self._wait_for_change(max(0.0, min(until_s.values()) - self._clock()))
 
     def _deadline_s(self, one: _Follower, began_s: float, patience_s: float) -> float:
         sends = one.sending is not None and not one.sending.done()
         moved_s = self._clock() if sends else one.moved_s
         return min(max(began_s, moved_s) + patience_s, began_s + MOST_WAITS * patience_s)
-
-    def _miss(self, one: _Follower) -> None:
-        one.place, one.misses, one.coming = _Place.LATE, one.misses + 1, bytearray()
-        log.info("trainer %s misses a round (%d in a row)", one.channel.peer, one.misses)
-        if one.misses >= MISSES:
-            self._drop(one, Error(ErrorCode.STALE))
 
     async def _wait_for_change(self, timeout_s: float | None, *others: asyncio.Future[Any]) -> None:
         self._changed.clear()
@@ -267,7 +257,24 @@ class TuningLeader:
         one.moved_s = self._clock()
         try:
             if isinstance(body, SharePiece):
-                self._take(one, body, frame.payload)
+                # Take a piece of a follower's part. Raises ProtocolError if it is not due, or of another size.
+                due_step = self.averaging.next_end(self._ended_step + 1)
+                is_late = body.step <= due_step and one.place is _Place.LATE
+                is_due = body.step == due_step and one.is_missing
+                came = body.offset + len(frame.payload)
+                if not (is_late or is_due) or not len(frame.payload) or body.size != self._size or came > self._size:
+                    raise ProtocolError("a piece of a part that is not due")
+                if is_late and came == self._size:
+                    self._wait_for_state(one)
+                elif is_due:
+                    if body.offset != len(one.coming) or body.labels > self.averaging.most_labels:
+                        raise ProtocolError("a piece of a part that does not fit")
+                    one.coming += frame.payload
+                    if len(one.coming) == self._size:
+                        vector_N = self.layout.decode(one.coming, self.averaging.codec)
+                        home = one.channel.claimant.group
+                        one.part, one.coming = TrainerPart(vector_N, body.labels, body.loss, home), bytearray()
+                        self._change()
             elif isinstance(body, GetAdapter) and one.place is _Place.JOINED:
                 self._wait_for_state(one)
             elif isinstance(body, End | Error):
@@ -281,29 +288,6 @@ class TuningLeader:
     def _wait_for_state(self, one: _Follower) -> None:
         one.place, one.coming, one.part = _Place.WAITS, bytearray(), None
         self._change()
-
-    def _take(self, one: _Follower, body: SharePiece, payload: Buffer) -> None:
-        """Take a piece of a follower's part. Raises ProtocolError if it is not due, or of another size."""
-        due_step = self.averaging.next_end(self._ended_step + 1)
-        is_late = body.step <= due_step and one.place is _Place.LATE
-        is_due = body.step == due_step and one.is_missing
-        came = body.offset + len(payload)
-        if not (is_late or is_due) or not len(payload) or body.size != self._size or came > self._size:
-            raise ProtocolError("a piece of a part that is not due")
-        if is_late and came == self._size:
-            self._wait_for_state(one)
-        elif is_due:
-            self._collect(one, body, payload)
-
-    def _collect(self, one: _Follower, body: SharePiece, payload: Buffer) -> None:
-        if body.offset != len(one.coming) or body.labels > self.averaging.most_labels:
-            raise ProtocolError("a piece of a part that does not fit")
-        one.coming += payload
-        if len(one.coming) == self._size:
-            vector_N = self.layout.decode(one.coming, self.averaging.codec)
-            home = one.channel.claimant.group
-            one.part, one.coming = TrainerPart(vector_N, body.labels, body.loss, home), bytearray()
-            self._change()
 
     def _send(self, one: _Follower, pieces: Sequence[tuple[Body, bytes]]) -> None:
         one.sending = self._tasks.spawn(self._send_all(one, pieces), f"send to {one.channel.peer}")

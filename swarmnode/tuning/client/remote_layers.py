@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from swarmnode.codec.tuning_messages import MAX_WINDOW
-from swarmnode.compute.training.adapters.adapter_weights import STEP, VECTORS
-from swarmnode.compute.training.adapters.layers import Shapes
+from swarmnode.compute.training.adapters.layers import STEP, VECTORS, Shapes
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import NetworkDown, NotFinite, PeerError, UsageError
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.tuning.client.output import WEIGHT
-from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
+from swarmnode.tuning.client.state_shapes import WEIGHT, AdapterState
+from swarmnode.tuning.client.tuned_route import TunedMicrobatch
 from swarmnode.tuning.client.tuner import AdapterRoute, RouteOpener
 
 Weights = Mapping[str, Tensor]
@@ -109,7 +108,17 @@ class RemoteLayers:
                 try:
                     if self._lacks(pending):
                         await self._forward(self._weights, pending, learns=True)
-                    return await self._backward(pending, gradient_BTH, trains)
+                    route = self._route
+                    assert route is not None
+                    del self._pending[pending.number]
+                    self._count()
+                    if trains and self._skipped:
+                        await self._gradients(route)  # of passes whose gradients were not asked for
+                    self._skipped = not trains
+                    back_BTH = await route.backward(0, pending.number, gradient_BTH)
+                    gradients = await self._gradients(route) if trains else {}
+                    self._succeed()
+                    return back_BTH, gradients
                 except (PeerError, NetworkDown) as error:
                     await self._fail(error)
 
@@ -147,21 +156,6 @@ class RemoteLayers:
             self._count()
         self._succeed()
         return outputs_BTH
-
-    async def _backward(
-        self, pending: PendingPass, gradient_BTH: Tensor, trains: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        route = self._route
-        assert route is not None
-        del self._pending[pending.number]
-        self._count()
-        if trains and self._skipped:
-            await self._gradients(route)  # of passes whose gradients were not asked for
-        self._skipped = not trains
-        back_BTH = await route.backward(0, pending.number, gradient_BTH)
-        gradients = await self._gradients(route) if trains else {}
-        self._succeed()
-        return back_BTH, gradients
 
     async def _gradients(self, route: AdapterRoute) -> dict[str, Tensor]:
         """Return the gradients that the hops have added to their sums since the last call."""
@@ -201,7 +195,18 @@ class RemoteLayers:
             for number in list(self._pending):
                 del self._pending[number]
                 await route.drop(0, number)
-            await route.load(self._state(weights))
+            # The state of step 0 with these weights. Raises NotFinite if one is NaN or infinite.
+            if not is_finite(list(weights.values())):
+                raise self._not_finite("adapter's weights")
+            layers = {}
+            for unit, shapes in self._units.items():
+                tensors = {STEP: torch.tensor(0)}
+                for name, shape in shapes.items():
+                    tensors[f"{VECTORS[0]}/{name}"] = weights[name].contiguous()
+                    tensors |= {f"{kind}/{name}": torch.zeros(shape) for kind in VECTORS[1:]}
+                layers[unit] = safetensors.torch.save(tensors)
+            state = AdapterState(0, layers)
+            await route.load(state)
             self._weights, self._loaded = {name: tensor.clone() for name, tensor in weights.items()}, True
             self._sums, self._skipped, self._number = {}, False, 0
         if not learns:
@@ -212,19 +217,6 @@ class RemoteLayers:
     def _has(self, weights: Weights) -> bool:
         """Return whether the hops have these weights. Values are compared: optimisers may write past autograd's versions."""
         return self._loaded and all(torch.equal(self._weights[name], tensor) for name, tensor in weights.items())
-
-    def _state(self, weights: Weights) -> AdapterState:
-        """Return the state of step 0 with these weights. Raises NotFinite if one is NaN or infinite."""
-        if not is_finite(list(weights.values())):
-            raise self._not_finite("adapter's weights")
-        layers = {}
-        for unit, shapes in self._units.items():
-            tensors = {STEP: torch.tensor(0)}
-            for name, shape in shapes.items():
-                tensors[f"{VECTORS[0]}/{name}"] = weights[name].contiguous()
-                tensors |= {f"{kind}/{name}": torch.zeros(shape) for kind in VECTORS[1:]}
-            layers[unit] = safetensors.torch.save(tensors)
-        return AdapterState(0, layers)
 
     def _not_finite(self, what: str) -> NotFinite:
         text = f"the {what} are NaN or infinite; lower the learning rate, or check the data"

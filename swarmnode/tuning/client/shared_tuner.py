@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 
 from swarmnode.errors import LeaderLost
 from swarmnode.tuning.client.averaging import Ended, Moved, Partners, TrainerPart
-from swarmnode.tuning.client.tuned_route import AdapterState
+from swarmnode.tuning.client.state_shapes import AdapterState
 from swarmnode.tuning.client.tuner import AdapterRoute, AdapterTuner, ComputedStep
 
 MAX_KEPT_BYTES = 256 << 20  # of updates since the last checkpoint
@@ -129,7 +129,17 @@ class SharedTuner(AdapterTuner):
         await self._update_by(route, done.number, done.norm)
         self._taught[done.number] = done.labels, done.loss
         if self.partners.averaging.ends_at(done.number):
-            await self._end_round(route, done)
+            # Go on from the weights that the trainers had in common, plus the mean of their changes.
+            assert self._anchor is not None
+            state, layout = await route.fetch(self._step), self.partners.layout
+            before_N, own_N = layout.vector(self._anchor.layers), layout.vector(state.layers)
+            labels = sum(count for count, _ in self._taught.values())
+            loss = math.fsum(count * loss for count, loss in self._taught.values()) / max(1, labels)
+            mean = await self.partners.average(done.number, TrainerPart(own_N - before_N, labels, loss))
+            self._anchor = await asyncio.to_thread(layout.with_weights, state, before_N + mean.vector_N)
+            self._taught, self._owed = {}, done
+            await self._save(self._anchor)
+            await route.load(self._anchor)
         return await self._evaluated(route, done)
 
     # -- averaging each step
@@ -151,16 +161,3 @@ class SharedTuner(AdapterTuner):
         return await self._evaluated(route, update.done)
 
     # -- averaging every N steps
-
-    async def _end_round(self, route: AdapterRoute, done: ComputedStep) -> None:
-        """Go on from the weights that the trainers had in common, plus the mean of their changes."""
-        assert self._anchor is not None
-        state, layout = await route.fetch(self._step), self.partners.layout
-        before_N, own_N = layout.vector(self._anchor.layers), layout.vector(state.layers)
-        labels = sum(count for count, _ in self._taught.values())
-        loss = math.fsum(count * loss for count, loss in self._taught.values()) / max(1, labels)
-        mean = await self.partners.average(done.number, TrainerPart(own_N - before_N, labels, loss))
-        self._anchor = await asyncio.to_thread(layout.with_weights, state, before_N + mean.vector_N)
-        self._taught, self._owed = {}, done
-        await self._save(self._anchor)
-        await route.load(self._anchor)

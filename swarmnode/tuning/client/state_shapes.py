@@ -1,11 +1,16 @@
-"""Shapes of an adapter's state, which its owner derives from the model's config: a peer that gives another state is caught."""
+"""Shapes of an adapter's state, which its owner derives from the model's config: a peer that gives another state is caught.
+
+Output of a tuning: the weights of an adapter as a folder that peft reads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -13,9 +18,20 @@ from swarmnode.codec.tuning_messages import AdapterPiece
 from swarmnode.compute.model.adapters.adapter_file import units_of_layer
 from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import Family
-from swarmnode.compute.training.adapters.adapter_weights import STEP, VECTORS
-from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, PROMPT, Shapes, shapes_of, target_layers
+from swarmnode.compute.training.adapters.layers import (
+    FLOAT_BYTES,
+    PROMPT,
+    STEP,
+    VECTORS,
+    A,
+    Shapes,
+    file_name,
+    shapes_of,
+    start_of_a,
+    target_layers,
+)
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.saved_folder import save_adapter
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError
 from swarmnode.net.interfaces import Buffer
@@ -76,6 +92,14 @@ class StateShapes:
             raise ProtocolError(text, code=ErrorCode.NOT_FINITE, peer=peer)
 
 
+@dataclass(frozen=True)
+class AdapterState:
+    """Weights and optimiser state of a whole adapter at the beginning of `step`: for each layer the bytes of a safetensors file."""
+
+    step: int
+    layers: Mapping[int, bytes]
+
+
 class ComingState:
     """State that comes in pieces: the files of `units`, in order. `files` are the complete ones."""
 
@@ -110,3 +134,31 @@ def _is_state(found: Mapping[str, Tensor], step: int) -> bool:
         and all(tensor.dtype == torch.float32 for tensor in floats.values())
         and not any(bool((tensor < 0).any()) for name, tensor in floats.items() if name.startswith(f"{SQUARES}/"))
     )
+
+
+WEIGHT = f"{VECTORS[0]}/"
+"""Beginning of the names of weights in a state"""
+
+
+def adapter_tensors(family: Family, recipe: AdapterRecipe, state: AdapterState) -> dict[str, Tensor]:
+    """Return the weights of a state by the names that peft saves, with LoRA-FA's frozen matrices, which follow from the seed."""
+    found: dict[str, Tensor] = {}
+    for raw in state.layers.values():
+        tensors = safetensors.torch.load(raw)
+        found |= {name.removeprefix(WEIGHT): one for name, one in tensors.items() if name.startswith(WEIGHT)}
+    return filed(family, recipe, found)
+
+
+def filed(family: Family, recipe: AdapterRecipe, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return an adapter's trained tensors under the names that peft saves, with the frozen ones of its recipe."""
+    found = dict(tensors)
+    if recipe.method == "lora-fa":
+        model = outline(family, 0, family.units, dtype=torch.float32)
+        for layer, (inputs, _) in target_layers(model, recipe).items():
+            found[f"{layer}.{A}"] = start_of_a(recipe.seed, layer, recipe.rank, inputs)
+    return {file_name(name): tensor for name, tensor in sorted(found.items())}
+
+
+def write_adapter(family: Family, recipe: AdapterRecipe, state: AdapterState, out: Path, *, base: str) -> None:
+    """Write an adapter of the model named `base` into the folder `out`. Raises LocalError if it cannot be written."""
+    save_adapter(out, recipe, adapter_tensors(family, recipe, state), base=base)

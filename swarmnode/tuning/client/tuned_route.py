@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
-from swarmnode.codec.messages import End, Error, Fault
+from swarmnode.codec.messages import Fault
 from swarmnode.codec.tensors import Codec, TensorInfo
 from swarmnode.codec.tuning_messages import (
     AdapterOpened,
@@ -35,15 +35,15 @@ from swarmnode.codec.tuning_messages import (
     Updated,
 )
 from swarmnode.compress.codecs import encode_values
-from swarmnode.compute.training.saved_activations import read_from
 from swarmnode.compute.training.segment import Values
-from swarmnode.errors import ErrorCode, NetworkDown, PeerError, PeerLost, ProtocolError, refusal
+from swarmnode.errors import ErrorCode, PeerError, PeerLost, ProtocolError, refusal
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
 from swarmnode.serving.client.router import HopFault
+from swarmnode.serving.passage import call_hop, ending, read_from
 from swarmnode.tuning.adapter_parts import pieces_of
-from swarmnode.tuning.client.state_shapes import ComingState, StateShapes
+from swarmnode.tuning.client.state_shapes import AdapterState, ComingState, StateShapes
 
 T = TypeVar("T")
 
@@ -63,14 +63,6 @@ class TunedMicrobatch:
     labels: Values
     share: float
     learns: bool = True
-
-
-@dataclass(frozen=True)
-class AdapterState:
-    """Weights and optimiser state of a whole adapter at the beginning of `step`: for each layer the bytes of a safetensors file."""
-
-    step: int
-    layers: Mapping[int, bytes]
 
 
 @dataclass(eq=False)
@@ -347,10 +339,7 @@ class TunedRoute:
         def hear(frame: Frame, body: Body) -> None:
             self._hear(index, frame.payload, body)
 
-        try:
-            channel = await self._board.call(spec.peer, hear, self._fail)
-        except NetworkDown as error:
-            raise PeerLost(str(error), peer=spec.peer) from error
+        channel = await call_hop(self._board, spec.peer, hear, self._fail)
         self._hops.append(_Hop(spec, channel, self._loop.create_future(), self._coming(spec)))
         channel.send(request, at_once=True)
 
@@ -369,10 +358,8 @@ class TunedRoute:
             self.leavers.add(hop.spec.peer)
         elif isinstance(body, Fault):
             self._fail(self._reported(index, body))
-        elif isinstance(body, Error):
-            self._fail(refusal(body.code, retry_s=body.retry_s, peer=hop.spec.peer))
-        elif isinstance(body, End):
-            self._fail(PeerLost("the hop ended the adapter", peer=hop.spec.peer))
+        elif (error := ending(body, hop.spec.peer)) is not None:
+            self._fail(error)
         elif hop.answer is not None and not hop.answer.done():
             self._note_progress()
             hop.answer.set_result(body)

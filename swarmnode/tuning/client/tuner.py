@@ -32,7 +32,8 @@ from swarmnode.errors import LocalError, NetworkDown, PeerError, ProtocolError, 
 from swarmnode.files import write_private
 from swarmnode.net.tasks import until_first
 from swarmnode.swarm.records.run import Run, differences, encode_run
-from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
+from swarmnode.tuning.client.state_shapes import AdapterState
+from swarmnode.tuning.client.tuned_route import TunedMicrobatch
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +144,14 @@ class AdapterTuner:
                 try:
                     await self._go_on(stop)
                 except (PeerError, NetworkDown) as error:
-                    await self._rewind(error)
+                    # Go back to the last checkpoint after a fault of the route.
+                    log.info("%r: %s", self, error)
+                    self.rewinds += self._route is not None
+                    self.fault = str(error)
+                    await self._leave()
+                    self.steps_lost += max(0, min(self._step, self._reported) - self._saved_step - self._kept_updates)
+                    self._step = self._saved_step
+                    self.opener.failed(error)
                     if stop.is_set():
                         break
         finally:
@@ -271,16 +279,6 @@ class AdapterTuner:
         share /= run.microbatches * max(1, self._count(labels[0]))
         return TunedMicrobatch(number, inputs, labels[:1], share, learns)
 
-    async def _rewind(self, error: PeerError | NetworkDown) -> None:
-        """Go back to the last checkpoint after a fault of the route."""
-        log.info("%r: %s", self, error)
-        self.rewinds += self._route is not None
-        self.fault = str(error)
-        await self._leave()
-        self.steps_lost += max(0, min(self._step, self._reported) - self._saved_step - self._kept_updates)
-        self._step = self._saved_step
-        self.opener.failed(error)
-
     @property
     def _kept_updates(self) -> int:
         """Number of updates since the last checkpoint that are kept here, so that no gradient is computed again for them."""
@@ -326,10 +324,6 @@ class SavedTuning:
             raise LocalError(f"cannot read {self.path}: {error.strerror or error}; choose another --out") from error
         except (*DECODE_ERRORS, UsageError):
             raise UsageError(f"{self.path} holds no state of a tuning: remove it, or choose another --out") from None
-        self._check(saved, run)
-        return AdapterState(saved.step, saved.layers)
-
-    def _check(self, saved: _Saved, run: Run) -> None:
         advice = f"give the same, another --out, or remove {self.path} to begin anew"
         if saved.base != self._base:
             raise UsageError(f"{self.path} holds an adapter of another swarm's model: {advice}")
@@ -341,6 +335,7 @@ class SavedTuning:
         if run.id != self._run.id:
             told = " ".join(differences(self._run, run)) or "Its settings differ."
             raise UsageError(f"{self.path} holds a tuning with other settings or data. {told} G{advice[1:]}")
+        return AdapterState(saved.step, saved.layers)
 
     def save(self, state: AdapterState) -> None:
         """Write a checkpoint in place of the one before, flushed to the disk. Raises LocalError if it cannot be written."""

@@ -29,8 +29,8 @@ from swarmnode.errors import CheckpointError, NotFinite, UsageError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.plan.view import Span
 from swarmnode.tuning.adapter_parts import narrowed
-from swarmnode.tuning.client.local_route import LocalOpener
 from swarmnode.tuning.client.remote_layers import RemoteLayers
+from swarmnode.tuning.client.route_opener import LocalOpener
 from swarmnode.tuning.client.state_shapes import StateShapes
 from tests.compute.training.adapters.trained import SMALL, batch_of, labels_of
 from tests.gateway.speaking import SPECIALS, save_speaking_llama

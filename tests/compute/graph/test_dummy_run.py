@@ -10,7 +10,7 @@ import torch
 from swarmnode.compute.graph.segment import load_segment
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.training.learner import Learner
-from swarmnode.training.worker.part_loading import dummy_run_s
+from swarmnode.training.worker.training_parts import dummy_run_s
 from tests.compute.training.conftest import make_run
 from tests.compute.training.test_dummy_run import clock
 

@@ -12,7 +12,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import CheckpointError, NotFinite
-from swarmnode.training.worker.part_loading import BUDGET_S, FEWEST_PASSES, MOST_PASSES, dummy_run_s
+from swarmnode.training.worker.training_parts import BUDGET_S, FEWEST_PASSES, MOST_PASSES, dummy_run_s
 from tests.compute.training.conftest import learners, make_run, pass_through
 from tests.compute.training.toy import ToySegment
 

@@ -27,7 +27,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.local import train_locally
 from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.swarm.records.run import Run, check_run, decode_run, differences, encode_run
-from swarmnode.training.worker.part_loading import dummy_run_s
+from swarmnode.training.worker.training_parts import dummy_run_s
 from tests.compute.graph.models import split
 
 WIDTH, POSITIONS, WORDS, SAMPLES, STEPS = 8, 5, 11, 12, 6

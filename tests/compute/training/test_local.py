@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.datasets.batches import ArrayBatches, TokenBatches
-from swarmnode.compute.training.datasets.corpus import read_corpus
+from swarmnode.compute.training.datasets.batches import ArrayBatches, TokenBatches, read_corpus
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.compute.training.local import StepSummary, train_locally
 from swarmnode.compute.training.segment import Segment

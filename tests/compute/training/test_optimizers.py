@@ -14,9 +14,7 @@ from torch import Tensor, nn
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.optimizer import Optimizer, memory_bytes
-from swarmnode.compute.training.optimizers.eva import LayerWatch
-from swarmnode.compute.training.optimizers.muon import COEFFICIENTS, ITERATIONS, orthogonalize
-from swarmnode.compute.training.optimizers.schedule_free import newest_share
+from swarmnode.compute.training.update_rules import COEFFICIENTS, ITERATIONS, LayerWatch, newest_share, orthogonalize
 from swarmnode.swarm.records.run import RECIPE, ParameterGroup, Recipe, Run, check_run
 from tests.compute.training.conftest import MICROBATCHES, commit_all, learners, make_run, pass_through, train
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment, toy_values

@@ -6,7 +6,7 @@ import pytest
 
 from swarmnode.codec.training_messages import Group, MemberSpec, Reduced
 from swarmnode.net.interfaces import PeerId
-from swarmnode.training.coordinator.all_reduce_attempt import AllReduceAttempt
+from swarmnode.training.coordinator.averaging_groups import AllReduceAttempt
 
 RUN = bytes(32)
 

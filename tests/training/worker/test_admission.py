@@ -10,8 +10,7 @@ from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.codec.training_messages import Forward
 from swarmnode.errors import ErrorCode
 from swarmnode.swarm.records.run import MAX_ROUTER_SUMS, RECIPE, Recipe, Run
-from swarmnode.training.coordinator.seal import seal_lease
-from swarmnode.training.worker.admission import refusal_of
+from swarmnode.training.worker.admission import refusal_of, seal_lease
 
 RUN = Run(data=bytes(32), steps=9, batch=8, microbatch=4, sequence=32)
 KEY = bytes(range(32))

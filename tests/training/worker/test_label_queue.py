@@ -10,9 +10,9 @@ import pytest
 from swarmnode.codec.messages import Error, Fault
 from swarmnode.codec.training_messages import Backward, Labels, Lead, Release
 from swarmnode.compress.codecs import encode_values
-from swarmnode.compute.training.label_queue import LABELS_S, MAX_LABELS, LabelQueue
 from swarmnode.errors import ErrorCode, PeerRefused
 from swarmnode.ledger import MemoryLedger
+from swarmnode.training.worker.admission import LABELS_S, MAX_LABELS, LabelQueue
 from tests.compute.training.toy import toy_values
 from tests.training.scene import KEY, RUN, TERM, Scene, in_scene
 

@@ -13,8 +13,8 @@ import pytest
 from swarmnode.compute.capacity.capacity import Speeds
 from swarmnode.compute.stopwatch import Throttle
 from swarmnode.measuring.capability import Capability, Conditions, SpeedCache
-from swarmnode.training.worker import part_loading
-from swarmnode.training.worker.part_loading import measure_part
+from swarmnode.training.worker import training_parts
+from swarmnode.training.worker.training_parts import measure_part
 
 WHOLE = Conditions(model="ab" * 32, device="cpu", memory_bytes=1 << 30, number_format="training", threads=1, units=8)
 TRIED, WORKED = Speeds(training_units_per_s=100.0), Speeds(training_units_per_s=900.0)
@@ -46,7 +46,7 @@ def test_what_a_devices_work_has_shown_holds_for_other_units(
     has_worked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial is short, and of few positions: also one with these units, before there was any work."""
-    monkeypatch.setattr(part_loading, "measure", lambda *_: TRIED)
+    monkeypatch.setattr(training_parts, "measure", lambda *_: TRIED)
     days = iter(range(1, 9))
     cache = SpeedCache(tmp_path / "speeds.json", now=lambda: float(next(days)))
     cache.put(replace(WHOLE, units=4), TRIED)
@@ -57,7 +57,7 @@ def test_what_a_devices_work_has_shown_holds_for_other_units(
 
 
 def test_a_device_that_is_not_known_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_loading, "measure", lambda *_: TRIED)
+    monkeypatch.setattr(training_parts, "measure", lambda *_: TRIED)
     cache = SpeedCache(tmp_path / "speeds.json")
     capability = measured(cache)
     assert capability.speeds == cache.find(replace(WHOLE, units=4)) == TRIED

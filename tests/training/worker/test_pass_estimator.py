@@ -13,7 +13,7 @@ from swarmnode.errors import CheckpointError, NotFinite
 from swarmnode.ledger import MemoryLedger
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.run import Run
-from swarmnode.training.worker.pass_estimator import DummyRun, Estimates, PassEstimator, UnitTime
+from swarmnode.training.worker.memory import DummyRun, Estimates, PassEstimator, UnitTime
 from tests.compute.training.toy import ToySegment
 from tests.peer.training_swarm import toy_batches, toy_run
 

@@ -26,7 +26,7 @@ from swarmnode.codec.training_messages import (
     Status,
 )
 from swarmnode.errors import ErrorCode, PeerError
-from swarmnode.training.worker.following import CLAIM_S, MAX_TERM_JUMP
+from swarmnode.training.coordinator.worker_group import CLAIM_S, MAX_TERM_JUMP
 from tests.training.scene import KEY, RUN, TERM, Scene, in_scene
 
 

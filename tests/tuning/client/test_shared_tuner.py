@@ -30,11 +30,11 @@ from swarmnode.swarm.records.run import RECIPE, Recipe, Run
 from swarmnode.tuning.client.averaging import Partners, SharedRun, VectorLayout
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import FLOOR_S, TuningLeader
-from swarmnode.tuning.client.local_route import LocalOpener, LocalRoute
 from swarmnode.tuning.client.remote_layers import RemoteLayers
+from swarmnode.tuning.client.route_opener import LocalOpener, LocalRoute
 from swarmnode.tuning.client.shared_tuner import SharedTuner
-from swarmnode.tuning.client.state_shapes import StateShapes
-from swarmnode.tuning.client.tuned_route import AdapterState, TunedMicrobatch
+from swarmnode.tuning.client.state_shapes import AdapterState, StateShapes
+from swarmnode.tuning.client.tuned_route import TunedMicrobatch
 from swarmnode.tuning.client.tuner import AdapterTuner
 from tests.compute.inline_executor import InlineExecutor
 from tests.net.virtual import in_virtual_time

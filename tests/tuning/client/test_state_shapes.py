@@ -14,7 +14,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.training.adapters.recipe import METHODS, AdapterRecipe
 from swarmnode.errors import ErrorCode, ProtocolError
-from swarmnode.tuning.client.local_route import LocalOpener
+from swarmnode.tuning.client.route_opener import LocalOpener
 from swarmnode.tuning.client.state_shapes import StateShapes
 from tests.net.virtual import in_virtual_time
 from tests.tiny import TinyModel

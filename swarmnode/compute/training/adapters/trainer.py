@@ -20,9 +20,15 @@ from torch.nn import functional
 
 from swarmnode.compute.executor import ByPiece, drain
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.adapter_weights import VECTORS, AdapterWeights
 from swarmnode.compute.training.adapters.held_ends import LabelledPositions
-from swarmnode.compute.training.adapters.layers import FLOAT_BYTES, PROMPT, AdapterLayers, TrainedDora, file_name
+from swarmnode.compute.training.adapters.layers import (
+    FLOAT_BYTES,
+    PROMPT,
+    VECTORS,
+    AdapterLayers,
+    AdapterWeights,
+    TrainedDora,
+)
 from swarmnode.compute.training.adapters.recipe import MOST_FLOAT, AdapterRecipe
 from swarmnode.compute.training.lm import NothingKept, check_labels, check_values, documents
 from swarmnode.compute.training.saved_activations import check_finite, check_shapes, is_finite
@@ -116,23 +122,21 @@ class _Pass:
 class AdapterTrainer:
     """Trainer of one adapter's tensors on one span, used from the device's thread only.
 
-    Several trainers share a span and its frozen base, and sessions go on between their pieces. All passes compute as in serving,
-    without dropout. A pass computes some rows at a time through all layers, at most `PIECE_POSITIONS` unless a row is longer.
+    Several trainers share a span and its frozen base, and sessions go on between their pieces. `start_by_piece` is due before
+    anything else. All passes compute as in serving, without dropout. A pass computes some rows at a time through all layers, at
+    most `PIECE_POSITIONS` unless a row is longer.
 
     Args:
         span: Frozen base. The adapter is loaded beside it.
         recipe: Recipe of the training.
         name: Name of the adapter among those of the span.
         piece_units: Number of layers in a piece.
-        starts: Set the tensors to their start at once. Otherwise `start_by_piece` is due before anything else.
 
     Raises:
         Full: The ledger of the span's adapters has no room; nothing is allocated then.
     """
 
-    def __init__(
-        self, span: ModelSpan, recipe: AdapterRecipe, *, name: str, piece_units: int = 1, starts: bool = True
-    ) -> None:
+    def __init__(self, span: ModelSpan, recipe: AdapterRecipe, *, name: str, piece_units: int = 1) -> None:
         self.span, self.recipe, self.name = span, recipe, name
         self._ledger = span.adapters.ledger
         self._layers = AdapterLayers(span, recipe)
@@ -157,13 +161,6 @@ class AdapterTrainer:
         inner = range(max(first, 1) + piece_units, last, piece_units)
         self._cuts = [first, *inner, last] if first < last else []
         self._size: ActivationSize | None = None
-        if starts:
-            drain(self.start_by_piece())
-
-    @property
-    def step_number(self) -> int:
-        """Number of updates that the adapter has had."""
-        return self._weights.step
 
     @property
     def adapter_bytes(self) -> int:
@@ -196,12 +193,6 @@ class AdapterTrainer:
             self._corrections = found
 
     # -- passes
-
-    def forward(
-        self, number: int, inputs: Tensor, positions_BS: Tensor | None = None, *, evaluates: bool = False
-    ) -> Tensor:
-        """Do `forward_by_piece` at once."""
-        return drain(self.forward_by_piece(number, inputs, positions_BS, evaluates=evaluates))
 
     def forward_by_piece(
         self, number: int, inputs: Tensor, positions_BS: Tensor | None = None, *, evaluates: bool = False
@@ -252,10 +243,6 @@ class AdapterTrainer:
         most = max(1, PIECE_POSITIONS.get(self.span.device.type, PIECE_POSITIONS["cpu"]) // length)
         return (slice(first, min(first + most, rows)) for first in range(0, rows, most))
 
-    def loss(self, number: int, labels_BS: Tensor, share: float) -> tuple[float, int]:
-        """Do `loss_by_piece` at once."""
-        return drain(self.loss_by_piece(number, labels_BS, share))
-
     def loss_by_piece(self, number: int, labels_BS: Tensor, share: float) -> ByPiece[tuple[float, int]]:
         """Compute a microbatch's loss after its forward pass, on the span that has the head.
 
@@ -298,10 +285,6 @@ class AdapterTrainer:
         if one.evaluates:
             self.forget(number)
         return total, len(labelled)
-
-    def backward(self, number: int, gradient_BTH: Tensor | None = None) -> Tensor | None:
-        """Do `backward_by_piece` at once."""
-        return drain(self.backward_by_piece(number, gradient_BTH))
 
     def backward_by_piece(self, number: int, gradient_BTH: Tensor | None = None) -> ByPiece[Tensor | None]:
         """Take a microbatch's gradient back through the span, and add the adapter's gradients to the step's sums.
@@ -356,20 +339,12 @@ class AdapterTrainer:
 
     # -- the end of a step
 
-    def gradient_square(self) -> float:
+    def gradient_square_by_piece(self) -> ByPiece[float]:
         """Return the square of the norm of the gradient that is summed here. Raises NotFinite if it is NaN or infinite.
 
         The sum over all spans is the square of the global norm. LoRA-FA's gradients are not corrected yet, as in peft.
         """
-        return drain(self.gradient_square_by_piece())
-
-    def gradient_square_by_piece(self) -> ByPiece[float]:
-        """Do `gradient_square`."""
         return self._weights.gradient_square()
-
-    def step(self, number: int, learning_rate: float, scale: float) -> None:
-        """Do `step_by_piece` at once."""
-        drain(self.step_by_piece(number, learning_rate, scale))
 
     def step_by_piece(self, number: int, learning_rate: float, scale: float) -> ByPiece[None]:
         """Update the adapter by AdamW, and begin the next step.
@@ -393,11 +368,6 @@ class AdapterTrainer:
         yield from self._weights.update(self.recipe, learning_rate, self._corrections, scale)
         yield from self._refresh()
 
-    def discard(self) -> None:
-        """Forget the step's passes in flight and summed gradients."""
-        self._forget_all()
-        drain(self._weights.discard())
-
     # -- state
 
     def state(self) -> dict[str, Tensor]:
@@ -416,10 +386,6 @@ class AdapterTrainer:
         begin = f"{VECTORS[0]}/"
         return self._weights.load_gradients({name.removeprefix(begin): tensor for name, tensor in state.items()})
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Do `load_by_piece` at once."""
-        drain(self.load_by_piece(state))
-
     def load_by_piece(self, state: Mapping[str, Tensor]) -> ByPiece[None]:
         """Load a state bit for bit; tensors of other spans in it are ignored. Passes in flight are forgotten.
 
@@ -428,11 +394,6 @@ class AdapterTrainer:
         yield from self._weights.load(state)
         self._forget_all()
         yield from self._refresh()
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the adapter's tensors on this span by the names of a folder that peft saves: references."""
-        tensors = {**self._frozen, **self._weights.tensors}
-        return {file_name(name): tensor.detach() for name, tensor in sorted(tensors.items())}
 
     def close(self) -> None:
         """Forget the adapter and release its memory. The trainer cannot be used afterwards."""

@@ -156,10 +156,22 @@ def cut(length: int, shares: Sequence[int], clusters: Sequence[int] = ()) -> lis
     `clusters` names the cluster of each member. In one cluster, each member owns one stretch.
     """
     if len(set(clusters)) > 1:
-        return _cut_in_turns(length, shares, clusters)
+        # Cut a vector of `length` elements into parts of equal length, except the last. Owners and gatherers of the parts
+        # follow low-discrepancy sequences, in proportion to `shares`.
+        members = {cluster: [i for i, at in enumerate(clusters) if at == cluster] for cluster in sorted(set(clusters))}
+        size = longest_part_in_turns(length, [len(inside) for inside in members.values()])
+        parts = []
+        for number, start in enumerate(range(0, length, size)):
+            owner = _whose_turn(number * OWNERS_STEP, range(len(shares)), shares)
+            gatherers = {
+                cluster: owner if owner in inside else _whose_turn(number * GATHERERS_STEP, inside, shares)
+                for cluster, inside in members.items()
+            }
+            parts.append(VectorPart(owner, slice(start, min(start + size, length)), gatherers))
+        return parts
     longest, total, cluster = longest_part(len(shares)), sum(shares), next(iter(clusters), 0)
     ends = [-(-length * reached // total) for reached in accumulate(shares)]
-    bounds = [0, *(min(length, _aligned(end)) for end in ends)]
+    bounds = [0, *(min(length, (end + -end % ALIGNMENT)) for end in ends)]
     return [
         VectorPart(owner, slice(start, min(start + longest, end)), {cluster: owner})
         for owner, (begin, end) in enumerate(pairwise(bounds))
@@ -167,30 +179,10 @@ def cut(length: int, shares: Sequence[int], clusters: Sequence[int] = ()) -> lis
     ]
 
 
-def _cut_in_turns(length: int, shares: Sequence[int], clusters: Sequence[int]) -> list[VectorPart]:
-    """Cut a vector of `length` elements into parts of equal length, except the last. Owners and gatherers of the parts follow
-    low-discrepancy sequences, in proportion to `shares`."""
-    members = {cluster: [i for i, at in enumerate(clusters) if at == cluster] for cluster in sorted(set(clusters))}
-    size = longest_part_in_turns(length, [len(inside) for inside in members.values()])
-    parts = []
-    for number, start in enumerate(range(0, length, size)):
-        owner = _whose_turn(number * OWNERS_STEP, range(len(shares)), shares)
-        gatherers = {
-            cluster: owner if owner in inside else _whose_turn(number * GATHERERS_STEP, inside, shares)
-            for cluster, inside in members.items()
-        }
-        parts.append(VectorPart(owner, slice(start, min(start + size, length)), gatherers))
-    return parts
-
-
 def _whose_turn(point: int, members: Sequence[int], shares: Sequence[int]) -> int:
     """Return the member whose share of a circle of 2**32 holds the point."""
     ends = list(accumulate(shares[member] for member in members))
     return members[bisect_right(ends, (point % 2**32) * ends[-1] >> 32)]
-
-
-def _aligned(bound: int) -> int:
-    return bound + -bound % ALIGNMENT
 
 
 def longest_part(members: int) -> int:

@@ -68,7 +68,12 @@ class CentredClipping:
         for way_M in ways:
             way_M -= centre_M
         lengths = [float(way_M.norm()) for way_M in ways]
-        honest = self._honest_distance(weights, lengths, len(centre_M))
+        # The distance from the centre of an honest member of weight 1. With more samples it is smaller.
+        elements = len(centre_M)
+        found = statistics.median(length * math.sqrt(weight) for weight, length in zip(weights, lengths, strict=True))
+        gain = USUAL_GAIN if self._usual_square else 1.0
+        self._usual_square += gain * (found * found / elements - self._usual_square)
+        honest = max(found, math.sqrt(self._usual_square * elements))
         if honest:
             self.comparison.add(part.start, centre_M, ways, weights, honest)
         total_M = torch.zeros_like(centre_M)
@@ -79,13 +84,6 @@ class CentredClipping:
             else:
                 total_M += torch.lerp(member.weight * centre_M, member.values_N, radius / length)
         return total_M
-
-    def _honest_distance(self, weights: Sequence[float], lengths: Sequence[float], elements: int) -> float:
-        """Return the distance from the centre of an honest member of weight 1. With more samples it is smaller."""
-        found = statistics.median(length * math.sqrt(weight) for weight, length in zip(weights, lengths, strict=True))
-        gain = USUAL_GAIN if self._usual_square else 1.0
-        self._usual_square += gain * (found * found / elements - self._usual_square)
-        return max(found, math.sqrt(self._usual_square * elements))
 
 
 def median(shares: Sequence[Tensor]) -> Tensor:

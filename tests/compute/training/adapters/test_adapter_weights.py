@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swarmnode.compute.executor import drain
-from swarmnode.compute.training.adapters.adapter_weights import AdapterWeights
+from swarmnode.compute.training.adapters.layers import AdapterWeights
 from swarmnode.errors import CheckpointError, NotFinite
 
 

@@ -14,14 +14,14 @@ from swarmnode.compute.executor import ByPiece
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters import adapter_weights, layers
+from swarmnode.compute.training.adapters import layers
 from swarmnode.compute.training.adapters import layers as starts
 from swarmnode.compute.training.adapters import layers as trained_changes
 from swarmnode.compute.training.adapters.recipe import METHODS
-from swarmnode.compute.training.adapters.trainer import LONG, PIECE_POSITIONS, AdapterTrainer, KeptStorage
+from swarmnode.compute.training.adapters.trainer import LONG, PIECE_POSITIONS, KeptStorage
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError, UsageError
 from swarmnode.ledger import Account, Full
-from tests.compute.training.adapters.trained import SMALL, Route, batch_of, labels_of
+from tests.compute.training.adapters.trained import SMALL, Route, WholeTrainer, batch_of, labels_of
 
 RATE = 1e-2
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def test_trainers_and_sessions_share_a_span_without_a_trace_of_one_another(llama
     def routes(*names: str) -> list[Route]:
         span = load_span(llama, 0, llama.units, check=False)
         recipes = [replace(SMALL, seed=seed, method=method) for seed, method in enumerate(names)]
-        return [Route([AdapterTrainer(span, one, name=f"tuned {one.seed}")], one) for one in recipes]
+        return [Route([WholeTrainer(span, one, name=f"tuned {one.seed}")], one) for one in recipes]
 
     alone = routes("lora", "dora")[1].train(range(2))
     first, second = routes("lora", "dora")
@@ -173,7 +173,7 @@ def test_memory_is_in_the_ledger_before_it_is_taken_and_returned_at_the_end(llam
     with pytest.raises(Full):
         trainer.forward(0, ids_BS)
     with pytest.raises(Full):
-        AdapterTrainer(trainer.span, recipe, name="more")
+        WholeTrainer(trainer.span, recipe, name="more")
     assert ledger.accounts() == idle and "more" not in trainer.span.adapters
     trainer.close()
     assert ledger.used_bytes == 0
@@ -200,7 +200,7 @@ def test_lora_fa_keeps_three_quarters_of_lora_s_activations(tmp_path_factory: py
     span = load_span(Checkpoint(folder), 0, 3, check=False)
     recipe = replace(SMALL, rank=16)
     lora, lora_fa = (
-        AdapterTrainer(span, replace(recipe, method=method), name=method).activation_bytes(1, 512)
+        WholeTrainer(span, replace(recipe, method=method), name=method).activation_bytes(1, 512)
         for method in ("lora", "lora-fa")
     )
     assert 0.5 * lora < lora_fa <= 0.75 * lora
@@ -276,12 +276,11 @@ def test_starts_and_updates_go_by_pieces_of_few_elements_bit_for_bit(
     """Also those of single matrices."""
     recipe, counts, states = replace(SMALL, method=method), [], []
     for elements in (1 << 22, 100):
-        monkeypatch.setattr(adapter_weights, "PIECE_ELEMENTS", elements)
         monkeypatch.setattr(layers, "PIECE_ELEMENTS", elements)
         monkeypatch.setattr(starts, "PIECE_ELEMENTS", elements)
         monkeypatch.setattr(trained_changes, "PIECE_PRODUCTS", elements)
         span = load_span(llama, 0, llama.units, check=False)
-        trainer = AdapterTrainer(span, recipe, name="by piece", starts=False)
+        trainer = WholeTrainer(span, recipe, name="by piece")
         trained = sum(tensor.numel() for tensor in trainer._weights.tensors.values())
         count = [len([*trainer.start_by_piece()])]
         ids_BS, labels_BS = batch_of(0)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swarmnode.compute.executor import drain
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.training.adapters.layers import file_name
 from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.trainer import AdapterTrainer
 from swarmnode.compute.training.optimizer import clip_factor
@@ -43,17 +46,48 @@ def labels_of(batch: Batch, recipe: AdapterRecipe) -> int:
     return sum(int((labels_BS[:, first:] != NO_LABEL).sum()) for _, labels_BS in batch)
 
 
+class WholeTrainer(AdapterTrainer):
+    """Does each work at once, without pieces; it is at its start when it is made."""
+
+    def __init__(self, span: ModelSpan, recipe: AdapterRecipe, *, name: str) -> None:
+        super().__init__(span, recipe, name=name)
+        drain(self.start_by_piece())
+
+    def forward(self, *arguments: Any, **named: Any) -> Tensor:
+        return drain(self.forward_by_piece(*arguments, **named))
+
+    def loss(self, number: int, labels_BS: Tensor, share: float) -> tuple[float, int]:
+        return drain(self.loss_by_piece(number, labels_BS, share))
+
+    def backward(self, number: int, gradient_BTH: Tensor | None = None) -> Tensor | None:
+        return drain(self.backward_by_piece(number, gradient_BTH))
+
+    def gradient_square(self) -> float:
+        return drain(self.gradient_square_by_piece())
+
+    def step(self, number: int, learning_rate: float, scale: float) -> None:
+        drain(self.step_by_piece(number, learning_rate, scale))
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        drain(self.load_by_piece(state))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The adapter's tensors on this span by the names of a folder that peft saves."""
+        tensors = {**self._frozen, **self._weights.tensors}
+        return {file_name(name): tensor.detach() for name, tensor in sorted(tensors.items())}
+
+
 @dataclass
 class Route:
     """Trainers of one adapter, one for each span, in order."""
 
-    trainers: Sequence[AdapterTrainer]
+    trainers: Sequence[WholeTrainer]
     recipe: AdapterRecipe
 
     @classmethod
     def through(cls, checkpoint: Checkpoint, cuts: Sequence[int], recipe: AdapterRecipe, **options: Any) -> Route:
         spans = [load_span(checkpoint, start, end, check=False, **options) for start, end in pairwise(cuts)]
-        return cls([AdapterTrainer(span, recipe, name="tuned") for span in spans], recipe)
+        return cls([WholeTrainer(span, recipe, name="tuned") for span in spans], recipe)
 
     def gradients(self, batch: Batch) -> float:
         """The mean loss of a batch, whose gradients are summed. All its microbatches are in flight at once."""

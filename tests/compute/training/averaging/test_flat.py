@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from swarmnode.codec.tensors import Codec
+from swarmnode.compute.training.averaging.gradient_compressor import Round
 from swarmnode.compute.training.averaging.parts import FlatVector
-from swarmnode.compute.training.averaging.round import Round
 from swarmnode.errors import NotFinite
 
 SIZES = [5, 0, 3, 7]

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from swarmnode.compress.codecs import Buffer
-from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor
+from swarmnode.compute.training.averaging.gradient_compressor import Exchange, GradientCompressor, Round
 from swarmnode.compute.training.averaging.parts import FlatVector, Forms, cut
 from swarmnode.compute.training.averaging.robust_aggregation import CentredClipping
-from swarmnode.compute.training.averaging.round import Round
 
 
 def agree(

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.compute.training.datasets.batches import ArrayBatches, Permutation, TokenBatches
-from swarmnode.compute.training.datasets.corpus import read_corpus
+from swarmnode.compute.training.datasets.batches import ArrayBatches, Permutation, TokenBatches, read_corpus
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Run
 

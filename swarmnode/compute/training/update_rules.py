@@ -1,15 +1,30 @@
-"""Eva (arXiv 2308.02123): K-FAC with rank-one factors, the running means of each layer's inputs and of its outputs' gradients.
+"""Schedule-free AdamW (arXiv 2405.15682): a constant learning rate, and an average of the iterates in place of a schedule.
+
+Gradients are computed at y; AdamW moves z; x is the average of z, and y lies between both: y = (1 - beta1) z + beta1 x. The
+parameters are y until the last step, which sets them to x. The memory is z - y, because it begins at zero whatever the parameters
+are.
+
+Muon (https://kellerjordan.github.io/posts/muon/): momentum whose singular values are set to about 1, for weight matrices.
+
+The learning rate of a matrix is scaled so that its update is as large as AdamW's (arXiv 2502.16982): one `--lr` serves both.
+`torch.optim.Muon(adjust_lr_fn="match_rms_adamw")` computes the same with bfloat16 products. Here products are float32: in
+bfloat16, a difference of 1e-7 between two replicas would become one of 1e-2 of an update.
+
+Eva (arXiv 2308.02123): K-FAC with rank-one factors, the running means of each layer's inputs and of its outputs' gradients.
 
 An update is (G - (g'Ga) / (damping + |g|^2 |a|^2) ga') / damping, for a gradient G with a row for each output, the mean input a and
 the mean gradient g. A bias is one more column, with an input of 1. `clip` bounds the KL divergence of the step: all updates are
 multiplied by min(1, sqrt(clip / (learning_rate^2 * sum(update * G)))), with the sum over the whole model. Parameters that no linear
 layer or convolution uses as its weights keep their own gradient.
+
+Lion (arXiv 2302.06675): each parameter moves by the learning rate, in the direction of the sign of its momentum.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +32,71 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from swarmnode.compute.training.optimizers.muon import is_matrix
+from swarmnode.swarm.records.run import Run
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial
+ITERATIONS = 5
+SMALLEST_NORM = 1e-7
+ADAMW_RMS = 0.2  # root mean square of AdamW's updates
+NO_MATRICES = ("*embed*", "*wte*", "*wpe*", "*lm_head*", "*embed_out*", "*score.*", "*classifier*")
+"""Patterns of the names of embeddings and heads, which AdamW updates"""
+EXPERTS = "*experts*"
+"""Pattern of the names of fused experts: parameters (experts, outputs, inputs)"""
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Return whether Muon updates a parameter. AdamW updates embeddings, heads, norms and biases."""
+    return parameter.dim() >= 2 and not any(fnmatchcase(name, pattern) for pattern in NO_MATRICES)
+
+
+def matrices(name: str, tensor: Tensor) -> Iterator[Tensor]:
+    """Yield views of the matrices in a parameter: each of fused experts, otherwise one with a row for each output."""
+    if tensor.dim() == 3 and fnmatchcase(name, EXPERTS):
+        yield from tensor
+    else:
+        yield tensor.view(len(tensor), -1)
+
+
+def working_bytes(name: str, parameter: Tensor) -> int:
+    """Return the bytes of temporary tensors in an update of `parameter`: three as large as the matrix, and two products."""
+    rows, columns = next(matrices(name, parameter)).shape
+    return (3 * rows * columns + 2 * min(rows, columns) ** 2) * parameter.element_size()
+
+
+def orthogonalize(matrix_RC: Tensor) -> Tensor:
+    """Return a float32 matrix_RC with the same singular vectors, and singular values of about 0.7 to 1.2.
+
+    Newton-Schulz iteration; zeros stay zeros.
+    """
+    a, b, c = COEFFICIENTS
+    is_tall = matrix_RC.size(0) > matrix_RC.size(1)
+    x_MN = matrix_RC.T if is_tall else matrix_RC
+    x_MN = x_MN / x_MN.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(ITERATIONS):
+        gram_MM = x_MN @ x_MN.T
+        polynomial_MM = torch.addmm(gram_MM, gram_MM, gram_MM, beta=b, alpha=c)
+        x_MN = torch.addmm(x_MN, polynomial_MM, x_MN, beta=a)
+    return x_MN.T if is_tall else x_MN
+
+
+def muon(
+    name: str,
+    parameter: Tensor,
+    gradient: Tensor,
+    momentum: Tensor,
+    *,
+    beta: float,
+    learning_rate: float,
+    weight_decay: float,
+) -> None:
+    """Update a parameter and its `momentum` of the same shape in place. `beta`: the share of the momentum that is kept."""
+    views = (matrices(name, tensor) for tensor in (parameter, gradient, momentum))
+    for parameter_RC, gradient_RC, momentum_RC in zip(*views, strict=True):
+        momentum_RC.lerp_(gradient_RC, 1 - beta)
+        update_RC = orthogonalize(gradient_RC.lerp(momentum_RC, beta))  # Nesterov's
+        parameter_RC.mul_(1 - learning_rate * weight_decay)
+        parameter_RC.sub_(update_RC, alpha=learning_rate * ADAMW_RMS * math.sqrt(max(parameter_RC.shape)))
+
 
 LINEAR = (functional.linear, torch.ops.aten.linear.default)
 CONVOLUTION = (functional.conv2d, torch.ops.aten.conv2d.default)
@@ -155,3 +234,60 @@ def _pair(given: int | Sequence[int]) -> tuple[int, int]:
     """Return the number of rows and of columns, which are equal if only one is given."""
     sizes = (given,) if isinstance(given, int) else tuple(given)
     return sizes[0], sizes[-1]
+
+
+def lion(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    *,
+    betas: tuple[float, float],
+    learning_rate: float,
+    weight_decay: float,
+) -> None:
+    """Update a parameter and its momentum `exp_avg` in place.
+
+    `betas`: the shares of the momentum that are kept, in the direction of this update, and for the next one.
+    """
+    parameter.mul_(1 - learning_rate * weight_decay)
+    parameter.sub_(exp_avg.lerp(gradient, 1 - betas[0]).sign_(), alpha=learning_rate)
+    exp_avg.lerp_(gradient, 1 - betas[1])
+
+
+def newest_share(run: Run, step: int) -> float:
+    """Return the share of the iterate of step `step` (from 0) in the average. Iterates weigh by their squared learning rates, which
+    rise within the warm-up and then stay."""
+
+    def factor_at(step: int) -> float:
+        return run.known_recipe.factor_at(step, run.steps, run.warmup_steps, run.final_share)
+
+    warmup = run.warmup_steps
+    count = (
+        round(factor_at(min(step, warmup - 1)) * warmup) if warmup else 0
+    )  # the last rate of the warm-up, in its units
+    total = count * (count + 1) * (2 * count + 1) / 6 / warmup**2 if warmup else 0.0
+    total += max(0, step - warmup + 1)
+    return float(factor_at(step) ** 2 / total) if total else 0.0
+
+
+def schedule_free(
+    parameter: Tensor,
+    gradient: Tensor,
+    *,
+    exp_avg_sq: Tensor,
+    z_minus_y: Tensor,
+    run: Run,
+    step: int,
+    learning_rate: float,
+    weight_decay: float,
+) -> None:
+    """Update a parameter and its memories in place, at the end of step `step` (from 0). The last step of `run` sets it to x."""
+    beta, beta_sq = run.betas
+    share = newest_share(run, step)
+    exp_avg_sq.mul_(beta_sq).addcmul_(gradient, gradient, value=1 - beta_sq)
+    divisor = exp_avg_sq.div(1 - beta_sq ** (step + 1)).sqrt_().add_(run.epsilon)
+    way = divisor.reciprocal_().mul_(gradient).add_(parameter, alpha=weight_decay)
+    parameter.add_(z_minus_y, alpha=share).sub_(way, alpha=learning_rate * (1 - beta * (1 - share)))
+    z_minus_y.sub_(way, alpha=learning_rate * beta).mul_(1 - share)
+    if step == run.steps - 1:
+        parameter.add_(z_minus_y, alpha=1 - 1 / beta)

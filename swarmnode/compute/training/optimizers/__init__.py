@@ -1,1 +1,0 @@
-"""Update rules beside torch's own, each for one parameter."""
