@@ -262,7 +262,7 @@ class CommandTree(TyperGroup):
         name = self._found(args)
         rest = args[len(name.split()) :]
         if name:
-            command = self.commands[name]
+            command: Any = self.commands[name]
             # The word behind a command may be meant for the second word of another one.
             is_misspelled = bool(command.inner and rest) and not rest[0].startswith("-")
             if is_misspelled and not isinstance(command, CommandPrefix):
