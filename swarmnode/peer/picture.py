@@ -258,7 +258,7 @@ def link_matrix(host: Host, units: int, most: int) -> dict[str, Any]:
 
 
 def measured_network(swarm: Swarm, announced: Mapping[PeerId, Announcement]) -> dict[str, Any]:
-    """Return a scenario (`plan/offline/scenario.py`) of the peers that lend a machine, in the order of their ids.
+    """Return a scenario (`plan/offline/planner_files.py`) of the peers that lend a machine, in the order of their ids.
 
     `estimated` lists the pairs [from, to] whose delay follows from coordinates or is assumed, and those whose bandwidth was not
     measured. Raises LocalError if no peer lends a machine.

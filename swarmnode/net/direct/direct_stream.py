@@ -322,7 +322,11 @@ class DirectStream(TransportStream, asyncio.BufferedProtocol):
             if self._transport.is_closing():  # the peer reset the connection after the last bytes
                 return
             self._linger = self._loop.call_later(LINGER_S, self.drop)
-            self._transport.write_eof()
+            try:
+                self._transport.write_eof()
+            except OSError:  # the peer's reset is here already, but the loop has not read it
+                self.drop()
+                return
             if self._ended:
                 self._transport.close()
 

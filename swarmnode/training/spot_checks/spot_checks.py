@@ -2,7 +2,7 @@
 
 When a step's gradients are about to be summed, all microbatches are counted, and all stages still have the step's
 parameters. At this moment a stage may draw one of its replicas and a microbatch that it has committed to. A stage found
-false is named in every later summation with it (`coordinator/all_reduce_attempt.py` follows the majority of the others).
+false is named in every later summation with it (`coordinator/averaging_groups.py` follows the majority of the others).
 The other stages hear an accusation and check for themselves: none trusts another's word.
 
 A stage also looks at one hop beside it: whether what that hop committed to having sent or returned is what arrived here. It knows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 
 import pytest
 
@@ -132,6 +133,19 @@ async def test_a_reset_that_comes_while_it_closes_is_no_error() -> None:
     here.drain = drained  # type: ignore[method-assign]
     await closed(here, wire)
     assert not wire.ended and here.closed.done()
+
+
+@in_virtual_time
+async def test_a_reset_that_the_loop_has_not_read_is_no_error() -> None:
+    here, wire, _, _ = pair()
+
+    def write_eof() -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    wire.write_eof = write_eof  # type: ignore[method-assign]
+    here.write([b"bye"])
+    await closed(here, wire)
+    await here.closed
 
 
 @in_virtual_time

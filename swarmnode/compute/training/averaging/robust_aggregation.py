@@ -14,7 +14,7 @@ hundred times too long shows at once. *Constancy* of the direction from the cent
 samples, which differs each step. The squared length of a sum of these ways is then about the sum of their squares; for a member
 that pulls into one direction it grows towards that times the number of steps. *Agreement*: honest gradients have some direction in
 common; a reversed gradient, a zero one or noise has none. The suspicion of one member is a vote and no verdict: the coordinator
-follows the majority (`coordinator/all_reduce_attempt.py`).
+follows the majority (`coordinator/averaging_groups.py`).
 
 Shape letters: P members, Q the centre and the members, M elements of a part, K of a sketch.
 """
