@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from swarmnode import version
-from swarmnode.cli.options.files import read_toml
+from swarmnode.cli.options.file_options import read_toml
 from tests.cli.command import ROOT, invoke
 
 TEXTS = [

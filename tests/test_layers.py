@@ -32,6 +32,7 @@ COMPUTE = (
     "graph",
     "capacity",
 )  # the rooms within `compute`; "": its own files
+CONVENTIONAL = {"__init__.py", "server.py", "client.py", "messages.py"}
 MAX_ROOM_LINES = 8000  # of each of the inner rooms of `compute`, too
 MAX_FILES_A_FOLDER = 15
 MAX_FILES = 425  # 405 and a twentieth
@@ -172,6 +173,12 @@ def test_files_and_functions_can_be_overlooked() -> None:
                 if lines > MAX_FUNCTION_LINES:
                     long[f"{name_of(path)} {node.name}"] = MAX_FILE_LINES + lines
     assert {name: lines for name, lines in long.items() if lines > MAX_FILE_LINES} == {}
+
+
+def test_no_two_files_share_a_name() -> None:
+    """But for commands, which are named as people type them, and for names that say what every room has."""
+    shared = Counter(path.name for path in modules() if room_of(path) != "cli")
+    assert {name for name, files in shared.items() if files > 1} <= CONVENTIONAL
 
 
 def test_no_name_stands_for_two_classes() -> None:

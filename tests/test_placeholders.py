@@ -17,7 +17,7 @@ TEMPLATES = {
     "swarmnode/data/conversation.py": {"tools"},  # str.format
     "swarmnode/lending/rule_watch.py": {"sv"},  # a type of D-Bus
     "swarmnode/node/description.py": {"reason"},  # str.format
-    "swarmnode/simulate/results/page.py": {"font-weight:600"},  # CSS
+    "swarmnode/simulate/results/result_page.py": {"font-weight:600"},  # CSS
     "swarmnode/terminal/progress.py": {"task.description", "task.fields[told]"},  # rich
 }
 """Placeholders that something else than an f-string fills, by file"""

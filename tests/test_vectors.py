@@ -22,7 +22,7 @@ from swarmnode.codec.sampling import Sampling, pack_text
 from swarmnode.codec.tensors import MAX_ELEMENTS, Codec, TensorInfo
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.serving.device_transfers import DeviceOutputs
-from swarmnode.compute.serving.sampling import Sampler, sample, uniform
+from swarmnode.compute.serving.sampler import Sampler, sample, uniform
 from swarmnode.compute.serving.sketch import sketch, sketch_bytes
 from swarmnode.compute.training.recomputation import gradient_sketch, step_seed
 from swarmnode.errors import ErrorCode, PeerLost, ProtocolError, UsageError

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 from attack import Outcome, main
 
-from swarmnode.checkpoints.export import find_whole_step
+from swarmnode.checkpoints.checkpoint_export import find_whole_step
 from swarmnode.checkpoints.votes import Electorate
 from swarmnode.swarm.records.run import Run
 from tests.checkpoints.test_state_transfer import RUN, World, ready_at

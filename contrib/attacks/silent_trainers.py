@@ -13,7 +13,7 @@ from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.net.tasks import Tasks
 from swarmnode.swarm.records.run import encode_run
-from swarmnode.training.worker.stage import TRAIN_PROTOCOL
+from swarmnode.training.worker.training_stage import TRAIN_PROTOCOL
 from tests.peer.training_swarm import HELLO
 from tests.training.test_hangs import STEPS, Scenario
 

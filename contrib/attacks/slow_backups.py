@@ -9,7 +9,7 @@ from typing import Any
 
 from attack import Outcome, main
 
-from swarmnode.checkpoints.backups import AT_ONCE, RETRY_S, TURN_S
+from swarmnode.checkpoints.state_backups import AT_ONCE, RETRY_S, TURN_S
 from swarmnode.errors import PeerRefused
 from swarmnode.net.tasks import cancel_and_wait
 from tests.checkpoints.test_backups import World, Writer

@@ -25,7 +25,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.grammar import GrammarCompiler, GrammarMatcher
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
-from swarmnode.compute.serving.sampling import Sampler
+from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.serving.job import Job, JobResult, Pass, Return, Sample
 from swarmnode.serving.worker import Worker
 from tests.gateway.speaking import save_speaking_llama

@@ -11,7 +11,7 @@ from typing import Any
 
 from attack import Outcome, main
 
-from swarmnode.checkpoints.states import StateServer, list_states, state_board
+from swarmnode.checkpoints.state_exchange import StateServer, list_states, state_board
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.errors import PeerError
@@ -19,7 +19,7 @@ from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.interfaces import Network
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.state_store import StateStore
 
 VIRTUAL, FAST = True, True
 HELLO = Hello(VERSION, bytes(32))

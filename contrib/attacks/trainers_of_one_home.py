@@ -19,7 +19,7 @@ from swarmnode.errors import PeerError
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.switchboard import Switchboard
 from swarmnode.tuning.client import leader as leading
-from swarmnode.tuning.client.averaging import BOUND, TrainerPart
+from swarmnode.tuning.client.adapter_averaging import BOUND, TrainerPart
 from tests.peer.toy_peer import HELLO
 from tests.tiny import TinyModel
 from tests.training.scene import Talk

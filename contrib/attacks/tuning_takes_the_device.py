@@ -18,7 +18,7 @@ from swarmnode.compress.codecs import encode_values
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.errors import PeerError
 from swarmnode.tuning.adapter_parts import encode_recipe
 from tests.tiny import TinyModel

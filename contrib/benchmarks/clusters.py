@@ -31,7 +31,7 @@ from organisation import GRADIENT_BYTES, UNITS, places, prepared
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.cost import HOLDERS, fragility
 from swarmnode.plan.offline.planner_files import Scenario
-from swarmnode.plan.spans.placement import PlacementRule
+from swarmnode.plan.spans.span_placement import PlacementRule
 from swarmnode.plan.training.layout import STANDING_BY, cut
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork, held_units
@@ -40,7 +40,7 @@ from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
-from swarmnode.simulate.steps.training import Training
+from swarmnode.simulate.steps.simulated_training import Training
 from swarmnode.training.organisation import MICROBATCHES, POSITIONS, announced_network
 
 SIZE = 4  # of a cluster

@@ -17,9 +17,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, ResNetConfig, ResNetForIma
 
 from swarmnode.compute.graph.costs.estimate import estimate_units
 from swarmnode.compute.graph.costs.rates import Rates, measure_rates
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.module_export import export_module
+from swarmnode.compute.graph.graph_segment import GraphSegment
 from swarmnode.compute.graph.partition import balance, partition
-from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.training.saved_activations import accumulate, leaves
 from tests.compute.graph.models import UNet, split
 

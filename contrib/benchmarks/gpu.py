@@ -50,7 +50,7 @@ from swarmnode.compute.device import Device, probe_device
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.model.trace import CACHE_ARGUMENT
+from swarmnode.compute.model.traced_model import CACHE_ARGUMENT
 from swarmnode.compute.packing import card_matrix
 from swarmnode.compute.packing.ggml import FORMATS
 from swarmnode.compute.packing.packed_weight import held_by

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from placement_rules import BEST_RESPONSE, Rule, Settling, petals, swarm
 
 from swarmnode.plan.offline.gpus import known_gpus
-from swarmnode.plan.spans.placement import Joiner
+from swarmnode.plan.spans.span_placement import Joiner
 
 UNITS = (12, 16, 24, 32, 40)
 ROUNDS = 5

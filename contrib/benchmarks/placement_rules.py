@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.flow import bound, supply_of, throughput
-from swarmnode.plan.spans.placement import Joiner, choose_span, reconsider
+from swarmnode.plan.spans.span_placement import Joiner, choose_span, reconsider
 from swarmnode.plan.view import PeerView, Span, View
 
 PETALS_BALANCE = 0.75

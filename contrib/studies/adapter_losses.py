@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from swarmnode.compute.training.adapters.recipe import METHODS
+from swarmnode.compute.training.adapters.adapter_recipe import METHODS
 from tests.compute.training.adapters.trained import SMALL, Route, batch_of
 from tests.numerics.adapter_peft import PeftTraining, saved_difference
 from tests.numerics.test_adapter_training import FAMILIES, RATES, save_family

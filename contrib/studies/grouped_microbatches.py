@@ -21,8 +21,8 @@ from swarmnode.compute.executor import drain
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.compute.training.adapters.trainer import AdapterTrainer
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_trainer import AdapterTrainer
 from swarmnode.ledger import MemoryLedger
 
 LAYERS = (1, 5)

@@ -37,7 +37,7 @@ from drafts import Work, chat, questions, tasks
 from swarmnode.codec.sampling import Sampling
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.sampling import sample
+from swarmnode.compute.serving.sampler import sample
 from swarmnode.founding.model_source import open_model
 from tests.trained import SMOLLM2, trained
 

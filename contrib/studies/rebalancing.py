@@ -30,7 +30,7 @@ from shapes import even_network, transformer
 
 from swarmnode.compute.capacity.capacity import limit_bytes_for
 from swarmnode.plan.spans.flow import bound
-from swarmnode.plan.spans.placement import Joiner, choose_span
+from swarmnode.plan.spans.span_placement import Joiner, choose_span
 from swarmnode.plan.view import Span, View
 from swarmnode.simulate.environment.peers import Change, Peer
 from swarmnode.simulate.environment.world import World

@@ -69,7 +69,7 @@ def resnet101() -> Task:
     import torch
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    from swarmnode.compute.graph.exporting.export import export_module
+    from swarmnode.compute.graph.exporting.module_export import export_module
     from swarmnode.compute.graph.partition import partition
 
     module = ResNetForImageClassification(ResNetConfig(depths=[3, 4, 23, 3])).train()

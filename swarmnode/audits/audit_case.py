@@ -27,7 +27,7 @@ from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Mode, Want
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode
-from swarmnode.compute.serving.sampling import may_draw
+from swarmnode.compute.serving.sampler import may_draw
 from swarmnode.compute.serving.sketch import deviations, read_sketches
 from swarmnode.errors import ErrorCode, PeerRefused, ProtocolError
 from swarmnode.links.switchboard import Switchboard

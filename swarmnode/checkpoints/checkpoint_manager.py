@@ -14,9 +14,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from swarmnode.checkpoints.backups import BackupServer
-from swarmnode.checkpoints.export import find_whole_step
-from swarmnode.checkpoints.states import Fresh, StateServer, fetch_states, state_board
+from swarmnode.checkpoints.checkpoint_export import find_whole_step
+from swarmnode.checkpoints.state_backups import BackupServer
+from swarmnode.checkpoints.state_exchange import Fresh, StateServer, fetch_states, state_board
 from swarmnode.checkpoints.votes import Electorate
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.device_learners import DeviceLearners
@@ -28,7 +28,7 @@ from swarmnode.peer.host import Host
 from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.chunk_folder import disk_error
-from swarmnode.swarm.storage.states import OFFERED_SHARE, BackupFolder, StateStore, remove_old_runs, stored_runs
+from swarmnode.swarm.storage.state_store import OFFERED_SHARE, BackupFolder, StateStore, remove_old_runs, stored_runs
 
 MAX_TOLD = 16
 

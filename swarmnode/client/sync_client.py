@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from swarmnode.client.tuning.tuned_lm import TunedCausalLM
-    from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+    from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
     from swarmnode.serving.client.causal_lm import RemoteCausalLM
     from swarmnode.swarm.storage.swarmfile import Swarm
 

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from swarmnode.compute.graph.boundary import Layout, check_travel
-from swarmnode.compute.graph.exporting.export import export_module
 from swarmnode.compute.graph.exporting.gradient_check import check_gradients
+from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.graph import Graph, Ref
+from swarmnode.compute.graph.graph_segment import GraphSegment
 from swarmnode.compute.graph.partition import UNITS, partition
-from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.graph.serialise import write_graph
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.encoder import (

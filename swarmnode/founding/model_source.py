@@ -232,7 +232,7 @@ def outline(model: str, folder: Path) -> tuple[Checkpoint | Graph, str]:
     GGUF file is written into the empty `folder`. Raises CheckpointError or UsageError if the model is unknown or cannot be split or
     exported.
     """
-    from swarmnode.compute.graph.exporting.export import PROGRAM_SUFFIX, export_source
+    from swarmnode.compute.graph.exporting.module_export import PROGRAM_SUFFIX, export_source
     from swarmnode.compute.graph.partition import UNITS, partition
     from swarmnode.compute.model.gguf.gguf import SUFFIX, GgufCheckpoint, find_gguf
     from swarmnode.compute.model.hub import find_on_hub
@@ -429,7 +429,7 @@ def from_module(
     cannot be exported.
     """
     from swarmnode.compute.graph.boundary import Layout, check_travel
-    from swarmnode.compute.graph.exporting.export import export_source, module_name
+    from swarmnode.compute.graph.exporting.module_export import export_source, module_name
     from swarmnode.compute.graph.exporting.reader import Exported
     from swarmnode.compute.graph.partition import UNITS, partition
     from swarmnode.compute.graph.serialise import write_graph

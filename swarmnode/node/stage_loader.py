@@ -105,7 +105,7 @@ class StageLoader:
 
     async def _serve(self, checkpoint: Checkpoint, span: Span) -> Stage:
         from swarmnode.compute.graph.serialise import GraphCheckpoint
-        from swarmnode.graph_serving.stage import InferenceStage
+        from swarmnode.graph_serving.graph_stage import InferenceStage
         from swarmnode.serving.serving_stage import ServingStage
 
         if isinstance(checkpoint, GraphCheckpoint):

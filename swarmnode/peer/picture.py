@@ -28,7 +28,7 @@ from swarmnode.peer.host import Host, state_name
 from swarmnode.plan.offline.planner_files import MAX_DEVICES
 from swarmnode.plan.routes.delays import bandwidths, one_way_delays
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.spans.placement import gaps
+from swarmnode.plan.spans.span_placement import gaps
 from swarmnode.plan.view import Span, view_of
 from swarmnode.swarm.peers.shards import PEERS_PER_SHARD
 from swarmnode.swarm.peers.standing import Standing

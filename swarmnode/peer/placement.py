@@ -14,7 +14,7 @@ from swarmnode.net.deadlines import Backoff
 from swarmnode.peer.host import Host
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.offline.planner_files import PlanFile
-from swarmnode.plan.spans.placement import (
+from swarmnode.plan.spans.span_placement import (
     BY_THROUGHPUT,
     Hysteresis,
     Joiner,

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from swarmnode.codec.messages import Input, Truncate, Want
 from swarmnode.codec.tensors import TensorInfo
-from swarmnode.compute.serving.sampling import Drawn, Guess, Sampler
+from swarmnode.compute.serving.sampler import Drawn, Guess, Sampler
 from swarmnode.errors import ErrorCode
 from swarmnode.links.hop import Entry
 from swarmnode.measuring.meters import DECODE, PREFILL

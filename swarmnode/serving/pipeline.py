@@ -29,8 +29,8 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.addressing.addresses import Claimant
 from swarmnode.plan.compression import CodecSchedule
 from swarmnode.plan.view import Span
-from swarmnode.serving.adapters import StageAdapters
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Return, Sample
+from swarmnode.serving.served_adapters import StageAdapters
 from swarmnode.serving.session.opening import journal_bytes, units_of
 from swarmnode.serving.session.session_memory import Promise, SessionMemory
 from swarmnode.serving.worker import ComputeWatch

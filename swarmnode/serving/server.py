@@ -27,11 +27,11 @@ from swarmnode.net.fair_share import Recent
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import LocalPeer, board_of
-from swarmnode.serving.adapters import Grammars, StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL
 from swarmnode.serving.drafting.drafter import Drafting, no_drafting
 from swarmnode.serving.link_codecs import CodecRules
 from swarmnode.serving.pipeline import GiveWay, Pipeline, Replicas
+from swarmnode.serving.served_adapters import Grammars, StageAdapters
 from swarmnode.serving.session.opening import EarlyAttaches, check_sampling, draws_by_grammar, is_for, shape_of, text_of
 from swarmnode.serving.session.session import StageSession
 

@@ -33,11 +33,11 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.peer.questions import Answer, LocalPeer, QuestionServer
 from swarmnode.plan.spans.devices import DevicePart
 from swarmnode.plan.view import Span as Units
-from swarmnode.serving.adapters import Grammars, StageAdapters
 from swarmnode.serving.drafting.model_drafter import DraftModel
 from swarmnode.serving.drafting.proposers import Proposers
 from swarmnode.serving.link_codecs import codec_rules_of
 from swarmnode.serving.pipeline import Pipeline
+from swarmnode.serving.served_adapters import Grammars, StageAdapters
 from swarmnode.serving.server import StageServer
 from swarmnode.serving.session.opening import units_of
 from swarmnode.serving.session.session import StageSession

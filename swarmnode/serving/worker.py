@@ -35,7 +35,7 @@ from swarmnode.compute.serving.device_transfers import Check, DeviceInputs, Devi
 from swarmnode.compute.serving.mtp_guesses import DrawnStates, MtpGuesses
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_LAST, WANT_NOTHING, StepInput
 from swarmnode.compute.serving.runner import StepOutput as Output
-from swarmnode.compute.serving.sampling import Drawn
+from swarmnode.compute.serving.sampler import Drawn
 from swarmnode.compute.stopwatch import Stopwatch
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, LocalError, ProtocolError

@@ -17,7 +17,7 @@ from swarmnode.simulate.environment.world import SimulatedWorkload, World
 from swarmnode.simulate.results.measures import Measures
 from swarmnode.simulate.sessions.serving import Serving
 from swarmnode.simulate.settings import Settings
-from swarmnode.simulate.steps.training import Training
+from swarmnode.simulate.steps.simulated_training import Training
 
 Progress = Callable[[float, float], None]
 """Function called with the seconds already simulated and the total."""

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.counting import counted, format_bytes, ranges
-from swarmnode.simulate.results.page import legend, network_map, network_matrix, page, planned_machines, table
+from swarmnode.simulate.results.result_page import legend, network_map, network_matrix, page, planned_machines, table
 from swarmnode.terminal.tables import new_table
 
 if TYPE_CHECKING:

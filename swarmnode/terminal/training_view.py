@@ -15,7 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.client.tuning.job import PlannedHop, TuningPlan
+from swarmnode.client.tuning.tuning_job import PlannedHop, TuningPlan
 from swarmnode.counting import counted, format_bytes, layers, ranges
 from swarmnode.errors import LocalError, UsageError
 from swarmnode.terminal.console import fitted, print_json, say

@@ -13,7 +13,7 @@ from swarmnode.measuring.hardware import Hardware
 from swarmnode.peer.host import Host
 from swarmnode.peer.placement import Placement, PlacementConfig
 from swarmnode.plan.routes.delays import HomeLines, bandwidths, likely_delays, shared_homes
-from swarmnode.plan.spans.placement import PlacementRule
+from swarmnode.plan.spans.span_placement import PlacementRule
 from swarmnode.plan.training.averaging import averaged_bytes
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule
 from swarmnode.plan.training.step_forecast import TrainingLoad, TrainingNetwork

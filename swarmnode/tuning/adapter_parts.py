@@ -28,9 +28,9 @@ from swarmnode.compute.executor import ByPiece, Executor, Urgency, as_piece
 from swarmnode.compute.model.adapters.adapter_file import units_of_layer
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_trainer import AdapterTrainer
 from swarmnode.compute.training.adapters.layers import PROMPT, STEP, AdapterLayers, copied, layer_of
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.compute.training.adapters.trainer import AdapterTrainer
 from swarmnode.compute.training.saved_activations import Gradients
 from swarmnode.compute.training.segment import Values, moved
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError

@@ -17,8 +17,8 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Error
 from swarmnode.codec.tensors import SPARSE_CODECS
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL, JoinAdapter, OpenAdapter
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.layers import check_targets, linear_layers
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, ExecutorDied, ProtocolError, UsageError
 from swarmnode.ledger import Account, Full, MemoryLedger

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.model.checkpoint import Checkpoint
 from tests.card.simulated import LOADED, SimulatedCards

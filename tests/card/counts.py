@@ -17,7 +17,7 @@ from swarmnode.compute.serving.captured_decode import STEADY_STEPS
 from swarmnode.compute.serving.device_transfers import USES, DeviceOutputs
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.sampling import Sampler
+from swarmnode.compute.serving.sampler import Sampler
 from tests.card.conftest import LAYERS
 from tests.card.simulated import Counts, SimulatedCards, load
 from tests.card.test_on_captured_decode import Dictated

@@ -15,15 +15,15 @@ from torch import Tensor
 from swarmnode.checkpoints.checkpoint_manager import _copy, _write_now
 from swarmnode.compute.executor import Executor, Urgency, is_device_fault
 from swarmnode.compute.graph.exporting.reader import Exported
+from swarmnode.compute.graph.graph_segment import GraphSegment
 from swarmnode.compute.graph.partition import partition
-from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.device_learners import DeviceLearners
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ExecutorDied, NotFinite, ProtocolError
 from swarmnode.swarm.records.run import Run
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.state_store import StateStore
 from tests.card.conftest import LAYERS, POSITIONS
 from tests.card.simulated import SimulatedCards
 from tests.card.tables import SAMPLES, batch_of_tables

@@ -10,7 +10,7 @@ from swarmnode.codec.sampling import Sampling
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
-from swarmnode.compute.serving.sampling import sample
+from swarmnode.compute.serving.sampler import sample
 from tests.card.conftest import LAYERS
 
 UNITS = LAYERS + 2

@@ -12,8 +12,8 @@ from torch import Tensor
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.graph.exporting.reader import Exported
+from swarmnode.compute.graph.graph_segment import GraphSegment
 from swarmnode.compute.graph.partition import partition
-from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.averaging.gradient_compressor import make_gradient_compressor
 from swarmnode.compute.training.datasets.batches import Microbatch

@@ -17,7 +17,7 @@ from swarmnode.compute.serving import device_transfers
 from swarmnode.compute.serving.device_transfers import DeviceOutputs
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import RunnerConfig, StageRunner
-from swarmnode.compute.serving.sampling import Sampler, sample
+from swarmnode.compute.serving.sampler import Sampler, sample
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.lm import load_segment
 from swarmnode.errors import ErrorCode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.checkpoints.backups import AT_ONCE, MAX_WAITING, TURN_S, WAITS_S, BackupPlaces, BackupTurn
+from swarmnode.checkpoints.state_backups import AT_ONCE, MAX_WAITING, TURN_S, WAITS_S, BackupPlaces, BackupTurn
 from swarmnode.errors import Busy
 from swarmnode.net.addressing.addresses import Claimant
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from swarmnode.checkpoints.backups import AT_ONCE, BACKUP_PROTOCOL, TURN_S, BackupServer
-from swarmnode.checkpoints.export import whole_step
-from swarmnode.checkpoints.states import Listing, StateServer, fetch_states, list_states, state_board
+from swarmnode.checkpoints.checkpoint_export import whole_step
+from swarmnode.checkpoints.state_backups import AT_ONCE, BACKUP_PROTOCOL, TURN_S, BackupServer
+from swarmnode.checkpoints.state_exchange import Listing, StateServer, fetch_states, list_states, state_board
 from swarmnode.checkpoints.votes import Electorate, Votes, all_named, named
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import BackUp, Hello, StateEntry
@@ -26,7 +26,7 @@ from swarmnode.peer.questions import ask
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
 from swarmnode.swarm.records.run import Run, encode_run
 from swarmnode.swarm.storage.content import CHUNK_BYTES
-from swarmnode.swarm.storage.states import BackupFolder, StateStore
+from swarmnode.swarm.storage.state_store import BackupFolder, StateStore
 from tests.peer.memory_network import MemoryNetwork
 from tests.peer.toy_peer import ToyPeer
 
@@ -238,8 +238,8 @@ async def test_false_chunks_are_not_kept(world: World) -> None:
 
 
 async def test_a_writer_that_never_gives_its_state_is_left(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmnode.checkpoints.backups.PATIENCE_S", 0.0)
-    monkeypatch.setattr("swarmnode.checkpoints.backups.SLOWER", 0.0)
+    monkeypatch.setattr("swarmnode.checkpoints.state_backups.PATIENCE_S", 0.0)
+    monkeypatch.setattr("swarmnode.checkpoints.state_backups.SLOWER", 0.0)
     writer = await world.writer("writer")
     with pytest.raises(PeerRefused) as caught:
         await writer.back_up(writer.keeps(10, 2))
@@ -276,7 +276,7 @@ async def test_writers_that_never_give_their_states_keep_no_place(world: World) 
 
 
 async def test_old_folders_make_room_and_young_ones_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmnode.swarm.storage.states.MAX_WRITERS", 1)
+    monkeypatch.setattr("swarmnode.swarm.storage.state_store.MAX_WRITERS", 1)
     folder = BackupFolder(tmp_path, SWARM)
     try:
         store = folder.open("first", RUN, 10)
@@ -290,7 +290,7 @@ async def test_old_folders_make_room_and_young_ones_do_not(tmp_path: Path, monke
 
 
 def test_a_writers_old_run_makes_room_for_its_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmnode.swarm.storage.states.WRITER_SHARE", 1.0)
+    monkeypatch.setattr("swarmnode.swarm.storage.state_store.WRITER_SHARE", 1.0)
     folder, newer = (
         BackupFolder(tmp_path, SWARM, 4 << 20, share=1.0),
         Run(data=bytes(32), steps=7, batch=4, microbatch=2),

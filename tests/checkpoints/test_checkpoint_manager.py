@@ -14,12 +14,12 @@ import torch
 
 from swarmnode.checkpoints import checkpoint_manager as module
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.checkpoints.states import StateServer
+from swarmnode.checkpoints.state_exchange import StateServer
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.training.snapshot import read_step, write_step
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.links.link_config import LinkConfig
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.state_store import StateStore
 from tests.compute.training.toy import ToySegment, one_learner
 from tests.peer.memory_network import MemoryNetwork
 from tests.peer.toy_peer import ToyPeer

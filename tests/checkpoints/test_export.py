@@ -13,8 +13,8 @@ import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmnode.checkpoints.export import export
-from swarmnode.checkpoints.states import StateServer
+from swarmnode.checkpoints.checkpoint_export import export
+from swarmnode.checkpoints.state_exchange import StateServer
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.compute.model.checkpoint import Checkpoint
@@ -23,7 +23,7 @@ from swarmnode.errors import LocalError, PeerRefused, UsageError
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo, encode_manifest
 from swarmnode.swarm.storage.content import checkpoint_files, describe_files
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.state_store import StateStore
 from swarmnode.swarm.storage.swarmfile import Swarm, new_swarm
 from tests.compute.training.conftest import build, learners, make_run, train
 from tests.peer.memory_network import MemoryNetwork
@@ -95,8 +95,8 @@ class World:
 
 @pytest_asyncio.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr("swarmnode.checkpoints.export.AGAIN_S", 0.01)
-    monkeypatch.setattr("swarmnode.checkpoints.states.FRESH_EVERY_S", 0.0)
+    monkeypatch.setattr("swarmnode.checkpoints.checkpoint_export.AGAIN_S", 0.01)
+    monkeypatch.setattr("swarmnode.checkpoints.state_exchange.FRESH_EVERY_S", 0.0)
     world = World(tmp_path)
     for stage in (0, 1):
         await world.start(stage)

@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.checkpoints.states import StateServer, fetch_states, list_states, state_board, survey
+from swarmnode.checkpoints.state_exchange import StateServer, fetch_states, list_states, state_board, survey
 from swarmnode.checkpoints.votes import ChosenStep, Electorate, Votes
 from swarmnode.codec.body import SHARED, VERSION
 from swarmnode.codec.messages import Hello, ListStates, StateEntry, States
@@ -25,7 +25,7 @@ from swarmnode.swarm.records.announcement import Announcement, State
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage import chunk_folder
 from swarmnode.swarm.storage.content import CHUNK_BYTES
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.state_store import StateStore
 from tests.net.virtual import in_virtual_time
 from tests.peer.memory_network import MemoryNetwork
 from tests.peer.toy_peer import ToyPeer
@@ -123,9 +123,9 @@ class World:
 
 @pytest_asyncio.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    monkeypatch.setattr("swarmnode.checkpoints.states.IDLE_S", 0.05)
-    monkeypatch.setattr("swarmnode.checkpoints.states.AGAIN_S", 0.01)
-    monkeypatch.setattr("swarmnode.checkpoints.states.FRESH_EVERY_S", 0.0)
+    monkeypatch.setattr("swarmnode.checkpoints.state_exchange.IDLE_S", 0.05)
+    monkeypatch.setattr("swarmnode.checkpoints.state_exchange.AGAIN_S", 0.01)
+    monkeypatch.setattr("swarmnode.checkpoints.state_exchange.FRESH_EVERY_S", 0.0)
     monkeypatch.setattr("swarmnode.weights.fetcher.LOOK_AGAIN_S", 0.02)
     world = World(tmp_path)
     yield world
@@ -366,16 +366,16 @@ async def test_a_step_that_is_being_fetched_is_not_removed(world: World) -> None
 async def test_more_answers_than_there_can_be_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     node = await world.peer("a")
     node.has(10, 0, 1, 2)
-    monkeypatch.setattr("swarmnode.checkpoints.states.MAX_LISTED", 2)
+    monkeypatch.setattr("swarmnode.checkpoints.state_exchange.MAX_LISTED", 2)
     monkeypatch.setattr(
-        "swarmnode.checkpoints.states.islice", lambda listed, _most: listed
+        "swarmnode.checkpoints.state_exchange.islice", lambda listed, _most: listed
     )  # the other peer keeps no bound
     with pytest.raises(ProtocolError, match="more states"):
         await list_states(world.board, "a")
 
 
 async def test_long_lists_come_in_several_frames(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmnode.checkpoints.states.MAX_ENTRIES", 2)
+    monkeypatch.setattr("swarmnode.checkpoints.state_exchange.MAX_ENTRIES", 2)
     node = await world.peer("a")
     node.has(10, 0, 1, 2)
     node.has(20, 0, 1)

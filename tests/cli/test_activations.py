@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.cli.options.training import CompressionOptions
+from swarmnode.cli.options.training_options import CompressionOptions
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Compression
 from swarmnode.terminal.option import build

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmnode.cli.options.training import AveragingOptions
+from swarmnode.cli.options.training_options import AveragingOptions
 from swarmnode.errors import UsageError
 from swarmnode.swarm.records.run import Averaging
 from swarmnode.terminal.option import build

@@ -17,7 +17,7 @@ import typer
 import typer.testing
 
 from swarmnode.cli.main import TABLE, app
-from swarmnode.cli.options.files import read_toml
+from swarmnode.cli.options.file_options import read_toml
 from swarmnode.cli.options.node_options import RuleOptions, parse_rules
 from swarmnode.terminal.commands import key_of
 from swarmnode.terminal.option import definitions, file_key

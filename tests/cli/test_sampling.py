@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.cli.options.sampling import read_grammar
+from swarmnode.cli.options.sampling_options import read_grammar
 from swarmnode.errors import UsageError
 
 SCHEMA = '{"type": "object"}'

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swarmnode.client.tuning.job import PlannedHop, TuningPlan
+from swarmnode.client.tuning.tuning_job import PlannedHop, TuningPlan
 from swarmnode.codec.body import HopSpec
 from swarmnode.codec.tuning_messages import AdapterOpened
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.swarm.records.run import Run
 from swarmnode.terminal.training_view import change_lines, plan_lines
 

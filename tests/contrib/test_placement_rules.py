@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.plan.spans.placement import Joiner
+from swarmnode.plan.spans.span_placement import Joiner
 from tests.contrib.script import CONTRIB, load
 
 rules = load(CONTRIB / "benchmarks" / "placement_rules.py")

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from swarmnode.client.training.preparation import prepare
-from swarmnode.compute.graph.segment import load_segment
+from swarmnode.compute.graph.graph_segment import load_segment
 from swarmnode.compute.training.local import train_locally
 from swarmnode.compute.training.snapshot import write_module
 from swarmnode.errors import UsageError

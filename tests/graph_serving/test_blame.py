@@ -15,11 +15,11 @@ from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import INFER_PROTOCOL, Infer, Inferred
 from swarmnode.compress.codecs import Encoded, decode_values, encode_values, payload_of
 from swarmnode.compute.device import Device
-from swarmnode.compute.graph.segment import load_segment
+from swarmnode.compute.graph.graph_segment import load_segment
 from swarmnode.errors import ErrorCode, PeerError, PeerRefused, ProtocolError
 from swarmnode.founding.model_source import ModelSource, from_module
+from swarmnode.graph_serving.graph_stage import InferenceServer
 from swarmnode.graph_serving.remote_module import RemoteModule
-from swarmnode.graph_serving.stage import InferenceServer
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.measuring.hardware import LentDevice
 from swarmnode.net.clock import Clock

@@ -20,7 +20,7 @@ from swarmnode.errors import ProtocolError, UsageError
 from swarmnode.swarm.records.manifest import TRAIN
 from swarmnode.swarm.records.run import RECIPE, Recipe, Run, decode_run
 from swarmnode.training.coordinator import coordinator
-from swarmnode.training.worker import stage
+from swarmnode.training.worker import training_stage
 from tests.compute.training.test_packing import EXPERTS, SIZES
 from tests.net.virtual import in_virtual_time
 from tests.node.test_chat_training import SETTINGS, save_chat_model, save_chats
@@ -96,7 +96,7 @@ async def test_held_out_data_that_do_not_fit_are_refused(tmp_path: Path) -> None
     ("module", "told"),
     [
         (coordinator, "if its version is older, update swarmnode there"),
-        (stage, "(layers 0-3), which cannot take up the run: if its version is older, update swarmnode there"),
+        (training_stage, "(layers 0-3), which cannot take up the run: if its version is older, update swarmnode there"),
     ],
     ids=["as coordinator", "as worker"],
 )

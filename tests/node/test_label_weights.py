@@ -10,7 +10,7 @@ import torch
 
 from swarmnode.client.training import client
 from swarmnode.client.training.preparation import NO_DATA, Prepared, prepare
-from swarmnode.compute.graph.segment import load_segment
+from swarmnode.compute.graph.graph_segment import load_segment
 from swarmnode.compute.training.local import train_locally
 from swarmnode.founding.model_source import from_module
 from swarmnode.swarm.records.manifest import TRAIN, Manifest

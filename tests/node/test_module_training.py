@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from swarmnode.client.training.client import TrainingClient
 from swarmnode.client.training.preparation import NO_DATA, prepare
-from swarmnode.compute.graph.segment import load_segment
+from swarmnode.compute.graph.graph_segment import load_segment
 from swarmnode.compute.training.local import train_locally
 from swarmnode.founding.model_source import from_module
 from swarmnode.swarm.records.manifest import TRAIN

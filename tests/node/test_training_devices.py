@@ -18,7 +18,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import ExecutorDied
 from swarmnode.ledger import Account
 from swarmnode.training.coordinator.worker_group import Line
-from swarmnode.training.worker.stage import TrainingStage
+from swarmnode.training.worker.training_stage import TrainingStage
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
 from tests.node.test_devices import cores, held  # noqa: F401

@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from swarmnode.client.local import tune_here
+from swarmnode.client.local_training import tune_here
 from swarmnode.client.training.preparation import NO_DATA
 from swarmnode.client.tuning.client import ModuleParts, ModuleSettings, TuningClient
-from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, TuningPlan
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.client.tuning.tuning_job import TunedAdapter, TuneSettings, TuningJob, TuningPlan
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.config import ServerConfig
 from swarmnode.data.samples import DataRules, DataSummary

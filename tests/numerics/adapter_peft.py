@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.layers import PROMPT
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.saved_folder import save_adapter
 from swarmnode.data.rows import NO_LABEL
 from tests.compute.training.adapters.trained import Batch, Route, batch_of, labels_of

@@ -10,12 +10,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.exporting.export import check_example, export_module
 from swarmnode.compute.graph.exporting.gradient_check import Loss, SameDraws, check_gradients, untouched
+from swarmnode.compute.graph.exporting.module_export import check_example, export_module
 from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.graph import is_random
+from swarmnode.compute.graph.graph_segment import GraphSegment
 from swarmnode.compute.graph.partition import partition
-from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.graph.serialise import decode_graph, encode_graph
 from swarmnode.compute.training.saved_activations import Gradients, accumulate, leaves
 from tests.compute.graph.models import split

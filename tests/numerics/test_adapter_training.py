@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmnode.compute.model.adapters.adapter_file import adapter_in
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.training.adapters.recipe import METHODS
+from swarmnode.compute.training.adapters.adapter_recipe import METHODS
 from swarmnode.compute.training.adapters.saved_folder import save_adapter
 from tests.compute.training.adapters.trained import SMALL, Route, batch_of
 from tests.numerics.adapter_peft import PeftTraining, saved_difference

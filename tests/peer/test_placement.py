@@ -13,7 +13,7 @@ import pytest
 
 from swarmnode.net.clock import Clock
 from swarmnode.peer.placement import Placement, PlacementConfig
-from swarmnode.plan.spans.placement import BY_THROUGHPUT, Move, MovePolicy, PlacementRule
+from swarmnode.plan.spans.span_placement import BY_THROUGHPUT, Move, MovePolicy, PlacementRule
 from swarmnode.plan.view import Span
 from swarmnode.swarm.records.announcement import VERSION, Announcement, Machine, Section, State, said
 from tests.net.virtual import in_virtual_time

@@ -19,7 +19,7 @@ from swarmnode.codec.body import HopSpec
 from swarmnode.codec.messages import Want
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
 from swarmnode.compute.serving.cache import CacheBudget
-from swarmnode.compute.serving.sampling import Drawn
+from swarmnode.compute.serving.sampler import Drawn
 from swarmnode.config import ClientConfig, ServerConfig
 from swarmnode.errors import NoRoute
 from swarmnode.ledger import MemoryLedger
@@ -33,12 +33,12 @@ from swarmnode.peer.paths import ObservedLatency
 from swarmnode.plan.routes.routing import SessionSize
 from swarmnode.plan.serving.scheduler import PassCost
 from swarmnode.plan.view import Span
-from swarmnode.serving.adapters import Grammars, StageAdapters
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession
 from swarmnode.serving.client.generation import GenerateOptions, RingStream
 from swarmnode.serving.client.router import Route, Router
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Pass, Sample, drop_from
 from swarmnode.serving.pipeline import Pipeline
+from swarmnode.serving.served_adapters import Grammars, StageAdapters
 from swarmnode.serving.server import StageServer
 from swarmnode.serving.worker import Running
 from tests.peer.toy_peer import HELLO, ToyPeer

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.checkpoints.states import StateServer
+from swarmnode.checkpoints.state_exchange import StateServer
 from swarmnode.codec.body import VERSION
 from swarmnode.codec.messages import Hello
 from swarmnode.codec.training_messages import Condition, StepReport
@@ -45,8 +45,8 @@ from swarmnode.training.spot_checks.step_records import Committer
 from swarmnode.training.trainer import Trainer
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.memory import TrainingMemory
-from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
 from swarmnode.training.worker.training_parts import TrainingPart, TrainingParts
+from swarmnode.training.worker.training_stage import TRAIN_PROTOCOL, TrainingStage
 from tests.compute.inline_executor import InlineExecutor
 from tests.compute.training.toy import CLASSES, FEATURES, ToySegment
 from tests.peer.toy_peer import ToyPeer

@@ -3,7 +3,7 @@ import pytest
 
 from swarmnode.plan.cost import step_s, sustained_units_per_s, transfer_s
 from swarmnode.plan.routes.routing import find_route
-from swarmnode.plan.spans.placement import Joiner, reconsider
+from swarmnode.plan.spans.span_placement import Joiner, reconsider
 from swarmnode.plan.view import PeerView, Span, View
 
 

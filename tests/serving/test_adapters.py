@@ -12,7 +12,7 @@ import torch
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, CheckpointError, ErrorCode, PeerRefused, ProtocolError
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.serving.adapters import FAILED_S, StageAdapters
+from swarmnode.serving.served_adapters import FAILED_S, StageAdapters
 from tests.net.virtual import in_virtual_time
 
 SIZE = 100

@@ -13,7 +13,7 @@ from swarmnode.compute.serving.grammar import GrammarMatcher
 from swarmnode.config import ServerConfig
 from swarmnode.errors import Busy, ErrorCode, ProtocolError
 from swarmnode.ledger import Account, MemoryLedger
-from swarmnode.serving.adapters import Grammars
+from swarmnode.serving.served_adapters import Grammars
 
 WORD = Grammar(GrammarKind.REGEX, "hens?")
 TOKENIZER_BYTES = 1000

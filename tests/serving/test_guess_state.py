@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from swarmnode.codec.messages import Drafts, Input, ProposerKind, Want
 from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.compute.serving.sampling import Drawn, Guess, Sampler
+from swarmnode.compute.serving.sampler import Drawn, Guess, Sampler
 from swarmnode.links.hop import Entry, until
 from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.client.generation import drafts_in

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from swarmnode.codec.messages import Want
 from swarmnode.codec.sampling import Sampling
 from swarmnode.codec.tensors import Codec, DType, TensorInfo
-from swarmnode.compute.serving.sampling import Sampler
+from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.job import ForwardHidden, Job, Return, Sample, cut, merge, take
 

@@ -18,7 +18,7 @@ from swarmnode.compress.codecs import decode, encode_in_place
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.serving.runner import StepInput
 from swarmnode.compute.serving.runner import StepOutput as Output
-from swarmnode.compute.serving.sampling import Sampler
+from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.plan.compression import CodecSchedule
 from swarmnode.serving.job import ForwardHidden, Job, JobResult, Sample

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager
-from swarmnode.checkpoints.states import StateServer
+from swarmnode.checkpoints.state_exchange import StateServer
 from swarmnode.codec.body import Body, HopSpec
 from swarmnode.codec.frames import Frame
 from swarmnode.codec.training_messages import Begin, Condition, Forward, Labels, Lead, Status
@@ -25,7 +25,7 @@ from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
 from swarmnode.training.worker.admission import seal_lease
-from swarmnode.training.worker.stage import TRAIN_PROTOCOL, TrainingStage
+from swarmnode.training.worker.training_stage import TRAIN_PROTOCOL, TrainingStage
 from tests.compute.inline_executor import InlineExecutor
 from tests.compute.training.toy import ToySegment, toy_values
 from tests.net.virtual import in_virtual_time_with

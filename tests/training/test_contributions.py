@@ -15,7 +15,7 @@ from swarmnode.compute.training.averaging.parts import LARGEST_PART, FlatVector,
 from swarmnode.compute.training.recomputation import ContributionSketch, gradient_sketch
 from swarmnode.plan.audits import CONTRIBUTED, Judgement
 from swarmnode.swarm.records.run import Averaging
-from swarmnode.training.spot_checks.examination import judge_contribution
+from swarmnode.training.spot_checks.check_examination import judge_contribution
 
 ELEMENTS, SEED, PEER = 1 << 16, bytes(range(16)), "peer"
 LENGTHS = {0: (ELEMENTS, ELEMENTS)}

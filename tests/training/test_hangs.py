@@ -20,7 +20,7 @@ from swarmnode.plan.compression import LinkDurations
 from swarmnode.swarm.records.manifest import TRAINING_CODECS
 from swarmnode.swarm.records.run import Run
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
-from swarmnode.training.worker.stage import TRAIN_PROTOCOL
+from swarmnode.training.worker.training_stage import TRAIN_PROTOCOL
 from tests.peer.training_swarm import (
     StallingExecutor,
     TrainingSwarm,

@@ -18,7 +18,7 @@ from swarmnode.training.coordinator.coordinator import FROM_TRAINERS
 from swarmnode.training.coordinator.step_loop import FROM_WORKERS
 from swarmnode.training.trainer import FROM_COORDINATOR
 from swarmnode.training.worker import microbatch_in_flight
-from swarmnode.training.worker.stage import COMMANDS, OPENINGS
+from swarmnode.training.worker.training_stage import COMMANDS, OPENINGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "training-step.md"
 IN = {*(phase.name for phase in Phase), "any"}

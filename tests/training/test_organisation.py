@@ -16,7 +16,7 @@ import pytest
 
 from swarmnode.codec.tensors import Codec
 from swarmnode.links.link_statistics import Coordinate
-from swarmnode.plan.spans.placement import Joiner, MovePolicy
+from swarmnode.plan.spans.span_placement import Joiner, MovePolicy
 from swarmnode.plan.training import rule as training_rule
 from swarmnode.plan.training.layout import STANDING_BY, StageLayout
 from swarmnode.plan.training.rule import SETTLING, StepOutlook, TrainingRule

@@ -14,7 +14,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL, OpenAdapter
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.config import ServerConfig
 from swarmnode.ledger import MemoryLedger
 from swarmnode.links.link_config import LinkConfig

@@ -13,7 +13,7 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.codec.tuning_messages import OpenAdapter
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.measuring.meters import BACKWARD, FORWARD
 from swarmnode.plan.view import Span
 from swarmnode.tuning.adapter_parts import AdapterParts, AdapterPassage, TuningDevice, TuningPace

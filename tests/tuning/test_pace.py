@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swarmnode.compute.executor import Urgency
-from swarmnode.compute.training.adapters.trainer import ByPiece
+from swarmnode.compute.training.adapters.adapter_trainer import ByPiece
 from swarmnode.tuning.adapter_parts import TuningPace
 from tests.compute.inline_executor import InlineExecutor
 from tests.net.virtual import in_virtual_time

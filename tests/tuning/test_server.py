@@ -39,8 +39,8 @@ from swarmnode.compute.executor import Urgency, WorkItem
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.recipe import METHODS, AdapterRecipe
-from swarmnode.compute.training.adapters.trainer import ActivationSize
+from swarmnode.compute.training.adapters.adapter_recipe import METHODS, AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_trainer import ActivationSize
 from swarmnode.config import ServerConfig
 from swarmnode.errors import ErrorCode, PeerError
 from swarmnode.ledger import Account, MemoryLedger

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from swarmnode.cli.options import node_options
-from swarmnode.cli.options.files import is_toml, read_toml
+from swarmnode.cli.options.file_options import is_toml, read_toml
 from swarmnode.cli.options.node_options import NodeOptions
 from swarmnode.decisions import Topic
 from swarmnode.errors import LocalError, SwarmnodeError, UsageError

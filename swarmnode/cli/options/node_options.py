@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnode.cli.options.files import read_toml
+from swarmnode.cli.options.file_options import read_toml
 from swarmnode.config import ADAPTERS, COMPRESSIONS, KV_FORMS, MEMBERS_TOO, StageConfig, parse_bytes, parse_rate
 from swarmnode.errors import UsageError
 from swarmnode.lending.lending import DAYS, Hours, Rules

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from swarmnode.cli.options.files import output_path, write_output
+from swarmnode.cli.options.file_options import output_path, write_output
 from swarmnode.errors import UsageError
 from swarmnode.terminal.console import JSON, command, fail, print_json, say
 from swarmnode.terminal.option import argument, option, path_option

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from swarmnode.cli.options.files import read_toml
+from swarmnode.cli.options.file_options import read_toml
 from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.errors import UsageError
 from swarmnode.terminal.option import Definition, definitions, file_key, option, path_option

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.options.asking import patience_option
 from swarmnode.cli.options.metrics import MetricsOptions, Watch
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.options.training import AveragingOptions, CompressionOptions, DataOptions
+from swarmnode.cli.options.training_options import AveragingOptions, CompressionOptions, DataOptions
 from swarmnode.cli.train.recipe import RecipeOptions, ScheduleOptions, check_keys, read_recipe, recipe_text, with_file
 from swarmnode.counting import counted
 from swarmnode.errors import UsageError
@@ -155,7 +155,7 @@ class TrainingWork:
     async def here(self, alone: LocalOptions, meter: TrainerMeter, stop: asyncio.Event) -> tuple[int, bool]:
         """Train in this process, and return the number of steps that are done and whether any was new. Raises as `train_here`
         does."""
-        from swarmnode.client.local import LocalDevice, OutputFolder, train_here
+        from swarmnode.client.local_training import LocalDevice, OutputFolder, train_here
 
         async with self.watch.over(self.swarm.name, meter.readings):
             done = await train_here(

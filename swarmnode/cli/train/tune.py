@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.cli.options.asking import TRUST, patience_option
 from swarmnode.cli.options.metrics import MetricsOptions
 from swarmnode.cli.options.swarm import SWARM, open_swarm
-from swarmnode.cli.options.training import DataOptions
+from swarmnode.cli.options.training_options import DataOptions
 from swarmnode.cli.train.train import RecordOptions
 from swarmnode.config import SCHEDULES_BY_NAME
 from swarmnode.counting import counted
@@ -21,8 +21,8 @@ from swarmnode.terminal.console import HOME, LogOptions, command, joined, run_as
 from swarmnode.terminal.option import option, path_option
 
 if TYPE_CHECKING:
-    from swarmnode.client.tuning.job import TunedAdapter, TuneSettings
-    from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+    from swarmnode.client.tuning.tuning_job import TunedAdapter, TuneSettings
+    from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
     from swarmnode.swarm.peers.standing import Trust
     from swarmnode.swarm.records.run import Run
     from swarmnode.swarm.storage.swarmfile import Swarm
@@ -52,7 +52,7 @@ class AdapterOptions:
 
     def recipe(self, steps: TuneSteps) -> AdapterRecipe:
         """Return the recipe of the adapter. Raises UsageError if an option is out of its bounds."""
-        from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+        from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 
         fields = dataclasses.asdict(self)
         targets: Sequence[str] = fields.pop("targets")
@@ -178,7 +178,7 @@ def tune(
     """
     logs.begin()
     from swarmnode.client.training.preparation import check_early
-    from swarmnode.client.tuning.job import TuneSettings
+    from swarmnode.client.tuning.tuning_job import TuneSettings
     from swarmnode.terminal.training_view import training_view
 
     settings = TuneSettings(
@@ -215,10 +215,10 @@ class _Place:
 
 def _run(settings: TuneSettings, place: _Place, view: TrainingView) -> TunedAdapter:
     """Tune until the end or Ctrl-C."""
-    from swarmnode.client.local import tune_here
+    from swarmnode.client.local_training import tune_here
     from swarmnode.client.training.client import TrainerMeter
     from swarmnode.client.tuning.client import TuningClient
-    from swarmnode.client.tuning.job import TuningPlan
+    from swarmnode.client.tuning.tuning_job import TuningPlan
     from swarmnode.terminal.training_view import change_lines, plan_lines
 
     watch, name, plans = place.watch, place.swarm.name, list[TuningPlan]()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
-from swarmnode.cli.options.sampling import SamplingOptions
+from swarmnode.cli.options.sampling_options import SamplingOptions
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.cli.use.generate import generation_json, tell_missing
 from swarmnode.client.tokenizer import Turn

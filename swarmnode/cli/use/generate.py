@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
 from swarmnode.cli.options.metrics import PassingMetricsOptions
-from swarmnode.cli.options.sampling import SamplingOptions
+from swarmnode.cli.options.sampling_options import SamplingOptions
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.counting import ranges
 from swarmnode.terminal.console import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnode.cli.options.asking import PATIENCE, TRUST, asking
-from swarmnode.cli.options.files import check_output
+from swarmnode.cli.options.file_options import check_output
 from swarmnode.cli.options.swarm import SWARM
 from swarmnode.terminal.console import (
     HOME,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from swarmnode.cli.options.asking import TRUST, patience_option
-from swarmnode.cli.options.sampling import SamplingOptions
+from swarmnode.cli.options.sampling_options import SamplingOptions
 from swarmnode.cli.options.swarm import complete_swarms, open_swarm
 from swarmnode.errors import SwarmnodeError, UsageError
 from swarmnode.gateway.gateway_address import PORT, AddSwarm, GatewayAddress, OtherGateway, gateway_at

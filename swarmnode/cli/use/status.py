@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnode.cli.options.asking import ask
-from swarmnode.cli.options.files import output_path, write_output
+from swarmnode.cli.options.file_options import output_path, write_output
 from swarmnode.cli.options.swarm import SWARM, open_swarm
 from swarmnode.counting import counted, ranges
 from swarmnode.errors import SwarmnodeError

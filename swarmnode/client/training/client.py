@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from swarmnode.checkpoints.export import export, runs_by_votes
-from swarmnode.checkpoints.states import state_board, survey
+from swarmnode.checkpoints.checkpoint_export import export, runs_by_votes
+from swarmnode.checkpoints.state_exchange import state_board, survey
 from swarmnode.checkpoints.votes import Electorate
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.preparation import as_older_versions, check_trains, prepare
@@ -39,7 +39,7 @@ from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.swarmfile import Swarm
 from swarmnode.training.coordinator.election import ready_peers
 from swarmnode.training.trainer import Trainer
-from swarmnode.training.worker.stage import TRAIN_PROTOCOL
+from swarmnode.training.worker.training_stage import TRAIN_PROTOCOL
 from swarmnode.weights.weights import Weights
 
 
@@ -228,7 +228,8 @@ class TrainingClient(SwarmObserver):
         progress: Progress | None = None,
         on_unconfirmed: Callable[[Sequence[str]], None] = lambda _parts: None,
     ) -> int:
-        """Write the trained model as a checkpoint into `out`, and return the number of its step; see `checkpoints/export.py`."""
+        """Write the trained model as a checkpoint into `out`, and return the number of its step; see
+        `checkpoints/checkpoint_export.py`."""
         return await export(
             self._host,
             out,

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from swarmnode.client.observer import SwarmObserver
 from swarmnode.client.training.client import Listener
-from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, TuningPlan, check_tunes
+from swarmnode.client.tuning.tuning_job import TunedAdapter, TuneSettings, TuningJob, TuningPlan, check_tunes
 from swarmnode.codec.tensors import check_compression, codec_named
 from swarmnode.codec.tuning_messages import TUNE_PROTOCOL
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import Family, family_of
+from swarmnode.compute.training.adapters.adapter_recipe import NO_METHOD, AdapterRecipe
 from swarmnode.compute.training.adapters.held_ends import HeldEnds
 from swarmnode.compute.training.adapters.layers import check_targets
-from swarmnode.compute.training.adapters.recipe import NO_METHOD, AdapterRecipe
 from swarmnode.compute.training.adapters.saved_folder import load_adapter, recipe_of
 from swarmnode.counting import counted
 from swarmnode.errors import PeerError, UsageError
@@ -37,7 +37,7 @@ from swarmnode.swarm.peers.standing import EVERYBODY, Trust
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.invite import MAX_BOOTSTRAPS, Role
 from swarmnode.swarm.storage.swarmfile import Swarm
-from swarmnode.tuning.client.averaging import SharedRun, VectorLayout
+from swarmnode.tuning.client.adapter_averaging import SharedRun, VectorLayout
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import TuningLeader
 from swarmnode.tuning.client.remote_layers import RemoteLayers

@@ -19,8 +19,8 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 from swarmnode.client.tuning.client import ModuleParts
+from swarmnode.compute.training.adapters.adapter_recipe import NO_METHOD
 from swarmnode.compute.training.adapters.held_ends import HeldEnds, LabelledPositions, count_labels
-from swarmnode.compute.training.adapters.recipe import NO_METHOD
 from swarmnode.compute.training.adapters.saved_folder import save_adapter, save_parameters
 from swarmnode.compute.training.lm import can_pack
 from swarmnode.compute.training.segment import Values

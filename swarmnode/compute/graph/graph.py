@@ -333,7 +333,7 @@ COPY = "aten.copy.default"
 DETACH = "aten.detach.default"
 
 ASSERT = "aten._assert_async.default"
-"""Assertion that other operators of the export rely on; `segment.py` checks it in each pass"""
+"""Assertion that other operators of the export rely on; `graph_segment.py` checks it in each pass"""
 
 
 def resolve(operator: str, *, is_source: bool = False) -> Callable[..., Any]:

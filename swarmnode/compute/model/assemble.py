@@ -23,7 +23,7 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.stack import Absent, Stack
-from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME, build_on_meta
+from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, ONE_AT_A_TIME, build_on_meta
 from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, hold
 from swarmnode.compute.packing.tensor_entry import packed_slices
 from swarmnode.errors import CheckpointError

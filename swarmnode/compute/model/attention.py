@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.trace import check_attention
+from swarmnode.compute.model.traced_model import check_attention
 from swarmnode.compute.packing.ggml import (
     DATA_AT,
     FORMATS,

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 from swarmnode.compute.model.assemble import quiet_loader
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.hub import HubCheckpoint
-from swarmnode.compute.model.trace import FOREIGN_ERRORS
+from swarmnode.compute.model.traced_model import FOREIGN_ERRORS
 from swarmnode.errors import CheckpointError
 from swarmnode.files import parse_json
 

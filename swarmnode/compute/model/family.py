@@ -1,7 +1,7 @@
 """Families of models: from a model's config and class alone, its units, or the reason why it cannot be cut.
 
 Units of a causal language model with N layers: unit 0 is the embedding, units 1..N are layers 0..N-1, unit N+1 is the head
-(final norm and language model head). No family is known here by name: `trace.py` finds a family's anatomy by running its own
+(final norm and language model head). No family is known here by name: `traced_model.py` finds a family's anatomy by running its own
 code, and `serving/loading.py` tries whether a split model computes the same as the whole one.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.trace import ModelTrace, trace_model
+from swarmnode.compute.model.traced_model import ModelTrace, trace_model
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 

@@ -13,7 +13,7 @@ import torch
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import Family, causal_class, family_of, ropes
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.trace import FOREIGN_ERRORS, ONE_AT_A_TIME
+from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, ONE_AT_A_TIME
 from swarmnode.errors import CheckpointError, SwarmnodeError
 
 TINY_SIZES = {

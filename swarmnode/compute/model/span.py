@@ -23,7 +23,7 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import PackedLinear, Packings, packed_bytes
 from swarmnode.compute.model.quantised_weights import plain_slices, read_quantised
 from swarmnode.compute.model.stack import Stack
-from swarmnode.compute.model.trace import CACHE_ARGUMENT
+from swarmnode.compute.model.traced_model import CACHE_ARGUMENT
 from swarmnode.compute.packing.card_matrix import working_bytes
 from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
 from swarmnode.compute.packing.quantize import Quantization

@@ -22,7 +22,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.files import parse_json
 from swarmnode.swarm.storage.content import SMALL_NAMES, TOKENIZER_NAMES
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.state_store import StateStore
 
 STATE_FILE, BLOCK_FILE = "state.json", "block-{}.safetensors"
 

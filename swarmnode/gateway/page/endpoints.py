@@ -26,7 +26,7 @@ from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.http.body_route import Items, at_most
 from swarmnode.gateway.http.event_stream import EventStream
 from swarmnode.gateway.page.page import OWNED, Page, page_of
-from swarmnode.gateway.page.replies import (
+from swarmnode.gateway.page.page_replies import (
     ChangeReply,
     HistoryReply,
     LendingOptionsReply,

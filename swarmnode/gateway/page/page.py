@@ -25,7 +25,7 @@ from swarmnode.gateway.access.guard import LOOPBACK_NAMES
 from swarmnode.gateway.gateway import Gateway
 from swarmnode.gateway.http.api_error import ApiError
 from swarmnode.gateway.http.event_stream import event
-from swarmnode.gateway.page.replies import HistoryReply, HistorySample
+from swarmnode.gateway.page.page_replies import HistoryReply, HistorySample
 from swarmnode.lending.control import running_nodes, tell_node
 from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
 from swarmnode.metrics import table

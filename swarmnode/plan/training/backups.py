@@ -5,7 +5,7 @@ peers at another address than the sender's, then to peers that hold nothing, the
 the next step replaces the last.
 
 Only steps that all holders keep are of use, because a run resumes from one step. A peer that cannot send every checkpoint in
-time sends every fourth or every sixteenth, and all peers keep those for longer (`swarm/storage/states.py`).
+time sends every fourth or every sixteenth, and all peers keep those for longer (`swarm/storage/state_store.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from swarmnode.net.addressing.addresses import wide_group
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.view import draw
 from swarmnode.swarm.records.announcement import Announcement, State
-from swarmnode.swarm.storage.states import STRIDES
+from swarmnode.swarm.storage.state_store import STRIDES
 
 UPLINK_SHARE = 0.25  # the largest share of a node's uplink for backups
 UNMEASURED_BPS = 8e6  # an uplink that has not been measured

@@ -3,8 +3,8 @@
 Pure: (phase, event) -> (phase, actions). A step is leased and counted (STEPPING), agreed on (REDUCING), and committed; if
 the replicas disagree, the step is leased and counted again. A live node feeds the machine with the events of its messages
 (`training/coordinator/coordinator.py`; `training/coordinator/step_loop.py` says when an event of a step has occurred), the
-simulator with simulated events (`simulate/steps/training.py`); both carry out the actions. `docs/training-step.md` explains
-the machine, `protocol/training.md` has the same table for other implementations.
+simulator with simulated events (`simulate/steps/simulated_training.py`); both carry out the actions. `docs/training-step.md`
+explains the machine, `protocol/training.md` has the same table for other implementations.
 
 Recovery of a training: the step to resume from, given what the live peers hold in memory, as agreed gradients, or on
 disk.

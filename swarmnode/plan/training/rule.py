@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 
-from swarmnode.plan.spans.placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
+from swarmnode.plan.spans.span_placement import HOLDING, Joiner, Move, MovePolicy, choose_span, reconsider
 from swarmnode.plan.training.layout import STANDING_BY, LikelyLayout, likely_layouts
 from swarmnode.plan.training.step_forecast import StepForecast, TrainingLoad, TrainingNetwork
 from swarmnode.plan.training.training_placement import (

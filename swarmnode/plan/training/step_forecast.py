@@ -31,7 +31,7 @@ import numpy as np
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.offline.grid import dendrogram
 from swarmnode.plan.spans.flow import Floats, Indexes
-from swarmnode.plan.spans.placement import REAL_CHANGE
+from swarmnode.plan.spans.span_placement import REAL_CHANGE
 from swarmnode.plan.training.averaging import AveragingNetwork, fastest, part_shares, sharings_of
 from swarmnode.plan.training.wiring import Replica, Transfers, Wire, book, keep_busy, wire
 from swarmnode.plan.view import Span

@@ -20,7 +20,7 @@ from swarmnode.codec.messages import Input, Mode, Want
 from swarmnode.codec.tensors import AUTO, codec_named
 from swarmnode.compress.codecs import decode, encode
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.trace import CACHE_ARGUMENT
+from swarmnode.compute.model.traced_model import CACHE_ARGUMENT
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.errors import UsageError

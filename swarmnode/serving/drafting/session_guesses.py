@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from swarmnode.codec.body import MAX_DRAFTS
 from swarmnode.codec.messages import Drafts, ProposerKind
-from swarmnode.compute.serving.sampling import Guess
+from swarmnode.compute.serving.sampler import Guess
 from swarmnode.measuring.meters import ACCEPTED, WASTED
 from swarmnode.serving.drafting.drafter import DraftBudget, Drafter, ForcedDrafter, LiveDrafter, SuggestedDrafter
 from swarmnode.serving.job import Job, drop_from

@@ -41,7 +41,7 @@ from swarmnode.codec.messages import (
 )
 from swarmnode.codec.tensors import TensorInfo
 from swarmnode.compute.serving.grammar import GrammarMatcher
-from swarmnode.compute.serving.sampling import Sampler
+from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.errors import ErrorCode, NetworkDown, PeerError
 from swarmnode.links.hop import Hop, until
 from swarmnode.links.switchboard import Channel

@@ -24,7 +24,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import Attach, Input, Open, Output, ProposerKind, Truncate
 from swarmnode.codec.tensors import ID_DTYPES, Codec, DType, TensorInfo
 from swarmnode.compress.codecs import decode
-from swarmnode.compute.serving.sampling import Drawn
+from swarmnode.compute.serving.sampler import Drawn
 from swarmnode.errors import NetworkDown, PeerError, PeerLost
 from swarmnode.links.hop import Entry, Hop, until
 from swarmnode.links.switchboard import Channel, Switchboard

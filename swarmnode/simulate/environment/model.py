@@ -310,7 +310,7 @@ def load_model(source: str | Path, samples: int) -> Model:
     packed weights, or a module itself: a factory "package.module:function" or an exported program "file.pt2". `samples` is the size
     of a graph's microbatches. Raises UsageError or CheckpointError if the model cannot be read or split.
     """
-    from swarmnode.compute.graph.exporting.export import PROGRAM_SUFFIX, export_source, module_name
+    from swarmnode.compute.graph.exporting.module_export import PROGRAM_SUFFIX, export_source, module_name
     from swarmnode.compute.graph.partition import partition
     from swarmnode.compute.graph.serialise import GRAPH_FILE, read_graph
 

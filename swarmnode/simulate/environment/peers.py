@@ -22,7 +22,7 @@ from swarmnode.files import parse_json, read_bounded
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.offline.gpus import LayerTimes, find_gpu, layer_times
 from swarmnode.plan.offline.planner_files import Scenario
-from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy
+from swarmnode.plan.spans.span_placement import Joiner, Move, MovePolicy
 from swarmnode.plan.view import PeerView, Span
 from swarmnode.simulate.environment.model import WEIGHT_BYTES, GraphModel, Model
 from swarmnode.swarm.records.announcement import State

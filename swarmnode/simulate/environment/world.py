@@ -14,13 +14,13 @@ from typing import Protocol
 
 from swarmnode.plan.cost import BYTES_PER_HIDDEN
 from swarmnode.plan.spans.flow import supply_of, throughput
-from swarmnode.plan.spans.placement import Joiner, Move, MovePolicy, PlacementRule, choose_span
+from swarmnode.plan.spans.span_placement import Joiner, Move, MovePolicy, PlacementRule, choose_span
 from swarmnode.plan.view import Span, View
 from swarmnode.plan.virtual_clock import Action, VirtualClock
-from swarmnode.simulate.environment.directory import Outlook, SimulatedDirectory
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.environment.peers import Peer
+from swarmnode.simulate.environment.simulated_directory import Outlook, SimulatedDirectory
 from swarmnode.simulate.results.measures import Measures
 from swarmnode.simulate.settings import SwarmSettings
 from swarmnode.swarm.records.announcement import State

@@ -8,7 +8,7 @@ from typing import Any
 
 from swarmnode.counting import counted
 from swarmnode.simulate.results.measures import PERCENTILES, percentile
-from swarmnode.simulate.results.page import (
+from swarmnode.simulate.results.result_page import (
     IDLE,
     Machines,
     bars,

@@ -160,7 +160,7 @@ def _write_at(path: Path, offset: int, data: bytes | bytearray | memoryview) -> 
 
 
 FOLDER = "weights"  # in the home folder
-BACKUPS = "backups"  # beside it, within the same bound: `states.py`
+BACKUPS = "backups"  # beside it, within the same bound: `state_store.py`
 DISK_SHARE = 0.8  # of the free space, if no bound is given
 
 

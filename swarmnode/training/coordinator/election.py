@@ -26,8 +26,8 @@ from swarmnode.training.coordinator.link_times import LinkTimes
 from swarmnode.training.coordinator.step_loop import Office
 from swarmnode.training.coordinator.timeouts import STALLED_S, Strikes
 from swarmnode.training.coordinator.worker_group import Line, Loopback
-from swarmnode.training.worker.stage import TrainingStage
 from swarmnode.training.worker.stage_state import check_positions
+from swarmnode.training.worker.training_stage import TrainingStage
 
 log = logging.getLogger(__name__)
 

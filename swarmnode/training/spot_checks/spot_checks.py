@@ -35,7 +35,13 @@ from swarmnode.peer.questions import LocalPeer, ask, board_of
 from swarmnode.plan.audits import CONTRIBUTED, AuditBudget, Calibration, Judgement, SessionCost
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.statement import open_commitment
-from swarmnode.training.spot_checks.examination import Examination, FalseWork, differ, judge_contribution, shapes_of
+from swarmnode.training.spot_checks.check_examination import (
+    Examination,
+    FalseWork,
+    differ,
+    judge_contribution,
+    shapes_of,
+)
 from swarmnode.training.spot_checks.step_records import Committer, KeptMicrobatch, StepRecords, check_server
 from swarmnode.training.worker.admission import ReceivedLabels
 

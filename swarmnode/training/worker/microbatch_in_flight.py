@@ -81,7 +81,7 @@ class TrainingMeter(StageMeter):
 
 
 class MicrobatchStage(Protocol):
-    """Interface to `TrainingStage` (`stage.py`): the members that a microbatch uses."""
+    """Interface to `TrainingStage` (`training_stage.py`): the members that a microbatch uses."""
 
     switchboard: Switchboard
     compressor: ActivationCompressor

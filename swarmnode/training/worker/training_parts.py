@@ -23,7 +23,7 @@ from swarmnode.compute.capacity.capacity import Speeds, measure_training
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.graph.costs.estimate import UnitEstimate, estimate_span, estimate_units
 from swarmnode.compute.graph.costs.rates import measure_rates
-from swarmnode.compute.graph.segment import load_segment as load_graph_segment
+from swarmnode.compute.graph.graph_segment import load_segment as load_graph_segment
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.stopwatch import TRAINING_WORK, Stopwatch, Throttle, synchronize

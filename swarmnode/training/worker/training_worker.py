@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from swarmnode.checkpoints.backups import BackupSender
 from swarmnode.checkpoints.checkpoint_manager import CheckpointManager, SharedStates
+from swarmnode.checkpoints.state_backups import BackupSender
 from swarmnode.checkpoints.votes import Electorate
 from swarmnode.codec.training_messages import Condition
 from swarmnode.compute.graph.serialise import GraphCheckpoint
@@ -36,7 +36,7 @@ from swarmnode.net.tasks import Tasks
 from swarmnode.peer.host import Host
 from swarmnode.plan.audits import AuditBudget
 from swarmnode.plan.compression import Choice
-from swarmnode.plan.spans.placement import HOLDING
+from swarmnode.plan.spans.span_placement import HOLDING
 from swarmnode.plan.training.backups import learnt_alone
 from swarmnode.plan.view import Span
 from swarmnode.serving.serving_stage import ServingStage
@@ -48,7 +48,6 @@ from swarmnode.training.organisation import step_load_of
 from swarmnode.training.spot_checks.spot_checks import SpotChecks
 from swarmnode.training.spot_checks.step_records import Committer
 from swarmnode.training.worker.activation_compressor import ActivationCompressor
-from swarmnode.training.worker.stage import TrainingStage
 from swarmnode.training.worker.training_parts import (
     LoadedSegments,
     TrainingPart,
@@ -58,6 +57,7 @@ from swarmnode.training.worker.training_parts import (
     make_part,
     measure_part,
 )
+from swarmnode.training.worker.training_stage import TrainingStage
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from swarmnode.codec.tuning_messages import (
     SharePiece,
     TuningJoined,
 )
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.errors import ErrorCode, LeaderLost, NetworkDown, PeerError, ProtocolError, UsageError, refusal
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.tasks import cancel_and_wait, unless_failed
@@ -31,7 +31,7 @@ from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.invite import ID_BYTES, MAX_ADDRESS_CHARS, MAX_BOOTSTRAPS, as_text, from_text
 from swarmnode.swarm.records.run import decode_run
 from swarmnode.tuning.adapter_parts import decode_recipe
-from swarmnode.tuning.client.averaging import (
+from swarmnode.tuning.client.adapter_averaging import (
     Ended,
     Moved,
     SharedRun,

@@ -21,7 +21,7 @@ from swarmnode.codec.frames import Frame
 from swarmnode.codec.messages import End, Error
 from swarmnode.codec.tensors import Codec
 from swarmnode.codec.tuning_messages import COTUNE_PROTOCOL, GetAdapter, JoinTuning, SharePiece, TuningJoined
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.errors import Busy, ErrorCode, PeerError, ProtocolError
 from swarmnode.ledger import Account, Reservation
 from swarmnode.links.switchboard import Channel, Switchboard
@@ -30,7 +30,7 @@ from swarmnode.net.tasks import Tasks, cancel_and_wait
 from swarmnode.peer.questions import LocalPeer
 from swarmnode.swarm.records.run import encode_run
 from swarmnode.tuning.adapter_parts import encode_recipe, pieces_of
-from swarmnode.tuning.client.averaging import (
+from swarmnode.tuning.client.adapter_averaging import (
     SharedRun,
     TrainerPart,
     VectorEncoder,

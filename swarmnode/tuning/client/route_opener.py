@@ -25,7 +25,7 @@ from swarmnode.codec.tuning_messages import (
 )
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.segment import Values
 from swarmnode.counting import format_bytes
 from swarmnode.errors import Busy, ErrorCode, NetworkDown, NoRoute, NotFinite, PeerError, PeerRefused, UsageError

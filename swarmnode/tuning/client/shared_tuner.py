@@ -7,7 +7,7 @@ import math
 from dataclasses import KW_ONLY, dataclass, replace
 
 from swarmnode.errors import LeaderLost
-from swarmnode.tuning.client.averaging import Ended, Moved, Partners, TrainerPart
+from swarmnode.tuning.client.adapter_averaging import Ended, Moved, Partners, TrainerPart
 from swarmnode.tuning.client.state_shapes import AdapterState
 from swarmnode.tuning.client.tuner import AdapterRoute, AdapterTuner, ComputedStep
 

@@ -18,6 +18,7 @@ from swarmnode.codec.tuning_messages import AdapterPiece
 from swarmnode.compute.model.adapters.adapter_file import units_of_layer
 from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import Family
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.layers import (
     FLOAT_BYTES,
     PROMPT,
@@ -30,7 +31,6 @@ from swarmnode.compute.training.adapters.layers import (
     start_of_a,
     target_layers,
 )
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.saved_folder import save_adapter
 from swarmnode.compute.training.saved_activations import is_finite
 from swarmnode.errors import CheckpointError, ErrorCode, ProtocolError, UsageError

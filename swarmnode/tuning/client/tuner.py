@@ -21,8 +21,8 @@ from torch import Tensor
 
 from swarmnode.codec.body import DECODE_ERRORS, HopSpec
 from swarmnode.codec.tuning_messages import AdapterOpened
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.held_ends import count_labels
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.compute.training.optimizer import clip_factor

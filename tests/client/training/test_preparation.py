@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from swarmnode.client.training.preparation import NO_DATA, as_older_versions, check_early, prepare
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.serialise import write_graph
 from swarmnode.data.samples import DataRules
 from swarmnode.errors import UsageError

@@ -23,8 +23,8 @@ from swarmnode.client.tuning.tuned_lm import Run, TunedCausalLM
 from swarmnode.compute.executor import Executor, Urgency
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.training.adapters.adapter_recipe import NO_METHOD, AdapterRecipe
 from swarmnode.compute.training.adapters.held_ends import HeldEnds
-from swarmnode.compute.training.adapters.recipe import NO_METHOD, AdapterRecipe
 from swarmnode.errors import CheckpointError, NotFinite, UsageError
 from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.plan.view import Span

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.exporting.reader import Exported
 from swarmnode.compute.graph.partition import partition
 from swarmnode.compute.graph.serialise import write_graph

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from swarmnode.compute.graph.archive import load_program
-from swarmnode.compute.graph.exporting.export import export_module, export_source
+from swarmnode.compute.graph.exporting.module_export import export_module, export_source
 from swarmnode.errors import UsageError
 from tests.compute.graph.models import Awkward, batch_of, build
 

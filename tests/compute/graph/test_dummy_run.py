@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from swarmnode.compute.graph.segment import load_segment
+from swarmnode.compute.graph.graph_segment import load_segment
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.training.learner import Learner
 from swarmnode.training.worker.training_parts import dummy_run_s

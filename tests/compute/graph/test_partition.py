@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from swarmnode.compute.graph.boundary import Layout
 from swarmnode.compute.graph.costs.estimate import estimate_units, type_bytes
 from swarmnode.compute.graph.costs.rates import REFERENCE
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.partition import balance, crossing_bytes, partition
 from swarmnode.compute.graph.serialise import encode_graph, read_graph
 from tests.compute.graph.models import BLOCKS, batch_of, build

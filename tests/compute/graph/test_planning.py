@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from swarmnode.compute.graph.boundary import Layout
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.serialise import GraphCheckpoint, read_graph, write_graph
 from swarmnode.config import StageConfig
 from swarmnode.errors import UsageError

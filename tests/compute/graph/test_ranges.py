@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.graph.graph import resolve
-from swarmnode.compute.graph.segment import RangeCheck
+from swarmnode.compute.graph.graph_segment import RangeCheck
 
 X = torch.arange(12.0).view(4, 3)
 ROWS, EXPERTS = torch.arange(16.0).view(4, 4), torch.ones(2, 4, 4)

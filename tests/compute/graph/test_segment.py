@@ -16,10 +16,10 @@ from swarmnode.codec.body import SHARED
 from swarmnode.compute.graph.boundary import Layout
 from swarmnode.compute.graph.costs.estimate import estimate_units
 from swarmnode.compute.graph.costs.rates import REFERENCE
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.graph import ASSERT, grouped_product
+from swarmnode.compute.graph.graph_segment import GraphSegment, load_segment
 from swarmnode.compute.graph.partition import balance, partition
-from swarmnode.compute.graph.segment import GraphSegment, load_segment
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.training.datasets.batches import Microbatch
 from swarmnode.compute.training.learner import Learner

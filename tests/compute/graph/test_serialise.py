@@ -11,7 +11,7 @@ import pytest
 
 from swarmnode.compute.graph.boundary import Layout
 from swarmnode.compute.graph.graph import resolve
-from swarmnode.compute.graph.segment import load_segment
+from swarmnode.compute.graph.graph_segment import load_segment
 from swarmnode.compute.graph.serialise import GRAPH_FILE, decode_graph, encode_graph, read_graph
 from swarmnode.errors import CheckpointError
 

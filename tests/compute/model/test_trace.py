@@ -9,8 +9,8 @@ import pytest
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swarmnode.compute.model import trace
-from swarmnode.compute.model.trace import build_on_meta, trace_model
+from swarmnode.compute.model import traced_model
+from swarmnode.compute.model.traced_model import build_on_meta, trace_model
 
 
 def test_who_builds_a_model_waits_for_who_builds_another() -> None:
@@ -47,7 +47,7 @@ def test_a_config_is_tried_once_and_another_one_anew(monkeypatch: pytest.MonkeyP
         built.append(config.num_hidden_layers)
         return build_on_meta(model_class, config)
 
-    monkeypatch.setattr(trace, "build_on_meta", build)
+    monkeypatch.setattr(traced_model, "build_on_meta", build)
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2, vocab_size=77)
     first = trace_model(LlamaForCausalLM, config)
     assert trace_model(LlamaForCausalLM, LlamaConfig(**config.to_dict())) == first

@@ -16,7 +16,7 @@ from swarmnode.codec.sampling import Grammar, GrammarKind, Sampling
 from swarmnode.compute.serving import grammar as grammars
 from swarmnode.compute.serving.device_transfers import DeviceOutputs
 from swarmnode.compute.serving.grammar import GrammarCompiler, check_grammar
-from swarmnode.compute.serving.sampling import Sampler
+from swarmnode.compute.serving.sampler import Sampler
 from swarmnode.errors import Busy, ErrorCode, ProtocolError
 from tests.gateway.speaking import VOCABULARY, save_speaking_llama
 

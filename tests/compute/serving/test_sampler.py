@@ -20,7 +20,7 @@ from transformers import (
 
 from swarmnode.codec.sampling import Sampling, pack_text, unpack_logprobs
 from swarmnode.compute.serving.device_transfers import DeviceOutputs
-from swarmnode.compute.serving.sampling import Drawn, Sampler, TokenHistory, adjust, uniform
+from swarmnode.compute.serving.sampler import Drawn, Sampler, TokenHistory, adjust, uniform
 
 VOCABULARY = 300
 PROMPT = [5, 17, 5, 200, 42]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarmnode.codec.sampling import Sampling
-from swarmnode.compute.serving.sampling import candidates, may_draw, sample, sample_candidates, uniform
+from swarmnode.compute.serving.sampler import candidates, may_draw, sample, sample_candidates, uniform
 
 
 @dataclass(frozen=True)

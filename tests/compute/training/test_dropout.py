@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from swarmnode.compute.graph import segment as graph_segment
-from swarmnode.compute.graph.exporting.export import export_module
-from swarmnode.compute.graph.segment import GraphSegment
+from swarmnode.compute.graph import graph_segment as graph_segment
+from swarmnode.compute.graph.exporting.module_export import export_module
+from swarmnode.compute.graph.graph_segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training import lm
 from swarmnode.compute.training import randomness as module

@@ -11,14 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnode.codec.body import SHARED
-from swarmnode.compute.graph.exporting.export import export_module
-from swarmnode.compute.graph.segment import load_segment
+from swarmnode.compute.graph.exporting.module_export import export_module
+from swarmnode.compute.graph.graph_segment import load_segment
 from swarmnode.compute.graph.serialise import write_graph
 from swarmnode.compute.model.checkpoint import Checkpoint, read_entries
 from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.snapshot import gather, write_language_model, write_module, write_shards, write_step
 from swarmnode.errors import CheckpointError
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.state_store import StateStore
 from tests.compute.training.conftest import build, learners, make_run, train
 
 Get = Callable[[str], Checkpoint]

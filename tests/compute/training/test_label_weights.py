@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.graph.boundary import Layout, array_batches
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.graph import Graph
+from swarmnode.compute.graph.graph_segment import GraphSegment
 from swarmnode.compute.graph.label_count import label_means
 from swarmnode.compute.graph.partition import partition
-from swarmnode.compute.graph.segment import GraphSegment
 from swarmnode.compute.graph.serialise import decode_graph, encode_graph
 from swarmnode.compute.training.datasets.batches import ArrayBatches, Microbatch
 from swarmnode.compute.training.learner import Learner

@@ -12,7 +12,7 @@ from swarmnode.compute.training.learner import Learner
 from swarmnode.compute.training.snapshot import read_block, read_step, write_block, write_step
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import describe_files
-from swarmnode.swarm.storage.states import StateStore
+from swarmnode.swarm.storage.state_store import StateStore
 from tests.compute.training.conftest import MICROBATCHES, make_run
 from tests.compute.training.toy import ToySegment, toy_values
 

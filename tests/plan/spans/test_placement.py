@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmnode.plan.spans.placement import Joiner, MovePolicy, choose_span, gaps, reconsider
+from swarmnode.plan.spans.span_placement import Joiner, MovePolicy, choose_span, gaps, reconsider
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.swarm.records.announcement import State
 from tests.work import lines_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 from swarmnode.codec.body import SHARED
 from swarmnode.plan.training.backups import LEAST_BPS, disks, holds, lacking, learnt_alone, next_step, rate_bps
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
-from swarmnode.swarm.storage.states import STRIDES
+from swarmnode.swarm.storage.state_store import STRIDES
 
 UNITS = 4
 

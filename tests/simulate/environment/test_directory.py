@@ -1,9 +1,9 @@
 import dataclasses
 
-from swarmnode.plan.spans.placement import CapacityIndex
+from swarmnode.plan.spans.span_placement import CapacityIndex
 from swarmnode.plan.view import PeerView, Span
 from swarmnode.plan.virtual_clock import VirtualClock
-from swarmnode.simulate.environment.directory import SimulatedDirectory
+from swarmnode.simulate.environment.simulated_directory import SimulatedDirectory
 from swarmnode.swarm.peers.directory import DirectoryConfig
 from swarmnode.swarm.records.announcement import State
 

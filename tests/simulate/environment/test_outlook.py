@@ -4,11 +4,11 @@ import random
 
 import pytest
 
-from swarmnode.plan.spans.placement import MovePolicy, reconsider
+from swarmnode.plan.spans.span_placement import MovePolicy, reconsider
 from swarmnode.plan.view import Span
 from swarmnode.plan.virtual_clock import VirtualClock
-from swarmnode.simulate.environment.directory import Outlook, SimulatedDirectory
 from swarmnode.simulate.environment.peers import Peer, device_of
+from swarmnode.simulate.environment.simulated_directory import Outlook, SimulatedDirectory
 from swarmnode.simulate.results.measures import Measures
 from swarmnode.swarm.peers.directory import DirectoryConfig
 from swarmnode.swarm.records.announcement import State

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from swarmnode.plan.offline.planner_files import Scenario
-from swarmnode.simulate.results.page import (
+from swarmnode.simulate.results.result_page import (
     MOST,
     Machines,
     coordinates,

@@ -1,8 +1,8 @@
 import json
 import re
 
-from swarmnode.simulate.results.page import curves
 from swarmnode.simulate.results.report import report, summary
+from swarmnode.simulate.results.result_page import curves
 from swarmnode.simulate.settings import ServeSettings, Settings, TrainSettings
 from tests.simulate.results.page_parser import ParsedPage
 from tests.simulate.worlds import model, run, scenario

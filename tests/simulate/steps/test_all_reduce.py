@@ -13,7 +13,7 @@ from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.training.averaging import AveragingClusters, part_shares
 from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.model import Model
-from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_ends_s
+from swarmnode.simulate.steps.simulated_all_reduce import averaging_network, reduction_ends_s
 from swarmnode.swarm.records.run import Averaging
 
 PARAMETERS = 25_000_000

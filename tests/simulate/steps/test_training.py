@@ -14,7 +14,7 @@ from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.peers import Change
 from swarmnode.simulate.settings import Settings, TrainSettings
 from swarmnode.simulate.simulation import Simulation
-from swarmnode.simulate.steps.training import beat_s, share_out
+from swarmnode.simulate.steps.simulated_training import beat_s, share_out
 from swarmnode.swarm.records.announcement import State
 from swarmnode.swarm.records.run import Averaging
 from tests.simulate.worlds import MB, figures, model, run, scenario, total

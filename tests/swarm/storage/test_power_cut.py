@@ -17,7 +17,7 @@ from swarmnode.swarm.storage.content import CHUNK_BYTES, chunk_hashes, describe_
 from swarmnode.swarm.storage.owner_files import IssuedInvites, open_issued_invites
 from swarmnode.swarm.storage.remembered import KnownPeer, KnownPeers
 from swarmnode.swarm.storage.small_files import write_kept
-from swarmnode.swarm.storage.states import FILES, RUN_FILE, StateStore, stored_runs
+from swarmnode.swarm.storage.state_store import FILES, RUN_FILE, StateStore, stored_runs
 from tests.swarm.storage.test_states import make_run
 
 BLOCK = b"weights and what they remember " * 10

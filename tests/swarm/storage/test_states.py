@@ -15,7 +15,7 @@ from swarmnode.codec.body import SHARED
 from swarmnode.errors import CheckpointError, LocalError
 from swarmnode.swarm.records.run import Averaging, Run, differences
 from swarmnode.swarm.storage.content import FileContent, describe_files
-from swarmnode.swarm.storage.states import StateStore, remove_old_runs, stored_runs
+from swarmnode.swarm.storage.state_store import StateStore, remove_old_runs, stored_runs
 
 BLOCKS = (SHARED, 0, 1)
 

@@ -10,7 +10,7 @@ from swarmnode.codec.frames import Frame, FrameKind
 from swarmnode.codec.training_messages import Condition, Lead, Status
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.switchboard import Channel, Switchboard
-from swarmnode.training.worker.stage import TRAIN_PROTOCOL
+from swarmnode.training.worker.training_stage import TRAIN_PROTOCOL
 from tests.net.virtual import in_virtual_time
 from tests.peer.training_swarm import HELLO, TrainingSwarm, toy_batches, toy_run, until
 

@@ -27,7 +27,7 @@ from swarmnode.codec.tuning_messages import (
 from swarmnode.errors import ErrorCode, LeaderLost, ProtocolError, UsageError
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.links.switchboard import Switchboard
-from swarmnode.tuning.client.averaging import BOUND, TrainerPart, mean_of, share_pieces
+from swarmnode.tuning.client.adapter_averaging import BOUND, TrainerPart, mean_of, share_pieces
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import MAX_FOLLOWERS
 from tests.net.virtual import in_virtual_time

@@ -13,7 +13,7 @@ from swarmnode.codec.body import MAX_ROWS, HopSpec
 from swarmnode.codec.frames import FrameKind
 from swarmnode.codec.messages import decode_body, encode_body
 from swarmnode.codec.tuning_messages import MAX_ADAPTER_BYTES, MAX_TUNED_POSITIONS, MAX_WINDOW, AdapterOpened
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.errors import ErrorCode, NoRoute, PeerRefused, UsageError
 from swarmnode.tuning.client import route_opener
 from swarmnode.tuning.client.route_opener import AdapterRequest, SwarmRoutes

@@ -18,7 +18,7 @@ from swarmnode.codec.tensors import Codec
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.recipe import METHODS, AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import METHODS, AdapterRecipe
 from swarmnode.compute.training.datasets.batches import Batches, Microbatch
 from swarmnode.compute.training.local import StepSummary
 from swarmnode.data.rows import NO_LABEL
@@ -27,7 +27,7 @@ from swarmnode.ledger import Account, MemoryLedger
 from swarmnode.links.link_config import LinkConfig
 from swarmnode.net.memory.network import FakeWorld
 from swarmnode.swarm.records.run import RECIPE, Recipe, Run
-from swarmnode.tuning.client.averaging import Partners, SharedRun, VectorLayout
+from swarmnode.tuning.client.adapter_averaging import Partners, SharedRun, VectorLayout
 from swarmnode.tuning.client.follower import Ticket, TuningFollower
 from swarmnode.tuning.client.leader import FLOOR_S, TuningLeader
 from swarmnode.tuning.client.remote_layers import RemoteLayers

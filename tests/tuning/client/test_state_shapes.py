@@ -12,7 +12,7 @@ from torch import Tensor
 from swarmnode.compute.executor import Executor
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
-from swarmnode.compute.training.adapters.recipe import METHODS, AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import METHODS, AdapterRecipe
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.tuning.client.route_opener import LocalOpener
 from swarmnode.tuning.client.state_shapes import StateShapes

@@ -44,7 +44,7 @@ from swarmnode.compute.graph.graph import (
 )
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.trace import FOREIGN_ERRORS
+from swarmnode.compute.model.traced_model import FOREIGN_ERRORS
 from swarmnode.compute.training.losses import next_token_loss
 from swarmnode.errors import CheckpointError
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from swarmnode.compute.graph.exporting.reader import Exported, source_of
-from swarmnode.compute.graph.segment import GraphSegment
+from swarmnode.compute.graph.graph_segment import GraphSegment
 from swarmnode.compute.training.segment import Values
 from swarmnode.errors import SwarmnodeError, UsageError
 

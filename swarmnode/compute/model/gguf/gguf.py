@@ -30,7 +30,7 @@ from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.gguf.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
 from swarmnode.compute.model.gguf.gguf_tokenizer import TOKENS, GgufTokenizer
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.trace import FOREIGN_ERRORS, build_on_meta
+from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, build_on_meta
 from swarmnode.compute.packing.ggml import F32, FORMATS, Format, check_finite
 from swarmnode.compute.packing.tensor_entry import MAX_TOLD_CHARS, PART, TensorEntry, in_transformers_order
 from swarmnode.errors import CheckpointError

@@ -19,8 +19,8 @@ from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.loading import check_family
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.layers import PROMPT, AdapterLayers, TrainedDora
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.lm import NothingKept
 from swarmnode.data.rows import NO_LABEL
 

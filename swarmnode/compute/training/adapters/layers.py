@@ -27,7 +27,7 @@ from swarmnode.compute.model.adapters.span_adapters import features_of, row_bloc
 from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import Family
 from swarmnode.compute.model.span import ModelSpan
-from swarmnode.compute.training.adapters.recipe import ALL_LINEAR, MOST_FLOAT, PLACELESS, AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_recipe import ALL_LINEAR, MOST_FLOAT, PLACELESS, AdapterRecipe
 from swarmnode.compute.training.optimizer import update_adamw
 from swarmnode.compute.training.randomness import hashed
 from swarmnode.compute.training.saved_activations import is_finite

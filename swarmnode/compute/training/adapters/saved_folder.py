@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from swarmnode.compute.model.adapters.adapter_file import PREFIX, adapter_in, lora_config_of, read_fields
+from swarmnode.compute.training.adapters.adapter_recipe import ALL_LINEAR, AdapterRecipe
 from swarmnode.compute.training.adapters.layers import PROMPT, layer_of
-from swarmnode.compute.training.adapters.recipe import ALL_LINEAR, AdapterRecipe
 from swarmnode.errors import CheckpointError, LocalError, UsageError
 from swarmnode.swarm.storage.own_adapters import CONFIG_NAME, WEIGHTS_NAME
 

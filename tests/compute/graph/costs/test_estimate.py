@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from swarmnode.compute.graph.costs import estimate
 from swarmnode.compute.graph.costs.estimate import estimate_span, estimate_units
 from swarmnode.compute.graph.costs.rates import FRESH, PLAIN, REFERENCE, measure_rates
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.training.randomness import CounterDropout

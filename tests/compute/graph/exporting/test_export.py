@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swarmnode.compute.graph.exporting.export import export_module, export_source, load_factory
+from swarmnode.compute.graph.exporting.module_export import export_module, export_source, load_factory
 from swarmnode.compute.graph.graph import BUFFER, CONSTANT, PARAMETER
 from swarmnode.compute.graph.serialise import read_graph
 from swarmnode.errors import UsageError

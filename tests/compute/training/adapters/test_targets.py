@@ -9,8 +9,8 @@ import torch
 
 from swarmnode.compute.model.assemble import outline
 from swarmnode.compute.model.family import family_of
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.layers import check_targets, target_layers
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.errors import UsageError
 from tests.numerics.families import tiny_config
 

@@ -17,8 +17,8 @@ from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.training.adapters import layers
 from swarmnode.compute.training.adapters import layers as starts
 from swarmnode.compute.training.adapters import layers as trained_changes
-from swarmnode.compute.training.adapters.recipe import METHODS
-from swarmnode.compute.training.adapters.trainer import LONG, PIECE_POSITIONS, KeptStorage
+from swarmnode.compute.training.adapters.adapter_recipe import METHODS
+from swarmnode.compute.training.adapters.adapter_trainer import LONG, PIECE_POSITIONS, KeptStorage
 from swarmnode.errors import CheckpointError, NotFinite, ProtocolError, UsageError
 from swarmnode.ledger import Account, Full
 from tests.compute.training.adapters.trained import SMALL, Route, WholeTrainer, batch_of, labels_of

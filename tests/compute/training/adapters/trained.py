@@ -14,9 +14,9 @@ from swarmnode.compute.executor import drain
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
+from swarmnode.compute.training.adapters.adapter_trainer import AdapterTrainer
 from swarmnode.compute.training.adapters.layers import file_name
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
-from swarmnode.compute.training.adapters.trainer import AdapterTrainer
 from swarmnode.compute.training.optimizer import clip_factor
 from swarmnode.data.rows import NO_LABEL
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.graph.boundary import array_batches
-from swarmnode.compute.graph.exporting.export import export_module
+from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.graph import Graph
 from swarmnode.compute.training.datasets.batches import token_batches
 from swarmnode.errors import UsageError

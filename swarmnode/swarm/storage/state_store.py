@@ -9,7 +9,7 @@ Any other name that begins with a dot is a step half written, or half replaced, 
 
 Backups: training states of other peers on this disk, in case these peers are lost.
 
-    <home>/backups/<swarm>/<digest of the writer>/<run>/step-...    as in `states.py`
+    <home>/backups/<swarm>/<digest of the writer>/<run>/step-...    as its own states
 
 Each writer has a folder with its latest run. A writer's states make room for another's only after a week without
 additions.

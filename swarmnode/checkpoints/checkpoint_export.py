@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from swarmnode.checkpoints.states import NAME, Listing, fetch_states, listing_of, state_board, survey
+from swarmnode.checkpoints.state_exchange import NAME, Listing, fetch_states, listing_of, state_board, survey
 from swarmnode.checkpoints.votes import Electorate, Votes, all_named
 from swarmnode.codec.body import SHARED
 from swarmnode.codec.messages import StateEntry
@@ -24,7 +24,7 @@ from swarmnode.swarm.records.manifest import CAUSAL_LM
 from swarmnode.swarm.records.run import Run, decode_run
 from swarmnode.swarm.storage.content import Progress
 from swarmnode.swarm.storage.small_files import UNCONFIRMED_FILE, check_free, new_folder
-from swarmnode.swarm.storage.states import BackupFolder, StateStore
+from swarmnode.swarm.storage.state_store import BackupFolder, StateStore
 from swarmnode.weights.weights import Weights
 
 AGAIN_S = 1.0

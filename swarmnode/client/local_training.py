@@ -11,14 +11,14 @@ from pathlib import Path
 
 import torch
 
-from swarmnode.checkpoints.export import write_checkpoint
+from swarmnode.checkpoints.checkpoint_export import write_checkpoint
 from swarmnode.client.training.client import Listener, TrainingClient
 from swarmnode.client.training.preparation import check_trains, prepare
 from swarmnode.client.tuning.client import TuningClient
-from swarmnode.client.tuning.job import TunedAdapter, TuneSettings, TuningJob, TuningPlan, check_tunes
+from swarmnode.client.tuning.tuning_job import TunedAdapter, TuneSettings, TuningJob, TuningPlan, check_tunes
 from swarmnode.compute.device import probe_device, set_threads
 from swarmnode.compute.executor import Executor
-from swarmnode.compute.graph import segment as graphs
+from swarmnode.compute.graph import graph_segment as graphs
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.training import lm

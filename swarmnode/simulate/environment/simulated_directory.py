@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.spans.flow import throughput
-from swarmnode.plan.spans.placement import BY_THROUGHPUT, HOLDING, CapacityIndex, Move, MovePolicy, PlacementRule
+from swarmnode.plan.spans.span_placement import BY_THROUGHPUT, HOLDING, CapacityIndex, Move, MovePolicy, PlacementRule
 from swarmnode.plan.view import PeerView, Span, View
 from swarmnode.plan.virtual_clock import VirtualClock
 from swarmnode.simulate.environment.peers import Peer

@@ -7,7 +7,7 @@ functional form has no derivative.
 Guards: questions about values that a module accepts only one answer to, such as `if not x.isfinite().all(): raise`.
 
 A graph has no branches, so it cannot ask a question about values. If the other answer raises, or the question is whether numbers
-are finite, the answer for the example batch is assumed, and every pass is checked for it (`segment.py`).
+are finite, the answer for the example batch is assumed, and every pass is checked for it (`graph_segment.py`).
 
 Source of a founder's module: a Python factory "package.module:function", or an exported program "file.pt2".
 """

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swarmnode.checkpoints.states import file_of, state_board
+from swarmnode.checkpoints.state_exchange import file_of, state_board
 from swarmnode.codec.messages import BackUp, End, Error, StateEntry
 from swarmnode.errors import (
     Busy,
@@ -39,7 +39,7 @@ from swarmnode.swarm.records.announcement import Announcement, DiskOffer
 from swarmnode.swarm.records.run import decode_run, encode_run
 from swarmnode.swarm.storage.chunk_folder import ChunkFolder, disk_error
 from swarmnode.swarm.storage.content import FileContent, verify_chunk, verify_hashes
-from swarmnode.swarm.storage.states import BackupFolder, StateStore
+from swarmnode.swarm.storage.state_store import BackupFolder, StateStore
 from swarmnode.weights.sources import PeerSource
 
 log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from swarmnode.compute.executor import ByPiece, Executor, Urgency, as_piece, dra
 from swarmnode.compute.graph.boundary import batch_of, descriptions_of, from_wire, to_wire
 from swarmnode.compute.graph.costs.estimate import forward_bytes, values_bytes
 from swarmnode.compute.graph.graph import torch_constant
-from swarmnode.compute.graph.segment import GraphSegment, load_segment
+from swarmnode.compute.graph.graph_segment import GraphSegment, load_segment
 from swarmnode.compute.graph.serialise import GraphCheckpoint
 from swarmnode.compute.stopwatch import Clock, best_s
 from swarmnode.compute.training.segment import Values

@@ -24,7 +24,7 @@ from swarmnode.errors import UsageError
 from swarmnode.net.interfaces import PeerId
 from swarmnode.plan.compression import LADDER, SPARSE_RULES, LinkCodecs, encoded_bytes
 from swarmnode.plan.spans.flow import Floats
-from swarmnode.plan.spans.placement import PlacementRule
+from swarmnode.plan.spans.span_placement import PlacementRule
 from swarmnode.plan.training.averaging import (
     AveragingClusters,
     ClusteredGroup,
@@ -53,7 +53,7 @@ from swarmnode.simulate.environment.links import Links
 from swarmnode.simulate.environment.peers import Peer
 from swarmnode.simulate.environment.world import World
 from swarmnode.simulate.settings import TrainSettings
-from swarmnode.simulate.steps.all_reduce import averaging_network, reduction_ends_s, vector_bytes
+from swarmnode.simulate.steps.simulated_all_reduce import averaging_network, reduction_ends_s, vector_bytes
 from swarmnode.swarm.records.run import AUTO, Compression
 
 FIXED = tuple(codec.name.lower() for codec in Codec if codec not in SPARSE_CODECS)

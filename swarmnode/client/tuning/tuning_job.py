@@ -20,8 +20,8 @@ from swarmnode.codec.tuning_messages import AdapterOpened
 from swarmnode.compute.model.checkpoint import CONFIG_FILE, load_config
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.stopwatch import TRAINING_WORK
+from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
 from swarmnode.compute.training.adapters.layers import check_targets
-from swarmnode.compute.training.adapters.recipe import AdapterRecipe
 from swarmnode.compute.training.datasets.batches import Batches
 from swarmnode.counting import counted
 from swarmnode.data.samples import DataRules
@@ -32,7 +32,7 @@ from swarmnode.swarm.records.manifest import CAUSAL_LM, SERVE, Manifest
 from swarmnode.swarm.records.run import RECIPE, Run
 from swarmnode.swarm.storage.small_files import check_free
 from swarmnode.swarm.storage.swarmfile import Swarm
-from swarmnode.tuning.client.averaging import Partners
+from swarmnode.tuning.client.adapter_averaging import Partners
 from swarmnode.tuning.client.route_opener import HERE
 from swarmnode.tuning.client.shared_tuner import SharedTuner
 from swarmnode.tuning.client.state_shapes import write_adapter

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from swarmnode.compute.executor import ByPiece, drain
 from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.training.adapters.adapter_recipe import MOST_FLOAT, AdapterRecipe
 from swarmnode.compute.training.adapters.held_ends import LabelledPositions
 from swarmnode.compute.training.adapters.layers import (
     FLOAT_BYTES,
@@ -29,7 +30,6 @@ from swarmnode.compute.training.adapters.layers import (
     AdapterWeights,
     TrainedDora,
 )
-from swarmnode.compute.training.adapters.recipe import MOST_FLOAT, AdapterRecipe
 from swarmnode.compute.training.lm import NothingKept, check_labels, check_values, documents
 from swarmnode.compute.training.saved_activations import check_finite, check_shapes, is_finite
 from swarmnode.errors import NotFinite, ProtocolError

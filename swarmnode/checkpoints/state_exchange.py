@@ -32,7 +32,7 @@ from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.peer.questions import LocalPeer, ask
 from swarmnode.swarm.records.run import Run, decode_run, encode_run
 from swarmnode.swarm.storage.content import CHUNK_BYTES, HASH_BYTES, FileContent, Progress, matching_hashes
-from swarmnode.swarm.storage.states import BackupFolder, StateStore, file_name
+from swarmnode.swarm.storage.state_store import BackupFolder, StateStore, file_name
 from swarmnode.weights.chunk_server import ChunkServer, Offer
 from swarmnode.weights.fetcher import Fetcher
 from swarmnode.weights.sources import PeerSource, Source
