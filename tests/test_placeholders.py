@@ -15,8 +15,7 @@ ROOT = Path(__file__).parents[1]
 TEMPLATES = {
     "swarmnode/cli/lend/services.py": {"name", "stop", "log", "command"},  # str.format
     "swarmnode/data/conversation.py": {"tools"},  # str.format
-    "swarmnode/lending/rule_watch.py": {"sv"},  # a type of D-Bus
-    "swarmnode/node/description.py": {"reason"},  # str.format
+    "swarmnode/node/node.py": {"reason"},  # str.format
     "swarmnode/simulate/results/result_page.py": {"font-weight:600"},  # CSS
     "swarmnode/terminal/progress.py": {"task.description", "task.fields[told]"},  # rich
 }

@@ -31,7 +31,6 @@ from swarmnode.errors import ERROR_TEXT, ErrorCode
 from swarmnode.net.addressing import reachability
 from swarmnode.swarm.peers import shards
 from swarmnode.swarm.records import adapter_record, announcement, invite, manifest, membership, receipt, run, statement
-from swarmnode.swarm.records import invite as certificate
 from swarmnode.swarm.storage import content
 from tests.codec.schemas import NAMES, plain
 
@@ -56,7 +55,6 @@ MODULES = (
         manifest,
         run,
         shards,
-        certificate,
         receipt,
         statement,
         membership,
@@ -104,7 +102,7 @@ def table(file: str, heading: str) -> list[Row]:
         ("training", "Conditions", training_messages.Condition),
         ("tensors", "Codecs", tensors.Codec),
         ("tensors", "Dtypes", tensors.DType),
-        ("membership", "Roles", certificate.Role),
+        ("membership", "Roles", invite.Role),
         ("records", "States", announcement.State),
         ("records", "Reachabilities", reachability.Reachability),
         ("errors", "Codes", ErrorCode),

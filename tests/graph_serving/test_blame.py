@@ -129,7 +129,10 @@ async def test_a_hop_names_the_client_whose_values_cannot_be_computed(
         board = board_of(scene.host, INFER_PROTOCOL)
         for wrong in ((infos, cut), encode_values(VALUES[:1]), encode_values([VALUES[0], VALUES[1] + 1000])):
             question = Infer(0, module.model.units, wrong[0])
-            with caplog.at_level("INFO"), pytest.raises(PeerRefused) as caught:
+            with (
+                caplog.at_level("INFO", logger="swarmnode.graph_serving.graph_stage"),
+                pytest.raises(PeerRefused) as caught,
+            ):
                 await ask_one(board, scene.hop, question, Inferred, payload=wrong[1])
             assert caught.value.code in (ErrorCode.MALFORMED, ErrorCode.INVALID_REQUEST)
         assert caplog.text.count(f"refused a pass of {scene.networks[1].peer_id}") == 3

@@ -86,6 +86,8 @@ async def test_a_cancellation_that_was_lost_comes_again() -> None:
 
 
 async def test_what_they_die_of_is_nobodys_business(caplog: pytest.LogCaptureFixture) -> None:
+    gc.collect()  # what earlier tests left
+    caplog.clear()
     task = asyncio.ensure_future(crash())
     await asyncio.sleep(0)
     await cancel_and_wait(task)

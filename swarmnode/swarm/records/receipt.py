@@ -105,8 +105,8 @@ RECEIPTS = "receipts"
 SUFFIX = ".receipt"
 LIFE_S = 30 * 86_400  # after this time work is forgotten
 SKEW_S = 600  # a client's clock may be ahead by this
-MAX_RECEIPTS = 4096
-MAX_PER_CLIENT = 64
+STORED_RECEIPTS = 4096
+STORED_PER_CLIENT = 64
 
 
 def receipts_of(home: Path, swarm: bytes) -> Path:
@@ -191,10 +191,10 @@ class ReceiptFolder:
         for receipt in self._kept.values():
             by_client.setdefault(receipt.client, []).append(receipt)
         for own in by_client.values():
-            gone.update((one.client, one.since) for one in sorted(own, key=lambda one: -one.since)[MAX_PER_CLIENT:])
+            gone.update((one.client, one.since) for one in sorted(own, key=lambda one: -one.since)[STORED_PER_CLIENT:])
         left = [receipt for key, receipt in self._kept.items() if key not in gone]
         left.sort(key=lambda one: -(one.served + one.trained))
-        gone.update((one.client, one.since) for one in left[MAX_RECEIPTS:])
+        gone.update((one.client, one.since) for one in left[STORED_RECEIPTS:])
         for key in gone:
             with contextlib.suppress(OSError):
                 self._path(self._kept.pop(key)).unlink(missing_ok=True)

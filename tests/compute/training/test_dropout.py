@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from swarmnode.compute.graph import graph_segment as graph_segment
+from swarmnode.compute.graph import graph_segment
 from swarmnode.compute.graph.exporting.module_export import export_module
 from swarmnode.compute.graph.graph_segment import GraphSegment
 from swarmnode.compute.model.checkpoint import Checkpoint

@@ -145,7 +145,7 @@ def test_what_was_mapped_from_the_file_is_let_go(
 ) -> None:
     """Not what was made of another dtype, which goes by itself: a machine with swap would write it there."""
     gone: list[Tensor] = []
-    monkeypatch.setattr("swarmnode.compute.training.lm.let_go", gone.append)
+    monkeypatch.setattr("swarmnode.compute.training.lm.release_pages", gone.append)
     build("gpt2").to(stored).save_pretrained(tmp_path)
     segment = load_segment(Checkpoint(tmp_path), 0, 5)
     kept = {parameter.data_ptr() for named in segment.parameters().values() for parameter in named.values()}

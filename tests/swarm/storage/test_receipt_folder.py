@@ -80,8 +80,8 @@ def test_a_torn_receipt_is_none(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_bounded_in_all_and_by_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receipt_folder, "MAX_PER_CLIENT", 3)
-    monkeypatch.setattr(receipt_folder, "MAX_RECEIPTS", 4)
+    monkeypatch.setattr(receipt_folder, "STORED_PER_CLIENT", 3)
+    monkeypatch.setattr(receipt_folder, "STORED_RECEIPTS", 4)
     folder = opened(tmp_path)
     folder.keep(*receipt(clients[1], served=50))
     for batch in range(9):
