@@ -137,7 +137,11 @@ class StageAdapters:
             raise ProtocolError(f"the adapter could not be fetched: {error}", code=ErrorCode.NOT_FOUND) from error
 
     async def _load(self, files: AdapterFiles, name: str) -> None:
-        """Load an adapter from the host's memory, else from its files."""
+        """Load an adapter from the host's memory, else from its files, which are fetched if they are not here.
+
+        Raises ProtocolError (ADAPTER_EXPIRED), and releases its memory, if it expired or was blocked meanwhile; Busy if there is no
+        memory, PeerError if nobody has the files, LocalError if the disk is full.
+        """
         parked = self._parked.pop(name, None)
         if parked is None:
             spans = [worker.runner.span for worker, _ in self.places]

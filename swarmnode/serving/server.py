@@ -233,9 +233,10 @@ class StageServer:
             self._refusals.refuse(channel, Error(code, error.retry_s if isinstance(error, Busy) else 0.0))
 
     def _open(self, channel: Channel, body: Open, text: Buffer, grammar: GrammarMatcher | None = None) -> None:
-        """Bind a session to this channel. `text` came with its OPEN; `grammar` constrains its tokens.
+        """Bind a session to this channel: a new one, or one that is open here and comes by another way. `text` came with its OPEN:
+        the ids of the tokens that penalties count. `grammar` constrains its tokens.
 
-        Raises ProtocolError if the session cannot be had here, Busy if there is no room.
+        Raises ProtocolError if the session cannot be had here, Busy if there is no room or its adapter has gone again.
         """
         if not is_for(body, self.peer.network.peer_id, channel.peer):
             raise ProtocolError("the route does not lead here from the sender")

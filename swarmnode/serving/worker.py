@@ -229,7 +229,8 @@ class Worker:
         self.call("open", make_room, owner=f"session {session}")
 
     def fork(self, source: int, session: int, length: int) -> None:
-        """Begin the newly opened `session` with the first `length` positions of `source`, which were computed here."""
+        """Begin the newly opened `session` with the first `length` positions of `source`, which were computed here. If they cannot
+        be copied, the session is closed, and its first input fails."""
 
         def copy() -> None:
             try:

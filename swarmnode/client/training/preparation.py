@@ -171,7 +171,8 @@ def _for_text(
 def _read_language(
     own: Tokenizer | None, folder: Path, config: Any, sequence: int, rules: DataRules, data: Path, *, begins: bool
 ) -> Batches:
-    """Read text or samples for a language model. Raises UsageError if they do not fit it."""
+    """Read text or samples for a language model. `begins`: each document of a text begins with the tokenizer's first token, if it
+    has one. Raises UsageError if they do not fit the model, or if samples are given to a model without a tokenizer."""
     kind = sample_kind(data)
     if own is None:
         if kind != TEXT:

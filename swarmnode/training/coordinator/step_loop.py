@@ -348,7 +348,11 @@ class StepLoop:
         return self._astray or bool(self.worker_group.uncovered(self.office.units))
 
     def _is_counted(self) -> bool:
-        """Return whether all microbatches are counted once and none is leased; lease the missing ones first."""
+        """Return whether all microbatches are counted once and none is leased.
+
+        Before that, members that count a microbatch that another one counts, too, leave the step, the time of the step is forecast
+        anew if stages have changed, and missing microbatches are leased. Returns False, without any of this, while `awaits_others`.
+        """
         if self.awaits_others:
             return False
         ledger = self._ledger
@@ -432,7 +436,8 @@ class StepLoop:
             member.command(self._all_reduce.request(member.peer), wait_s=within_s + answer_s)
 
     def commit(self) -> None:
-        """End the step: tell all stages to commit it, report it to the trainers, and begin the next one."""
+        """End the step: tell all stages to commit it, report it to the trainers, and begin the next one. To be called only when the
+        gradients of the step have been summed."""
         assert self._all_reduce is not None
         usable, loss, norm = self.worker_group.usable(), self._ledger.loss, self._all_reduce.norm()
         found = (self._ledger.held_out_loss, self._ledger.expert_load)

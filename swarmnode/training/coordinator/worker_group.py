@@ -452,7 +452,8 @@ def longest_waits(
     members: Iterable[WorkerHandle], leases: Iterable[OutstandingLease], strikes: Strikes, now_s: float
 ) -> tuple[Wait, ...]:
     """Return what the current step waits for: commands without an answer and peers in a pause, then microbatches under way. A
-    microbatch may be at any place of its route, so all its peers are listed. Each kind is sorted by time, the longest first."""
+    microbatch may be at any place of its route, so all its peers are listed. Waits that began just now are left out. Each kind is
+    sorted by time, the longest first, and MAX_WAITS are returned at most."""
     waits: list[Wait] = []
     for member in members:
         if member.refuses:
