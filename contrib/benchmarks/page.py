@@ -33,7 +33,7 @@ from swarmnode.gateway.http.http_server import serving_http
 from swarmnode.gateway.page import page as feed
 from swarmnode.gateway.page.page import Page
 from swarmnode.net.identity import Identity
-from swarmnode.peer.picture import picture_of
+from swarmnode.peer.swarm_status import picture_of
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo

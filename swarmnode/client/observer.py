@@ -12,7 +12,7 @@ from swarmnode.measuring.trace import fetch_traces
 from swarmnode.metrics.metric import Readings
 from swarmnode.net.interfaces import PeerId
 from swarmnode.peer.host import Host
-from swarmnode.peer.picture import link_matrix, measured_network, picture_of
+from swarmnode.peer.swarm_status import link_matrix, measured_network, picture_of
 from swarmnode.swarm.records.manifest import Manifest
 from swarmnode.swarm.storage.swarmfile import Swarm
 

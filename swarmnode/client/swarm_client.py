@@ -29,8 +29,8 @@ from swarmnode.files import home_folder
 from swarmnode.measuring.meters import ClientMeter, cause_of
 from swarmnode.metrics.metric import Readings
 from swarmnode.peer.host import Host, joining
-from swarmnode.peer.picture import explain
 from swarmnode.peer.questions import board_of
+from swarmnode.peer.swarm_status import explain
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.client.client_session import SESSION_PROTOCOL, ClientSession

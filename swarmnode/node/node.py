@@ -39,8 +39,8 @@ from swarmnode.node.description import Tell, described, measured
 from swarmnode.node.node_config import RATES, NodeConfig
 from swarmnode.node.stage_loader import CrashLog, StageLoader
 from swarmnode.peer.host import Host
-from swarmnode.peer.picture import explain
 from swarmnode.peer.placement import Placement, PlannedPlace
+from swarmnode.peer.swarm_status import explain
 from swarmnode.plan.view import Span
 from swarmnode.platform import MACHINE, Platform
 from swarmnode.serving.stage import Stage

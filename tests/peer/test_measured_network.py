@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from swarmnode.errors import LocalError
-from swarmnode.peer.picture import measured_network
+from swarmnode.peer.swarm_status import measured_network
 from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from swarmnode.codec.tensors import Codec
-from swarmnode.peer import picture
+from swarmnode.peer import swarm_status as picture
 from swarmnode.swarm.peers.standing import Standing
 from swarmnode.swarm.records.announcement import VERSION, Announcement, State, peer_digest
 from swarmnode.swarm.records.manifest import Manifest, ModelInfo

@@ -1,10 +1,9 @@
-"""A picture of a swarm for people and scripts: its peers and their spans.
+"""Status of a swarm for people and scripts, as `swarmnode status` and the page show it: its peers and their spans.
 
-Explanations for `swarmnode why`: current facts about a peer, a unit or a session, and the decisions that concern it.
+Explanations for `swarmnode why`: current facts about a peer, a unit or a session, and the decisions that concern it. Their
+sentences are for volunteers: they speak of layers, machines, texts and tokens/s.
 
-The sentences are for volunteers: they speak of layers, machines, texts and tokens/s.
-
-A live swarm as a network for planning and simulation: its machines and links as announced, with gaps filled in and marked.
+Network of a live swarm for planning and simulation: its machines and links as announced, with gaps filled in and marked.
 """
 
 from __future__ import annotations
