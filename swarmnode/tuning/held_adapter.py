@@ -417,10 +417,8 @@ class HeldAdapter:
         self._fail(ProtocolError(error, peer=self.next_peer))
 
     def _belongs(self, body: TuneGradient, infos: Sequence[TensorInfo]) -> bool:
-        """Return whether gradients are such as the next peer may send: each is of a float, has its shape, and may be decoded.
-
-        Without any gradient the microbatch is dropped, which only an owner may do: then return whether the route ends there.
-        """
+        """Return whether each gradient is of a float, has its shape, and may be decoded. Without any gradient the microbatch is
+        dropped, which only an owner may do: then return whether the route ends there."""
         if not any(body.present):
             return self.ends_at_owner
         may_come = all(self._codecs.may_come(info.codec) for info in body.values)
