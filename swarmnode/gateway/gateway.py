@@ -132,7 +132,7 @@ class TokenizerLoader:
         return tokenizer
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ServedModel:
     """Model of the gateway's API: a swarm's model, or that model with one adapter. `queue` is shared by all models of the gateway,
     `loader` by the models of one swarm. `parent` is the name of the swarm's own model if this one has an adapter, else None."""

@@ -41,6 +41,7 @@ from swarmnode.metrics.metric import Reading, Readings
 from swarmnode.net.fair_share import FairShare
 from swarmnode.net.interfaces import Buffer, PeerId
 from swarmnode.net.tasks import Tasks
+from swarmnode.peer.completed_work import CompletedWork
 from swarmnode.peer.questions import LocalPeer, board_of
 from swarmnode.plan.view import Span
 from swarmnode.serving.passage import URGENCY, MicrobatchPassage, read_from, within
@@ -154,13 +155,9 @@ class InferenceServer:
         passage = _InferencePassage(
             channel, asked, self._executor, partial(self._compute, asked, payload, batch, channel.peer)
         )
-        passage.parts, passage.batch = (segment,), batch
+        passage.parts, passage.batch, passage.completed = (segment,), batch, self._peer.completed
         with self._lent.ledger.reserve(Account.ACTIVATIONS, need_bytes):
             await passage.cross()
-        if asked.work:
-            self._peer.completed.begin(asked.work, channel.peer)
-            self._peer.completed.answer(asked.work)
-            self._peer.completed.note(asked.work, (asked.end - asked.start) * batch, batch)
 
     def _compute(self, asked: Infer, payload: Buffer, batch: int, client: PeerId) -> Encoded:
         """Decode, compute and encode, on the compute thread. Raises ProtocolError if the values cannot be computed."""
@@ -180,6 +177,7 @@ class _InferencePassage(MicrobatchPassage[GraphSegment]):
     comes back."""
 
     batch = 0
+    completed: CompletedWork
 
     def __init__(self, channel: Channel, asked: Infer, executor: Executor, function: Callable[[], Encoded]) -> None:
         self.sender = channel.peer
@@ -198,7 +196,12 @@ class _InferencePassage(MicrobatchPassage[GraphSegment]):
         return as_piece(self._function)
 
     async def send_on(self, encoded: Encoded) -> None:
-        """Send the results to the client."""
+        """Count the work, which is done also if the client is gone, and send the results to the client."""
+        asked, sender = self._asked, self._channel.peer
+        if asked.work:
+            self.completed.begin(asked.work, sender)
+            self.completed.answer(asked.work)
+            self.completed.note(asked.work, (asked.end - asked.start) * self.batch, self.batch)
         self._channel.send(Inferred(encoded[0]), payload=encoded[1])
 
 

@@ -134,6 +134,11 @@ class LinkCodecs(Generic[Link]):
             self._only = Choice(codec, "the only codec that is allowed")
         self._states: dict[Link, _LinkState] = {}
 
+    @property
+    def adapted(self) -> Collection[Link]:
+        """Links whose codec has been chosen by their bandwidth since the rule was adopted."""
+        return self._states.keys()
+
     def choose(
         self,
         link: Link,

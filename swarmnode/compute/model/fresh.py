@@ -54,14 +54,14 @@ def position_limit(family: Family) -> int | None:
     key = family_key(family)
     if key not in _bounded:
         with tried(family) as tiny:
-            positions = _positions(tiny.config)
-            _bounded[key] = False  # also if the positions of the config are unknown or too many to try
+            positions, ends = _positions(tiny.config), False  # also if they are unknown or too many to try
             if positions is not None and positions <= TINY_SIZES["max_position_embeddings"]:
                 model = tiny_model(tiny)
                 try:  # one position more than those of the config
                     model(input_ids=torch.zeros((1, positions + 1), dtype=torch.int64), use_cache=False)
                 except FOREIGN_ERRORS:  # an index out of its table, or a mask that is too short
-                    _bounded[key] = True
+                    ends = True
+            _bounded[key] = ends  # not before the trial has ended: another one may ask meanwhile
     return _positions(family.config) if _bounded[key] else None
 
 

@@ -194,7 +194,12 @@ def packed_slices(entries: Mapping[str, TensorEntry]) -> dict[str, LazyTensor]:
     def packed_slice(name: str, parts: Sequence[TensorEntry]) -> LazyTensor:
         *stacked, _, inputs = parts[0].shape
         shape = (*stacked, sum(part.shape[-2] for part in parts), inputs)
-        return LazyTensor("F32", lambda: shape, lambda: torch.cat([values(part, name) for part in parts], dim=-2))
+
+        def read() -> Tensor:
+            whole = [values(part, name) for part in parts]
+            return whole[0] if len(whole) == 1 else torch.cat(whole, dim=-2)  # a single one is not copied
+
+        return LazyTensor("F32", lambda: shape, read)
 
     def values(part: TensorEntry, name: str) -> Tensor:
         packed = read_packed(part, name).reshape(-1)

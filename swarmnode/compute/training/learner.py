@@ -234,22 +234,28 @@ class Learner:
         while saved.pieces:
             piece = saved.pieces.pop()
             if saved.in_float16 or self._has(piece.start, saved.index):
-                # A piece's input gradients, without accumulating in the graph. Parameters of a piece that was counted before
-                # get nothing; the others' gradients are added after a check.
-                inputs = [value for value in piece.inputs if value.requires_grad]
-                counted = self._has(piece.start, saved.index)
-                blocks = {} if counted else self.parameters(piece.start, piece.end)
-                parameters = [parameter for block in blocks.values() for parameter in block]
-                found = self._passes.gradients(saved, piece, grads, [*inputs, *parameters])
-                for parameter, gradient in zip(parameters, found[len(inputs) :], strict=True):
-                    if gradient is not None and parameter.grad is not None:
-                        parameter.grad += gradient
-                flowing = iter(found)
-                grads = tuple(next(flowing) if value.requires_grad else None for value in piece.inputs)
+                grads = self._flow_back(saved, piece, grads)
             else:
                 grads = self._passes.accumulate(saved, piece, grads)
             del piece
         return grads
+
+    def _flow_back(self, saved: SavedActivations, piece: SavedPiece, grads: Gradients) -> Gradients:
+        """Return a piece's input gradients, without accumulating in the graph.
+
+        Parameters of a piece that was counted before get nothing; the others' gradients are added after a check. The function ends
+        before the next piece begins, so that the gradients of two pieces are never in memory together.
+        """
+        inputs = [value for value in piece.inputs if value.requires_grad]
+        counted = self._has(piece.start, saved.index)
+        blocks = {} if counted else self.parameters(piece.start, piece.end)
+        parameters = [parameter for block in blocks.values() for parameter in block]
+        found = self._passes.gradients(saved, piece, grads, [*inputs, *parameters])
+        for parameter, gradient in zip(parameters, found[len(inputs) :], strict=True):
+            if gradient is not None and parameter.grad is not None:
+                parameter.grad += gradient
+        flowing = iter(found)
+        return tuple(next(flowing) if value.requires_grad else None for value in piece.inputs)
 
     @torch.no_grad()
     def _blame(self, saved: SavedActivations, values: Values) -> None:

@@ -163,7 +163,7 @@ class ActivationCompressor:
         link, infos = (peer, direction), describe_values(values)
         with self._lock:
             before = self.codecs.choices.get(link, UNKNOWN)
-            directions = len({direction, *(other for _, other in self.codecs.choices)})
+            directions = len({direction, *(other for _, other in self.codecs.adapted)})
             choice = self.codecs.choose(
                 link, infos, bandwidth_bps, self._beat_s, directions=directions, slowest_s=self._slowest_s
             )

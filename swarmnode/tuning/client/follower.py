@@ -170,7 +170,7 @@ class TuningFollower:
         try:
             answer = await self._ask(share_pieces(step, part, raw), SharePiece, AdapterPiece)
         except PeerError as error:
-            log.info("%r: %s", self, error)
+            log.info("the leader %s is away at step %d: %s", self._ticket.leader, step, error)
             answer = await self._come(SILENCE_S)
         if isinstance(answer, TrainerPart):
             return answer
