@@ -152,10 +152,8 @@ class InferenceServer:
         is_too_large = limit_bytes is not None and need_bytes > limit_bytes
         if is_too_large or values_bytes(segment.layout.boundaries[asked.end], batch) > MAX_PAYLOAD_BYTES:
             raise ProtocolError(f"a pass of {need_bytes} bytes is too large for this node", code=ErrorCode.TOO_LARGE)
-        passage = _InferencePassage(
-            channel, asked, self._executor, partial(self._compute, asked, payload, batch, channel.peer)
-        )
-        passage.parts, passage.batch, passage.completed = (segment,), batch, self._peer.completed
+        compute = partial(self._compute, asked, payload, batch, channel.peer)
+        passage = _InferencePassage(channel, asked, batch, segment, self._executor, compute, self._peer.completed)
         with self._lent.ledger.reserve(Account.ACTIVATIONS, need_bytes):
             await passage.cross()
 
@@ -173,21 +171,28 @@ class InferenceServer:
 
 
 class _InferencePassage(MicrobatchPassage[GraphSegment]):
-    """Passage of a client's values through a span, by `function` on the executor. Its client passes the results on, and nothing
-    comes back."""
+    """Passage of a client's `batch` rows of values through a span, by `function` on the executor. Its client passes the results
+    on, and nothing comes back. `completed` counts the work."""
 
-    batch = 0
-    completed: CompletedWork
-
-    def __init__(self, channel: Channel, asked: Infer, executor: Executor, function: Callable[[], Encoded]) -> None:
-        self.sender = channel.peer
-        self._channel, self._asked, self._executor, self._function = channel, asked, executor, function
+    def __init__(
+        self,
+        channel: Channel,
+        asked: Infer,
+        batch: int,
+        segment: GraphSegment,
+        executor: Executor,
+        function: Callable[[], Encoded],
+        completed: CompletedWork,
+    ) -> None:
+        self.sender, self.parts = channel.peer, (segment,)
+        self._channel, self._asked, self._batch = channel, asked, batch
+        self._executor, self._function, self._completed = executor, function, completed
 
     async def compute(self, phase: str, part: GraphSegment, work: ByPiece[T]) -> T:
         """Do `work` on the executor. Raises ProtocolError (BUSY) if it waits and computes for longer than the client does."""
         owner, limit_s = self._channel.peer[-8:], min(self._asked.within_s or MOST_S, MOST_S)
         computing = self._executor.call(
-            URGENCY[phase], partial(drain, work), kind="infer", owner=owner, size=self.batch
+            URGENCY[phase], partial(drain, work), kind="infer", owner=owner, size=self._batch
         )
         return await within(computing, limit_s, "a pass waits and computes")
 
@@ -199,17 +204,20 @@ class _InferencePassage(MicrobatchPassage[GraphSegment]):
         """Count the work, which is done also if the client is gone, and send the results to the client."""
         asked, sender = self._asked, self._channel.peer
         if asked.work:
-            self.completed.begin(asked.work, sender)
-            self.completed.answer(asked.work)
-            self.completed.note(asked.work, (asked.end - asked.start) * self.batch, self.batch)
+            self._completed.begin(asked.work, sender)
+            self._completed.answer(asked.work)
+            self._completed.note(asked.work, (asked.end - asked.start) * self._batch, self._batch)
         self._channel.send(Inferred(encoded[0]), payload=encoded[1])
 
 
 def _refusal(error: Exception) -> Error:
     """Return the error message for a pass that failed with `error`."""
-    code = ErrorCode.INTERNAL if isinstance(error, ExecutorDied) else ErrorCode.BUSY
-    code = ErrorCode(error.code) if isinstance(error, ProtocolError) else code
-    return Error(code, 0.0 if code != ErrorCode.BUSY else error.retry_s if isinstance(error, Busy) else RETRY_S)
+    if isinstance(error, ExecutorDied):
+        return Error(ErrorCode.INTERNAL)
+    code = ErrorCode(error.code) if isinstance(error, ProtocolError) else ErrorCode.BUSY
+    if code != ErrorCode.BUSY:
+        return Error(code)
+    return Error(code, error.retry_s if isinstance(error, Busy) else RETRY_S)
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ over the positions that the new peer lacks.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import secrets
@@ -430,10 +429,7 @@ class ClientSession:
                 reason = self._why(error, failure)
                 if now_s >= deadline_s or reason.code in FINAL:
                     raise reason from None
-                pardon_s = self._blame.pardon_s
-                timeout_s = min(deadline_s - now_s, 1.0 if pardon_s is None else pardon_s, 1.0)
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self.router.changed(), max(0.05, timeout_s))
+                await self._blame.wait(self.router.changed(), min(deadline_s - now_s, 1.0))
                 continue
             try:
                 # Stop at the first reported fault: a hop may notice earlier than this client that another hop is gone.

@@ -15,6 +15,7 @@ several suspects is at fault. It leaves peers out of this session, in turn, and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from abc import abstractmethod
 from collections import Counter
@@ -379,13 +380,9 @@ class Blame:
 
     async def wait(self, changed: Awaitable[None], left_s: float) -> None:
         """Wait for `changed`, at most until the next of the avoided peers may be used again, or for `left_s` seconds."""
-        waiting, pardon_s = asyncio.ensure_future(changed), self.pardon_s
-        try:
-            await asyncio.wait(
-                [waiting], timeout=max(0.01, left_s if pardon_s is None else min(left_s, pardon_s + 0.01))
-            )
-        finally:
-            waiting.cancel()
+        pardon_s = self.pardon_s
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(changed, max(0.01, left_s if pardon_s is None else min(left_s, pardon_s + 0.01)))
 
 
 def suspects_of(route: Sequence[HopSpec], index: int, code: ErrorCode, claimant: int | None) -> frozenset[PeerId]:
