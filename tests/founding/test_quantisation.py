@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.gguf import repack as rounding
+from swarmnode.compute.model.gguf import repack
 from swarmnode.compute.model.gguf.repack import GgufRepack
 from swarmnode.compute.model.span import load_model
 from swarmnode.compute.packing.ggml import library
@@ -82,15 +82,15 @@ def test_llama_cpp_loads_it(wide: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_ggml_and_its_python_port_round_alike(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values_OI = torch.randn(7, 96, generator=torch.manual_seed(3))
-    by_ggml = rounding.quantise(values_OI, FORMATS[form], "w")
-    monkeypatch.setattr(rounding, "library", lambda: None)
-    assert (rounding.quantise(values_OI, FORMATS[form], "w") != by_ggml).float().mean() < 0.01  # ties
+    by_ggml = repack.quantise(values_OI, FORMATS[form], "w")
+    monkeypatch.setattr(repack, "library", lambda: None)
+    assert (repack.quantise(values_OI, FORMATS[form], "w") != by_ggml).float().mean() < 0.01  # ties
 
 
 def test_without_ggml_other_formats_are_an_error_of_this_machine(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounding, "library", lambda: None)
+    monkeypatch.setattr(repack, "library", lambda: None)
     with pytest.raises(LocalError, match=r"IQ4_NL needs ggml, and the Python package xllamacpp is missing"):
         quantise_model(str(wide), tmp_path / "tiny.gguf", "iq4_nl")
     assert list(tmp_path.iterdir()) == []
