@@ -382,7 +382,7 @@ class Blame:
         """Wait for `changed`, at most until the next of the avoided peers may be used again, or for `left_s` seconds."""
         pardon_s = self.pardon_s
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(changed, max(0.01, left_s if pardon_s is None else min(left_s, pardon_s + 0.01)))
+            await asyncio.wait_for(changed, max(0.05, left_s if pardon_s is None else min(left_s, pardon_s + 0.01)))
 
 
 def suspects_of(route: Sequence[HopSpec], index: int, code: ErrorCode, claimant: int | None) -> frozenset[PeerId]:
