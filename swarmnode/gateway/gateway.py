@@ -93,7 +93,7 @@ class TokenizerLoader:
             return await asyncio.wait_for(asyncio.shield(loading), until_s - loop.time())
         except asyncio.TimeoutError:
             sentence = f"the model's tokenizer is still loading after {patience_s:g} s: send the request again later"
-            raise ApiError(503, sentence, kind="server_error", code="loading", retry_s=RETRY_S) from None
+            raise ApiError("loading", sentence, retry_s=RETRY_S) from None
 
     async def load(self) -> None:
         """Load the tokenizer before the first request needs it, as soon as peers provide its files. After any other failure, try
@@ -213,9 +213,9 @@ class ServedModel:
         template writes them) cannot fit."""
         self.client.check_language_model()
         if (prompter := await self.prompter()) is None:
-            raise bad_request(
+            raise ApiError(
+                "no_chat_template",
                 f"{self.name} has no chat template, so it cannot read conversations: use /v1/completions",
-                code="no_chat_template",
             )
         limits = await self.client.limits()
         limits.check_text(sum(len(message["content"]) for message in messages))
@@ -386,7 +386,7 @@ class Gateway:
             sentence = f"there is no model {name!r} here: choose one of {known}"
             if not name:
                 sentence = f"the request names no model: choose one of {known}"
-            raise ApiError(404, sentence, code="model_not_found", parameter="model")
+            raise ApiError("model_not_found", sentence, parameter="model")
         return self.models[name]
 
 

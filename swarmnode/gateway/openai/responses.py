@@ -251,7 +251,7 @@ async def _earlier(id: str | None, request: Request) -> list[Item]:
         return (await _stored_response(id, request)).conversation()
     except ApiError as error:
         sentence = f"Previous response with id {id[:MAX_ID_CHARS]!r} not found: responses are kept for a day; send the whole input"
-        raise ApiError(404, sentence, code="previous_response_not_found", parameter="previous_response_id") from error
+        raise ApiError("previous_response_not_found", sentence, parameter="previous_response_id") from error
 
 
 async def _with_referenced(items: list[Item], request: Request) -> list[Item]:

@@ -248,9 +248,8 @@ class OwnerAccess:
         presented = request.headers.get(HEADER, "")
         if not _comes_from_here(request) or not secrets.compare_digest(presented.encode(), self.token.encode()):
             raise ApiError(
-                403,
+                "not_owner",
                 "only the owner of this machine sees and controls its nodes: open the address that `swarmnode serve` prints",
-                code="not_owner",
             )
 
 
