@@ -237,8 +237,8 @@ class StateStore:
         self._remove_old(step)
 
     def _remove_old(self, newest: int) -> None:
-        named = [step for step in sorted(self._steps) if self._is_named(step)]
-        others = [step for step in sorted(self._steps) if not self._is_named(step)]
+        named = [step for step in sorted(self._steps) if self.run.is_checkpoint(step)]
+        others = [step for step in sorted(self._steps) if not self.run.is_checkpoint(step)]
         # the newest two on each of the wider intervals, which peers with slow uplinks back up
         apart = [stride * self.run.checkpoint_steps for stride in STRIDES[1:]]
         strides = [step for steps in apart for step in [step for step in named if step % steps == 0][-2:]]
@@ -249,9 +249,6 @@ class StateStore:
         self._steps = {step: files for step, files in self._steps.items() if step in kept}
         for step in gone:
             shutil.rmtree(self._step_folder(step), ignore_errors=True)
-
-    def _is_named(self, step: int) -> bool:
-        return step % self.run.checkpoint_steps == 0 or step == self.run.steps
 
     def _step_folder(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"

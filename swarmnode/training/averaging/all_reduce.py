@@ -38,7 +38,7 @@ from swarmnode.compute.training.recomputation import ContributionSketch
 from swarmnode.errors import ErrorCode, ProtocolError
 from swarmnode.links.switchboard import Channel, Switchboard
 from swarmnode.net.interfaces import PeerId
-from swarmnode.plan.training.averaging import codecs_by_line, is_bearable
+from swarmnode.plan.training.averaging import codecs_by_line, is_bearable, may_cluster
 from swarmnode.swarm.records.run import Averaging, Run
 from swarmnode.training.averaging.attempt import Attempt, Circle
 from swarmnode.training.averaging.partner import AttemptId, EarlyPulls, attempt_of
@@ -253,7 +253,7 @@ class AllReducer:
         heard = partial(watched.accept, group.blocks) if watched is not None and sums else None
         shares = tuple(member.share for member in group.members if member.count > 0)
         clusters = {member.peer: member.cluster for member in group.members}
-        if len(set(clusters.values())) > 1 and (run.averaging.robust or run.averaging.codec == Codec.TOPK):
+        if len(set(clusters.values())) > 1 and not may_cluster(run.averaging):
             raise ProtocolError("the REDUCE uses clusters, but here each contribution must reach the owner of its part")
         forms = self._forms(group, run.averaging)
         return Circle(

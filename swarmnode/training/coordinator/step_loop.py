@@ -445,7 +445,7 @@ class StepLoop:
         self.averaging_groups.warm_starts.committed(self._all_reduce.groups, usable)
         self._all_reduce = None
         beat_s = max((member.span.units * member.worker.unit_s for member in usable), default=0.0)
-        saves = (self.step + 1) % self.run.checkpoint_steps == 0 or self.step + 1 == self.run.steps
+        saves = self.run.is_checkpoint(self.step + 1)
         link_s = slowest_link_s(0.0 if member.status is None else member.status.slowest_link_s for member in usable)
         word = Commit(self.step, norm, self.run.id, loss, beat_s, link_s)
         for member in self.worker_group.hearing(self.step):

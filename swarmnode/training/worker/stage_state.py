@@ -327,7 +327,7 @@ class StageState:
     @property
     def is_due(self) -> bool:
         """Whether the current step is one that all stages write to their disks."""
-        return self.run is not None and (self.step % self.run.checkpoint_steps == 0 or self.step == self.run.steps)
+        return self.run is not None and self.run.is_checkpoint(self.step)
 
     async def save(self) -> None:
         """Write the step to the disk. If the disk is full, the step is not kept, but earlier ones are, and training goes on."""

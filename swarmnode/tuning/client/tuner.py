@@ -205,7 +205,7 @@ class AdapterTuner:
 
     @property
     def _is_checkpoint_due(self) -> bool:
-        return self._step % self.run.checkpoint_steps == 0 or self._step == self.run.steps
+        return self.run.is_checkpoint(self._step)
 
     async def _save(self, state: AdapterState) -> None:
         self.state = state
