@@ -7,5 +7,6 @@ from tests.contrib.script import CONTRIB, load
 
 def test_the_page_is_the_schema() -> None:
     script = load(CONTRIB / "docs" / "api.py")
-    assert script.PAGE.read_text() == script.page(), "run: python contrib/docs/api.py"
-    assert all(f"`POST {path}`" in script.page() for path in ("/v1/responses", "/v1/messages"))
+    page = script.page()
+    assert script.PAGE.read_text() == page, "run: python contrib/docs/api.py"
+    assert all(f"`POST {path}`" in page for path in ("/v1/responses", "/v1/messages"))
