@@ -74,9 +74,9 @@ def test_the_same_seed_gives_the_same_plan(network: Path) -> None:
 
 
 def test_the_clock_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told by a clock that goes on by 5 ms whenever somebody looks, so that it is the same on every machine."""
+    """Told by a clock that goes on by 20 ms whenever somebody looks, so that it is the same on every machine."""
     looks = itertools.count()
-    clock = SimpleNamespace(monotonic=lambda: 0.005 * next(looks))
+    clock = SimpleNamespace(monotonic=lambda: 0.02 * next(looks))
     monkeypatch.setattr("swarmnode.terminal.progress.time", clock)
     random = np.random.default_rng(0)
     matrix = random.uniform(0.1, 1.0, (200, 200)).tolist()

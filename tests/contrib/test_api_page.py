@@ -9,8 +9,9 @@ from tests.contrib.script import CONTRIB, load
 
 def test_the_page_is_the_schema() -> None:
     script = load(CONTRIB / "docs" / "api.py")
-    assert script.PAGE.read_text() == script.page(), "run: python contrib/docs/api.py"
-    assert all(f"`POST {path}`" in script.page() for path in ("/v1/responses", "/v1/messages"))
+    page = script.page()
+    assert script.PAGE.read_text() == page, "run: python contrib/docs/api.py"
+    assert all(f"`POST {path}`" in page for path in ("/v1/responses", "/v1/messages"))
 
 
 def test_the_table_of_errors_has_each_code_with_its_status() -> None:

@@ -1,7 +1,8 @@
 """Real swarms whose members start in a tenth of the time: forked from a process that has imported what they import.
 
 Everything else is as with `LocalSwarm`: processes of their own, with homes, sockets and p2pds of their own, that die by signals.
-What Python does before a command's first line is for tests that start commands: `test_weights`, `test_two_friends`, `test_demo`.
+What Python does before a command's first line is for tests that start commands: `test_weights`, `test_two_friends`, `test_demo`,
+and those of the command line.
 """
 
 from __future__ import annotations
@@ -59,26 +60,37 @@ class ForkedSwarm(LocalSwarm):
         if not _can_fork(inside):
             return super().command(*arguments, timeout_s=timeout_s, inside=inside)
         environment = {**self.environment, "SWARMNODE_HOME": str(self.folder / "client")}
-        with tempfile.NamedTemporaryFile(dir=self.folder) as errors:
-            process = ForkedProcess(arguments, Path(errors.name), environment, inside)
-            late = threading.Timer(timeout_s, process.send_signal, [signal.SIGKILL])
-            late.start()
-            assert process.stdout is not None
-            with process.stdout:
-                printed = process.stdout.read().decode()
-            code = process.wait()
-            late.cancel()
-            if code == -signal.SIGKILL:
-                raise subprocess.TimeoutExpired(["swarmnode", *arguments], timeout_s)
-            if code:
-                told = f"swarmnode {' '.join(arguments)} ended with code {code}: {errors.read().decode().strip()}"
-                raise LocalError(told)
-        return printed
+        done = run_command(arguments, environment, timeout_s, inside)
+        if done.returncode:
+            told = f"swarmnode {' '.join(arguments)} ended with code {done.returncode}: {done.stderr.strip()}"
+            raise LocalError(told)
+        return done.stdout
 
     def _launch(self, arguments: Sequence[str], log: Path, inside: Sequence[str]) -> Process:
         if not _can_fork(inside):
             return super()._launch(arguments, log, inside)
         return ForkedProcess(arguments, log, self.environment, inside)
+
+
+def run_command(
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    timeout_s: float = START_TIMEOUT_S,
+    inside: Sequence[str] = (),
+) -> subprocess.CompletedProcess[str]:
+    """Run a forked command to its end. Raises TimeoutExpired."""
+    with tempfile.NamedTemporaryFile() as errors:
+        process = ForkedProcess(arguments, Path(errors.name), environment, inside)
+        late = threading.Timer(timeout_s, process.send_signal, [signal.SIGKILL])
+        late.start()
+        assert process.stdout is not None
+        with process.stdout:
+            printed = process.stdout.read().decode()
+        code = process.wait()
+        late.cancel()
+        if code == -signal.SIGKILL:
+            raise subprocess.TimeoutExpired(["swarmnode", *arguments], timeout_s)
+        return subprocess.CompletedProcess(arguments, code, printed, errors.read().decode())
 
 
 def _can_fork(inside: Sequence[str]) -> bool:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from swarmnode.localswarm import STOP_TIMEOUT_S
-from tests.cli.command import assert_clear, swarmnode
+from tests.cli.command import assert_clear
 from tests.real.conftest import Stages
-from tests.real.forked import ForkedSwarm
+from tests.real.forked import ForkedSwarm, run_command
 from tests.tiny import PROMPT, TinyModel
+
+
+def swarmnode(*arguments: str, home: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return run_command(arguments, {**os.environ, "SWARMNODE_HOME": str(home)})
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ async def ask(file, home, port):
 
 asyncio.run(ask(*sys.argv[1:]))
 """
+CPU_SHARE = "25%"  # what is scraped has to go on, not to be fast, and would take a core of the other tests
 NODES = {"a": ("127.0.0.2", "0:3"), "b": ("127.0.0.3", "0:3"), "c": ("127.0.0.4", "3:6")}
 
 
@@ -63,7 +64,7 @@ class Watched:
         self.nodes = {
             name: local.node(
                 name,
-                *("--span", span, "--compress", "int8", "--host-maddr", f"/ip4/{host}/tcp/0"),
+                *("--span", span, "--compress", "int8", "--cpu-share", CPU_SHARE, "--host-maddr", f"/ip4/{host}/tcp/0"),
                 *("--metrics-host", host, "--metrics-port", self.port, "--log-format", "json", "--verbose"),
             )
             for name, (host, span) in NODES.items()

@@ -25,7 +25,7 @@ STEPS = 30
 KILLED_AT = 6
 PROMPT, NEW = "def f(x", 12
 SETTINGS = (
-    "--data", str(DATA), "--steps", str(STEPS), "--batch", "32", "--microbatch", "4", "--sequence", "32",
+    "--data", str(DATA), "--steps", str(STEPS), "--batch", "32", "--microbatch", "8", "--sequence", "32",
     "--lr", "1e-3", "--warmup", "5", "--checkpoint-steps", "10", "--seed", "7",
 )  # fmt: skip
 

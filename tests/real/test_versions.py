@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import subprocess
 import sys
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,10 +32,16 @@ FEW_STEPS = (
 )  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def run_by(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[str, ...]]:
+    """commit -> what goes before a command that shall be run by it. Each version is unpacked, and compiled, once."""
+    return functools.cache(lambda commit: earlier_version(commit, tmp_path_factory.mktemp("earlier")))
+
+
 @pytest.fixture(scope="module", params=(FIRST, LAST))
-def earlier(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+def earlier(request: pytest.FixtureRequest, run_by: Callable[[str], tuple[str, ...]]) -> tuple[str, ...]:
     """Return what goes before a command, so that the earlier version runs it."""
-    return earlier_version(request.param, tmp_path_factory.mktemp("earlier"))
+    return run_by(request.param)
 
 
 def earlier_version(commit: str, folder: Path) -> tuple[str, ...]:
@@ -74,9 +82,11 @@ def test_neighbouring_versions_serve_together(tiny: TinyModel, earlier: tuple[st
             assert str(expected)[1:-1] in told.replace("\n", "")
 
 
-def test_neighbouring_versions_train_together(model: Path, tmp_path: Path) -> None:
+def test_neighbouring_versions_train_together(
+    model: Path, run_by: Callable[[str], tuple[str, ...]], tmp_path: Path
+) -> None:
     """A stage of each, and a trainer of each after the other: the losses are those of one process."""
-    inside = earlier_version(LAST, tmp_path / "earlier")
+    inside = run_by(LAST)
     with ForkedSwarm(tmp_path) as local:
         local.create(model, "--mode", "train")
         local.bootstrap()
@@ -96,9 +106,9 @@ def test_neighbouring_versions_train_together(model: Path, tmp_path: Path) -> No
     assert len(losses["theirs"]) == STEPS
 
 
-def test_neighbouring_versions_tune_together(tmp_path: Path) -> None:
+def test_neighbouring_versions_tune_together(run_by: Callable[[str], tuple[str, ...]], tmp_path: Path) -> None:
     """A stage of each, and an owner of each after the other: the losses are those of one process."""
-    inside = earlier_version(LAST, tmp_path / "earlier")
+    inside = run_by(LAST)
     model, data = tmp_path / "model", tmp_path / "chats.jsonl"
     save_speaking_llama(model)
     data.write_text("\n".join(json.dumps({"prompt": f"Say {word}.", "completion": word}) for word in ["one", "two"]))

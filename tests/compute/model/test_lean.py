@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -61,9 +63,42 @@ print(function(torch.ones(3)).sum().item(), issubclass(type("Mine", (Real,), {})
 """
 
 
+FORKS = """
+import json, os, tempfile
+for line in sys.stdin:
+    with tempfile.TemporaryFile("w+") as printed:
+        if (child := os.fork()) == 0:
+            os.dup2(printed.fileno(), 1)
+            exec(json.loads(line), globals())
+            sys.exit()
+        status = os.waitpid(child, 0)[1]
+        printed.seek(0)
+        print(json.dumps([status, printed.read().splitlines()]), flush=True)
+"""
+
+
 @pytest.fixture(scope="module")
-def said() -> list[str]:
-    return run(TORCH + BUILDS + NAMES + BEFORE + AFTERWARDS).splitlines()
+def run_built() -> Iterator[Callable[[str], list[str]]]:
+    """Return a function that runs a program in a process of its own, forked from one that has built a model, and returns the
+    lines that both print."""
+    command = [sys.executable, "-c", TORCH + BUILDS + FORKS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as built:
+        assert built.stdin is not None and built.stdout is not None
+        requests, answers = built.stdin, built.stdout
+        left_out = answers.readline().strip()
+
+        def run_forked(program: str) -> list[str]:
+            print(json.dumps(program), file=requests, flush=True)
+            status, lines = json.loads(answers.readline())
+            assert status == 0, lines
+            return [left_out, *lines]
+
+        yield run_forked
+
+
+@pytest.fixture(scope="module")
+def said(run_built: Callable[[str], list[str]]) -> list[str]:
+    return run_built(NAMES + BEFORE + AFTERWARDS)
 
 
 def test_building_a_model_imports_neither_sympy_nor_the_compiler(said: list[str]) -> None:
@@ -104,8 +139,8 @@ print([name for name in late if not hasattr(sys.modules[name.rpartition(".")[0]]
 """
 
 
-def test_what_is_held_of_stand_ins_becomes_real_with_the_real_modules() -> None:
-    before, *afterwards = run(TORCH + BUILDS + HOLDERS + "print(len(held()) > 0)" + REAL).splitlines()[1:]
+def test_what_is_held_of_stand_ins_becomes_real_with_the_real_modules(run_built: Callable[[str], list[str]]) -> None:
+    before, *afterwards = run_built(HOLDERS + "print(len(held()) > 0)" + REAL)[1:]
     assert before == "True" and afterwards == ["[]", "[]"]
 
 
@@ -201,8 +236,8 @@ print(adapted.generate(input_ids=ids, max_new_tokens=2, do_sample=False, pad_tok
 """
 
 
-def test_a_model_compiles_in_a_process_that_has_built_one() -> None:
-    assert run(TORCH + BUILDS + MODEL + COMPILED).splitlines()[1:] == ["True"] * 4 + ["False 0.0"]
+def test_a_model_compiles_in_a_process_that_has_built_one(run_built: Callable[[str], list[str]]) -> None:
+    assert run_built(MODEL + COMPILED)[1:] == ["True"] * 4 + ["False 0.0"]
 
 
 @pytest.mark.parametrize(
@@ -213,8 +248,8 @@ def test_a_model_compiles_in_a_process_that_has_built_one() -> None:
     ],
 )
 def test_other_libraries_work_in_a_process_that_has_built_a_model(
-    package: str, program: str, expected: list[str]
+    package: str, program: str, expected: list[str], run_built: Callable[[str], list[str]]
 ) -> None:
     if importlib.util.find_spec(package) is None:
         pytest.skip(f"{package} is not installed; docs/testing.md says how to have it for a run")
-    assert run(TORCH + BUILDS + MODEL + program).splitlines()[1:] == expected
+    assert run_built(MODEL + program)[1:] == expected
