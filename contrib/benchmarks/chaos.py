@@ -29,8 +29,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import uvloop
+from plain_decoding import PlainClient
 
-from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.demo import write_untaught
 from swarmnode.errors import SwarmnodeError
 from swarmnode.lending.control import running_nodes, tell_node
@@ -168,7 +168,7 @@ class Chaos:
     async def _replace(self, span: str) -> None:
         await asyncio.to_thread(self.start(span).wait_for, "ready")
 
-    async def generate(self, client: SwarmClient, prompt: list[int], truth: list[int], seconds: float) -> None:
+    async def generate(self, client: PlainClient, prompt: list[int], truth: list[int], seconds: float) -> None:
         """Generate one text after the other and compare each with `truth`, until `seconds` are over."""
         while self.now_s < seconds:
             waited_from_s = self.now_s
@@ -201,7 +201,7 @@ async def measure(folder: Path, seconds: float, seed: int, *, pauses: bool) -> d
         for node in [chaos.start(span) for span in (PAUSED_SPANS if pauses else SPANS) for _ in range(REPLICAS)]:
             await asyncio.to_thread(node.wait_for, "ready")
         clients = [
-            await SwarmClient.join(load_swarm(swarm.file), home=folder / f"client-{number}")
+            await PlainClient.join(load_swarm(swarm.file), home=folder / f"client-{number}")
             for number in range(CLIENTS)
         ]
         try:

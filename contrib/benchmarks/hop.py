@@ -15,7 +15,6 @@ They are also put beside round trips of the same bytes over a bare p2pd stream a
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -31,9 +30,10 @@ import link
 import psutil
 import serving
 import uvloop
+from plain_decoding import joined
 
 from swarmnode.codec.frames import FrameReader, pack_header
-from swarmnode.codec.messages import KIND_OF, NO_DRAFTS, Input, encode_body
+from swarmnode.codec.messages import KIND_OF, Input, encode_body
 from swarmnode.codec.tensors import Codec
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.measuring.trace import Timeline
@@ -43,10 +43,10 @@ PROMPT = list(range(5, 5 + serving.PROMPT_TOKENS))
 
 async def decoded(swarm: LocalSwarm, nodes: int, tokens: int) -> Timeline:
     """Return the hops' records of one stream."""
-    client = await serving.joined(swarm, nodes)
+    client = await joined(swarm, nodes)
     try:
-        await client.generate(PROMPT, max_new_tokens=16, drafts=NO_DRAFTS)
-        generation = await client.generate(PROMPT, max_new_tokens=tokens, drafts=NO_DRAFTS)
+        await client.generate(PROMPT, max_new_tokens=16)
+        generation = await client.generate(PROMPT, max_new_tokens=tokens)
         return Timeline(await client.traces(bytes.fromhex(generation.trace)))
     finally:
         await client.close()
@@ -157,11 +157,10 @@ def main() -> None:
         "beside_computing_us": [run["split"]["beside_computing"] for run in runs],
         "split_of_whole": round(statistics.median(run["of"] for run in runs), 3),
         "parts_alone_us": parts_alone(),
-        "one_way_us": asyncio.run(round_trips()),
+        "one_way_us": uvloop.run(round_trips()),
     }
     print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
-    uvloop.install()
     main()
