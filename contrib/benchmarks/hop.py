@@ -63,13 +63,14 @@ def stream_over(model: Path, folder: Path, nodes: int, tokens: int) -> dict[str,
         timeline = uvloop.run(decoded(swarm, nodes, tokens))
     timed = [token for token in timeline.tokens() if token.total_us is not None]
     period_us = statistics.median(token.us for token in timed)
-    computing_us = [stop.typical(lambda step: step.compute_us).median for stop in timeline.stops]
+    computing_us = [stop.compute_us.median for stop in timeline.stops]
     return {
         "token": period_us,
-        "queue": [stop.typical(lambda step: step.wait_us).median for stop in timeline.stops],
+        "queue": [stop.wait_us.median for stop in timeline.stops],
         "compute": computing_us,
         "leave": [
-            stop.typical(lambda step: step.stay_us - step.wait_us - step.compute_us).median for stop in timeline.stops
+            statistics.median(step.stay_us - step.wait_us - step.compute_us for step in stop.decoded.values())
+            for stop in timeline.stops
         ],
         "way": round(statistics.median(sum(p.us for p in t.parts if p.what == "way") for t in timed) / nodes, 1),
         "beside_computing": round((period_us - sum(computing_us)) / nodes, 1),

@@ -44,9 +44,10 @@ class PlainClient(SwarmClient):
         )
 
 
-async def joined(local: LocalSwarm, nodes: int) -> SwarmClient:
+async def joined(local: LocalSwarm, nodes: int) -> PlainClient:
     """Join the swarm, and return the client once it sees `nodes` nodes that serve layers."""
     client = await PlainClient.join(load_swarm(local.file), home=local.folder / "client")
+    assert isinstance(client, PlainClient)
     while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < nodes:
         await client.changed()
     gc.freeze()  # else a collection over all objects of model making takes a third of a second of the timed part

@@ -138,21 +138,26 @@ async def concurrent(
 
 
 async def bytes_per_token(client: PlainClient, members: list[NodeProcess]) -> dict[str, Any]:
-    """Return the bytes that all p2pds send per decoded token: payloads alone, and with TCP and IP headers."""
+    """Return the bytes that all p2pds send per decoded token: payloads alone, with TCP and IP headers, and payloads less what they
+    send in as many seconds without work. On a busy machine a token takes longer, so that more of the latter falls on it."""
     pids = {pid for member in members for pid in children(member.pid)} | set(children(os.getpid()))
     tokens = 400
     prompt = list(range(5, 5 + PROMPT_TOKENS))
     stream = await client.stream(prompt, max_new_tokens=tokens + 20)
-    number, before, after = 0, (0, 0), (0, 0)
+    number, before, after, took_s = 0, (0, 0), (0, 0), 0.0
     async for _ in stream:
         number += 1
         if number == 10:
-            before = await asyncio.to_thread(wire_bytes, pids)
+            before, began_s = await asyncio.to_thread(wire_bytes, pids), time.perf_counter()
         elif number == 10 + tokens:
-            after = await asyncio.to_thread(wire_bytes, pids)
+            after, took_s = await asyncio.to_thread(wire_bytes, pids), time.perf_counter() - began_s
     payload, segments = after[0] - before[0], after[1] - before[1]
+    idle_from, _ = await asyncio.to_thread(wire_bytes, pids)
+    await asyncio.sleep(took_s)
+    idle = (await asyncio.to_thread(wire_bytes, pids))[0] - idle_from
     return {
         "payload_bytes": round(payload / tokens, 1),
+        "payload_less_idle_bytes": round((payload - idle) / tokens, 1),
         "with_headers_bytes": round((payload + segments * TCP_IP_HEADER_BYTES) / tokens, 1),
         "floor_bytes": HIDDEN * 4 + 450,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import re
 import runpy
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.serving.client.generation import GenerateOptions
-from tests.contrib.script import CONTRIB, load
+from tests.contrib.script import CONTRIB, ROOT, load
 
 FOLDER = CONTRIB / "benchmarks"
 HELPER = FOLDER / "plain_decoding.py"
@@ -51,7 +52,7 @@ def test_help(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def ways_around(tree: ast.AST) -> Iterator[str]:
-    """Yield each way by which a script gets a client, a gateway or a command that would guess tokens by default."""
+    """Yield each client, gateway or command of a script that would use drafts by default."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("swarmnode"):
             yield from (alias.name for alias in node.names if alias.name in CLIENTS)
@@ -118,3 +119,39 @@ def test_drafts_are_off_unless_they_are_named(
     helper: Any = load(HELPER)
     asyncio.run(helper.PlainClient.stream(object.__new__(helper.PlainClient), "a", options, **keywords))
     assert asked == [drafts]
+
+
+PRINTING = [sys.executable, "-c", "print({'a': {'b': 1.5}, 'c': 2}.__repr__().replace(chr(39), chr(34)))"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "rows"),
+    [
+        ({}, [["a b", "", "1.5"], ["c", "", "2"]]),
+        ({"c": ["the other", "3"]}, [["the other", "3", "2"]]),
+        ({"c": ["one", ""], "a b": ["two", "1"]}, [["one", "", "2"], ["two", "1", "1.5"]]),
+    ],
+)
+def test_a_record_keeps_its_labels(
+    labels: dict[str, list[str]], rows: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: Any = load(CONTRIB / "docs" / "figures.py")
+    monkeypatch.setattr(figures, "FIGURES", tmp_path)
+    (tmp_path / "x.json").write_text(json.dumps({"labels": labels} if labels else {}))
+    figures.record("x", PRINTING)
+    record = figures.read("x")
+    assert record["rows"] == rows and record.get("labels", {}) == labels
+    assert record["command"].startswith("python -c") and str(ROOT) not in json.dumps(record)
+    with pytest.raises(ValueError, match="printed no d"):
+        (tmp_path / "y.json").write_text(json.dumps({"labels": {"d": ["", ""]}}))
+        figures.record("y", PRINTING)
+
+
+def test_a_row_has_its_own_date_or_its_records() -> None:
+    figures: Any = load(CONTRIB / "docs" / "figures.py")
+    rows = [["one", "1", "2026-11-21"], ["two", "2", "2026-11-22"]]
+    assert (
+        figures.date_of({"columns": ["", "measured", "date"], "rows": rows, "date": "2026-11-23"}, "two")
+        == "2026-11-22"
+    )
+    assert figures.date_of({"columns": ["", "measured"], "rows": rows, "date": "2026-11-23"}, "two") == "2026-11-23"
