@@ -1,7 +1,7 @@
 """Waits of users while nodes come and go: `chaos.py [--seconds 180] [--seed 1] [--pauses]`. Prints JSON.
 
-Three stages with two replicas each, real processes on loopback, a tiny Llama; four clients generate without pause. Every six
-seconds a node is killed -9, stopped for five seconds or asked to leave (SIGTERM), in turn. Nodes that have gone are started again.
+Three stages with two replicas each, real processes on loopback, a tiny Llama; four clients generate without pause and drafts.
+Every six seconds a node is killed -9, stopped for five seconds or asked to leave (SIGTERM), in turn. Lost nodes are started again.
 Only nodes with a serving replica beside them are struck: whether a stage is left empty depends on the number of nodes.
 The longest wait for a token, first ones included, should be at most 3 s, and no text another or missing.
 

@@ -1,7 +1,7 @@
 """Pauses in a stream of tokens when a node in use dies, hangs or leaves: `python contrib/benchmarks/faults.py`.
 
-Two stages with two replicas each, real processes on loopback, a tiny Llama. Prints one JSON object: per fault the median and
-worst pause in seconds (the longest wait for a token), and whether every text equalled the undisturbed one.
+Two stages with two replicas each, real processes on loopback, a tiny Llama, no drafts. Prints one JSON object: per fault the median
+and worst pause in seconds (the longest wait for a token), and whether every text equalled the undisturbed one.
 """
 
 from __future__ import annotations

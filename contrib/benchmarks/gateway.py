@@ -2,9 +2,9 @@
 
     python contrib/benchmarks/gateway.py
 
-A random Llama (hidden 512, 8 layers unless told otherwise, float32) with a byte-level tokenizer, on one node of one thread. Prints
-JSON: for each number of streams the tokens per second of both, and as medians over the rounds their ratio, and how much later a
-first token comes.
+A random Llama (hidden 512, 8 layers unless told otherwise, float32) with a byte-level tokenizer, on one node of one thread, and no
+drafts on either side. Prints JSON: for each number of streams the tokens per second of both, and as medians over the rounds
+their ratio, and how much later a first token comes.
 Each round asks both, the other one first each time. A rest before each clears up after the one before.
 No prompt begins as another did: the gateway keeps the caches of what it was asked, and `generate` does not.
 """

@@ -3,8 +3,8 @@ simultaneous prompts that begin alike, from one owner, and from an owner each (o
 
     python contrib/benchmarks/prefix.py
 
-A random Llama (hidden 512, 8 layers, float32) on two nodes of one thread each. Prints JSON: medians over the rounds, each with a
-prompt of its own, and their ratio.
+A random Llama (hidden 512, 8 layers, float32) on two nodes of one thread each, no drafts. Prints JSON: medians over rounds, each
+with a prompt of its own, and their ratio.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python contrib/benchmarks/simulator.py [--seconds 20] [--runs 3]
 
 Real nodes on loopback are throttled (`run --throttle`), so that two cores can carry them; several clients generate one text after
-another. The same spans, speeds and clients are simulated. Prints JSON: measured and predicted tokens/s and their ratio.
+another, without drafts. The same spans, speeds and clients are simulated. Prints JSON: measured and
+predicted tokens/s and their ratio.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 A random Llama in float32, LoRA of rank 16 on all linear layers, sequence 128, bytes of the standard library, no codec. Each node
 is a process with one thread and a p2pd of its own, on loopback. Medians leave out the first step. peft must be installed for its
 rows; its runs come before and after the swarm's. `kill`: a holder dies; finished steps that are computed again are counted, with
---checkpoint-steps 1 and 4. `serving`: 99th percentile of the time between tokens of a text while another user tunes, and without.
+--checkpoint-steps 1 and 4. `serving`: 99th percentile of the time between tokens of a text without drafts,
+while another user tunes, and alone.
 """
 
 from __future__ import annotations
