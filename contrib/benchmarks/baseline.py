@@ -18,15 +18,16 @@ prompt, new, prefill = map(int, sys.argv[3:6])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=getattr(torch, sys.argv[2])).eval()
 def generate(length, new):
     ids = torch.arange(5, 5 + length)[None]
-    started = time.perf_counter()
+    started = time.perf_counter(), time.process_time()
     with torch.inference_mode():
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, min_new_tokens=new, do_sample=False)
-    return time.perf_counter() - started
+    return time.perf_counter() - started[0], time.process_time() - started[1]
 generate(prompt, 4)
 for line in sys.stdin:
     first = generate(prompt, 1)
-    decode = (new - 1) / (generate(prompt, new) - first)
-    print(json.dumps({"decode_tokens_per_s": decode, "prefill_s": generate(prefill, 1)}), flush=True)
+    wall, cpu = ((late - early) / (new - 1) for early, late in zip(first, generate(prompt, new)))
+    measured = {"decode_tokens_per_s": 1 / wall, "decode_cpu_s": cpu, "prefill_s": generate(prefill, 1)[0]}
+    print(json.dumps(measured), flush=True)
 """
 
 
@@ -49,7 +50,7 @@ class LocalProcess:
         self.close()
 
     def measure(self) -> dict[str, float]:
-        """Measure now, and return `decode_tokens_per_s` and `prefill_s`."""
+        """Measure now, and return `decode_tokens_per_s`, `decode_cpu_s` (CPU seconds of a token) and `prefill_s`."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()

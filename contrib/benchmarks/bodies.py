@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+from plain_decoding import PlainClient
 
-from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.gateway.app import build_app
 from swarmnode.gateway.gateway import Gateway, GatewayConfig
 from swarmnode.gateway.page.page import HEADER, Page
@@ -143,7 +143,7 @@ async def measure(local: LocalSwarm, only: str) -> dict[str, Any]:
             still_s = max(still_s, time.perf_counter() - began_s - BEAT_S)
 
     told: dict[str, list[dict[str, Any]]] = {}
-    async with await SwarmClient.join(load_swarm(local.file), home=local.folder / "client") as client:
+    async with await PlainClient.join(load_swarm(local.file), home=local.folder / "client") as client:
         gateway = Gateway({"m": client}, config=GatewayConfig(max_body_bytes=BODY_BYTES))
         page = Page(gateway, local.folder)
         app = build_app(gateway, page)

@@ -1,7 +1,7 @@
 """Waits of users while nodes come and go: `chaos.py [--seconds 180] [--seed 1] [--pauses]`. Prints JSON.
 
-Three stages with two replicas each, real processes on loopback, a tiny Llama; four clients generate without pause. Every six
-seconds a node is killed -9, stopped for five seconds or asked to leave (SIGTERM), in turn. Nodes that have gone are started again.
+Three stages with two replicas each, real processes on loopback, a tiny Llama; four clients generate without pause and drafts.
+Every six seconds a node is killed -9, stopped for five seconds or asked to leave (SIGTERM), in turn. Lost nodes are started again.
 Only nodes with a serving replica beside them are struck: whether a stage is left empty depends on the number of nodes.
 The longest wait for a token, first ones included, should be at most 3 s, and no text another or missing.
 
@@ -29,8 +29,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import uvloop
+from plain_decoding import PlainClient
 
-from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.demo import write_untaught
 from swarmnode.errors import SwarmnodeError
 from swarmnode.lending.control import running_nodes, tell_node
@@ -168,7 +168,7 @@ class Chaos:
     async def _replace(self, span: str) -> None:
         await asyncio.to_thread(self.start(span).wait_for, "ready")
 
-    async def generate(self, client: SwarmClient, prompt: list[int], truth: list[int], seconds: float) -> None:
+    async def generate(self, client: PlainClient, prompt: list[int], truth: list[int], seconds: float) -> None:
         """Generate one text after the other and compare each with `truth`, until `seconds` are over."""
         while self.now_s < seconds:
             waited_from_s = self.now_s
@@ -201,7 +201,7 @@ async def measure(folder: Path, seconds: float, seed: int, *, pauses: bool) -> d
         for node in [chaos.start(span) for span in (PAUSED_SPANS if pauses else SPANS) for _ in range(REPLICAS)]:
             await asyncio.to_thread(node.wait_for, "ready")
         clients = [
-            await SwarmClient.join(load_swarm(swarm.file), home=folder / f"client-{number}")
+            await PlainClient.join(load_swarm(swarm.file), home=folder / f"client-{number}")
             for number in range(CLIENTS)
         ]
         try:

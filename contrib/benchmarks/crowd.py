@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 import uvloop
+from plain_decoding import PlainClient
 
-from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.swarm.storage.swarmfile import load_swarm
 
@@ -53,11 +53,11 @@ def medians(values: dict[str, list[float]], factor: float = 1.0) -> dict[str, fl
     return {name: round(statistics.median(each) * factor, 3) for name, each in values.items()}
 
 
-def ready(client: SwarmClient) -> int:
+def ready(client: PlainClient) -> int:
     return sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"])
 
 
-async def converge(client: SwarmClient, swarm: LocalSwarm, nodes: int) -> tuple[list[NodeProcess], float]:
+async def converge(client: PlainClient, swarm: LocalSwarm, nodes: int) -> tuple[list[NodeProcess], float]:
     """Start them all at once; (the members, seconds until all are seen ready)."""
     invite = load_swarm(swarm.file).invite
     began_s = time.perf_counter()
@@ -72,7 +72,7 @@ async def measure(folder: Path, nodes: int, idle_s: float) -> dict[str, Any]:
     with LocalSwarm(folder) as swarm:
         swarm.create(folder / "model")
         swarm.bootstrap()
-        client = await SwarmClient.join(load_swarm(swarm.file), home=folder / "client")
+        client = await PlainClient.join(load_swarm(swarm.file), home=folder / "client")
         members, converged_s = await converge(client, swarm, nodes)
         started = cpu_s(members)
         await client.close()

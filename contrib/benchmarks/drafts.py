@@ -45,11 +45,11 @@ import uvloop
 from copying import held_out, repeats, trained_model
 from delaying_relay import DelayingRelay, free_port
 from distilled import Recipe, distilled
+from plain_decoding import PlainClient
 from transformers import AutoTokenizer
 
 sys.path.append(str(Path(__file__).parents[2]))  # trained models belong to the tests
 
-from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.sampling import Grammar, GrammarKind
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 from swarmnode.measuring.meters import ACCEPTED, WASTED, by_proposer
@@ -235,7 +235,7 @@ class Ring:
         self._holders = holders  # of each hop
         units = load_swarm(swarm.file).manifest.model.units  # type: ignore[union-attr]
         self._cuts = [round(number * units / HOPS) for number in range(HOPS + 1)]
-        self.client: SwarmClient
+        self.client: PlainClient
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -256,7 +256,7 @@ class Ring:
             await asyncio.gather(
                 *(asyncio.to_thread(ring._await_ready, number, node) for number, node in enumerate(nodes))
             )
-            ring.client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
+            ring.client = await PlainClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
             try:
                 await ring._complete()
                 yield ring

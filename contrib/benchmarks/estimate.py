@@ -1,12 +1,14 @@
-"""Estimates of time against measurement: shares of forward and backward time per group of units, as JSON.
+"""Estimates of time against measurement: shares of forward and backward time per group of units. Prints JSON.
 
-Usage: python -m contrib.benchmarks.estimate [gpt2] [resnet] [unet]
+    python contrib/benchmarks/estimate.py [gpt2] [resnet] [unet]
+
+One thread, without a network. Each group should take equally long; the time of a group is the least of several passes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from itertools import pairwise
 from typing import Any
@@ -50,12 +52,15 @@ def unet() -> tuple[nn.Module, dict[str, Tensor]]:
 MODELS: dict[str, Any] = {"gpt2": gpt2, "resnet": resnet, "unet": unet}
 
 
-def main(names: list[str]) -> None:
-    """Print one JSON object for each model in `names`, or for all models."""
+def main() -> None:
+    """Print one JSON object for each model that is named, or for all models."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", choices=[*MODELS, []], help=", ".join(MODELS))
+    options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     rates = measure_rates()
-    for name in names or MODELS:
+    for name in options.models or MODELS:
         print(json.dumps({"model": name, "rates_per_s": dict(rates.per_s), **compare(name, rates)}))
 
 
@@ -113,4 +118,4 @@ def one_pass(
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,7 +1,7 @@
 """Pauses in a stream of tokens when a node in use dies, hangs or leaves: `python contrib/benchmarks/faults.py`.
 
-Two stages with two replicas each, real processes on loopback, a tiny Llama. Prints one JSON object: per fault the median and
-worst pause in seconds (the longest wait for a token), and whether every text equalled the undisturbed one.
+Two stages with two replicas each, real processes on loopback, a tiny Llama, no drafts. Prints one JSON object: per fault the median
+and worst pause in seconds (the longest wait for a token), and whether every text equalled the undisturbed one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import psutil
 import uvloop
+from plain_decoding import joined
 
-from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.demo import write_untaught
 from swarmnode.localswarm import LocalSwarm, NodeProcess
-from swarmnode.swarm.storage.swarmfile import load_swarm
 
 SPANS = {"a1": "0:3", "a2": "0:3", "b1": "3:6", "b2": "3:6"}
 PROMPT = list(range(5, 37))
@@ -66,10 +65,8 @@ async def strike(
 ) -> tuple[float, list[int]]:
     """Generate with this fault in the middle. Returns the longest pause and the ids. Afterwards the
     struck nodes are killed, unless the fault is none."""
-    client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
+    client = await joined(swarm, len(SPANS))
     try:
-        while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(SPANS):
-            await client.changed()
         stream = await client.stream(PROMPT, max_new_tokens=TOKENS)
         number, struck = 0, []
         async for _ in stream:

@@ -2,9 +2,9 @@
 
     python contrib/benchmarks/gateway.py
 
-A random Llama (hidden 512, 8 layers unless told otherwise, float32) with a byte-level tokenizer, on one node of one thread. Prints
-JSON: for each number of streams the tokens per second of both, and as medians over the rounds their ratio, and how much later a
-first token comes.
+A random Llama (hidden 512, 8 layers unless told otherwise, float32) with a byte-level tokenizer, on one node of one thread, and no
+drafts on either side. Prints JSON: for each number of streams the tokens per second of both, and as medians over the rounds
+their ratio, and how much later a first token comes.
 Each round asks both, the other one first each time. A rest before each clears up after the one before.
 No prompt begins as another did: the gateway keeps the caches of what it was asked, and `generate` does not.
 """
@@ -27,7 +27,8 @@ from urllib.parse import urlsplit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from swarmnode.client.swarm_client import SwarmClient
+from plain_decoding import PlainClient, start_gateway
+
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.gateway.speaking import save_speaking_llama
@@ -41,10 +42,10 @@ SIZES = {"hidden_size": 512, "intermediate_size": 1376, "num_attention_heads": 8
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-async def by_generate(client: SwarmClient, prompt: str, new_tokens: int) -> float:
+async def by_generate(client: PlainClient, prompt: str, new_tokens: int) -> float:
     """Return the seconds to the first text of `generate`. A token that completes no character does not count."""
     began_s, first_s = time.perf_counter(), 0.0
-    async for token in await client.stream(prompt, max_new_tokens=new_tokens, drafts="off"):
+    async for token in await client.stream(prompt, max_new_tokens=new_tokens):
         if token.text:
             first_s = first_s or time.perf_counter() - began_s
     return first_s
@@ -78,7 +79,7 @@ async def measure(local: LocalSwarm, url: str, options: argparse.Namespace) -> d
     """Measure all numbers of streams over HTTP and by `generate`."""
     told: dict[str, Any] = {"rounds": options.rounds, "new_tokens": options.new_tokens}
     prompts = map(PROMPT.format, itertools.count())
-    client, address = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client"), urlsplit(url)
+    client, address = await PlainClient.join(load_swarm(local.file), home=local.folder / "client"), urlsplit(url)
 
     def ask(way: str, connection: Connection) -> Coroutine[Any, Any, float]:
         if way == "generate":
@@ -115,7 +116,7 @@ def main(options: argparse.Namespace) -> None:
             local.create(model)
             local.bootstrap()
             local.node("a").wait_for("ready")
-            url = local.server("gateway", "--port", "0").wait_for("serving")["url"]
+            url = start_gateway(local)
             print(json.dumps(asyncio.run(measure(local, url, options))))
 
 

@@ -39,10 +39,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from plain_decoding import PlainClient, joined
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.codec.messages import Truncate
 from swarmnode.codec.tensors import Codec
 from swarmnode.compress.codecs import decode, encode
@@ -67,7 +67,6 @@ from swarmnode.serving.job import ForwardHidden, Job
 from swarmnode.serving.worker import Worker
 from swarmnode.swarm.records.run import Run
 from swarmnode.swarm.storage.content import PACKED_NAME
-from swarmnode.swarm.storage.swarmfile import load_swarm
 
 ROOT = Path(__file__).parents[2]
 LOST = "import torch; torch.zeros(3, device='{0}')[torch.tensor([7], device='{0}')]; torch.cuda.synchronize('{0}')"
@@ -523,10 +522,8 @@ def _is_simulated() -> bool:
 
 
 async def _over_nodes(bench: Bench, swarm: LocalSwarm, members: list[NodeProcess]) -> dict[str, Any]:
-    client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
+    client = await joined(swarm, len(members))
     try:
-        while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(members):
-            await client.changed()
         token_ms = {sessions: await _token_ms(bench, client, sessions) for sessions in (1, 8)}
         (truth, _) = await _told(bench, client)
         text, pause_s = await _told(bench, client, members)
@@ -544,12 +541,12 @@ def _prompt(bench: Bench, number: int) -> list[int]:
     return [5 + (7 * position + 13 * number) % (vocabulary - 5) for position in range(16)]
 
 
-async def _token_ms(bench: Bench, client: SwarmClient, sessions: int) -> float:
+async def _token_ms(bench: Bench, client: PlainClient, sessions: int) -> float:
     """Return the median milliseconds between two tokens of a session."""
     gaps_s: list[float] = []
 
     async def one(number: int) -> None:
-        stream = await client.stream(_prompt(bench, number), max_new_tokens=TEXT, drafts="off")
+        stream = await client.stream(_prompt(bench, number), max_new_tokens=TEXT)
         moments_s = [time.perf_counter() async for _ in stream]
         gaps_s.extend(after - before for before, after in itertools.pairwise(moments_s))
 
@@ -559,11 +556,11 @@ async def _token_ms(bench: Bench, client: SwarmClient, sessions: int) -> float:
 
 
 async def _told(
-    bench: Bench, client: SwarmClient, killed_of: list[NodeProcess] | None = None
+    bench: Bench, client: PlainClient, killed_of: list[NodeProcess] | None = None
 ) -> tuple[list[int], float]:
     """Generate a text. Returns its ids and the longest pause. The second node of its route is killed on the way, if it is one of
     `killed_of`."""
-    stream = await client.stream(_prompt(bench, 0), max_new_tokens=TEXT, drafts="off")
+    stream = await client.stream(_prompt(bench, 0), max_new_tokens=TEXT)
     number = 0
     async for _ in stream:
         number += 1

@@ -15,7 +15,6 @@ They are also put beside round trips of the same bytes over a bare p2pd stream a
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -31,9 +30,10 @@ import link
 import psutil
 import serving
 import uvloop
+from plain_decoding import joined
 
 from swarmnode.codec.frames import FrameReader, pack_header
-from swarmnode.codec.messages import KIND_OF, NO_DRAFTS, Input, encode_body
+from swarmnode.codec.messages import KIND_OF, Input, encode_body
 from swarmnode.codec.tensors import Codec
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.measuring.trace import Timeline
@@ -43,10 +43,10 @@ PROMPT = list(range(5, 5 + serving.PROMPT_TOKENS))
 
 async def decoded(swarm: LocalSwarm, nodes: int, tokens: int) -> Timeline:
     """Return the hops' records of one stream."""
-    client = await serving.joined(swarm, nodes)
+    client = await joined(swarm, nodes)
     try:
-        await client.generate(PROMPT, max_new_tokens=16, drafts=NO_DRAFTS)
-        generation = await client.generate(PROMPT, max_new_tokens=tokens, drafts=NO_DRAFTS)
+        await client.generate(PROMPT, max_new_tokens=16)
+        generation = await client.generate(PROMPT, max_new_tokens=tokens)
         return Timeline(await client.traces(bytes.fromhex(generation.trace)))
     finally:
         await client.close()
@@ -63,13 +63,14 @@ def stream_over(model: Path, folder: Path, nodes: int, tokens: int) -> dict[str,
         timeline = uvloop.run(decoded(swarm, nodes, tokens))
     timed = [token for token in timeline.tokens() if token.total_us is not None]
     period_us = statistics.median(token.us for token in timed)
-    computing_us = [stop.typical(lambda step: step.compute_us).median for stop in timeline.stops]
+    computing_us = [stop.compute_us.median for stop in timeline.stops]
     return {
         "token": period_us,
-        "queue": [stop.typical(lambda step: step.wait_us).median for stop in timeline.stops],
+        "queue": [stop.wait_us.median for stop in timeline.stops],
         "compute": computing_us,
         "leave": [
-            stop.typical(lambda step: step.stay_us - step.wait_us - step.compute_us).median for stop in timeline.stops
+            statistics.median(step.stay_us - step.wait_us - step.compute_us for step in stop.decoded.values())
+            for stop in timeline.stops
         ],
         "way": round(statistics.median(sum(p.us for p in t.parts if p.what == "way") for t in timed) / nodes, 1),
         "beside_computing": round((period_us - sum(computing_us)) / nodes, 1),
@@ -157,11 +158,10 @@ def main() -> None:
         "beside_computing_us": [run["split"]["beside_computing"] for run in runs],
         "split_of_whole": round(statistics.median(run["of"] for run in runs), 3),
         "parts_alone_us": parts_alone(),
-        "one_way_us": asyncio.run(round_trips()),
+        "one_way_us": uvloop.run(round_trips()),
     }
     print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":
-    uvloop.install()
     main()

@@ -25,12 +25,12 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from plain_decoding import joined
 from real_sizes import (
     READY_TIMEOUT_S,
     REAL,
     SMALL,
     Sizes,
-    joined,
     make_gpt2,
     make_llama,
     prompt_of,

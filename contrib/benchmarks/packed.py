@@ -41,11 +41,11 @@ import numpy as np
 import psutil
 import torch
 import uvloop
-from real_sizes import READY_TIMEOUT_S, halves, joined, together
+from plain_decoding import PlainClient, joined
+from real_sizes import READY_TIMEOUT_S, halves, together
 from torch import Tensor, nn
 from weights import Cpu
 
-from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.gguf.gguf import GgufCheckpoint
 from swarmnode.compute.model.linear import speed_up_linears
@@ -435,7 +435,7 @@ def _over_two_nodes(
         }
 
 
-async def _decode(client: SwarmClient, vocabulary: int, pids: list[int]) -> dict[str, float]:
+async def _decode(client: PlainClient, vocabulary: int, pids: list[int]) -> dict[str, float]:
     """Return the seconds of a step of eight sessions over the nodes, as `Contestant.decode`."""
     prompts = [prompt_of(vocabulary, PROMPT, number) for number in range(SESSIONS)]
     took: list[dict[str, float]] = []

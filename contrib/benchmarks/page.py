@@ -83,7 +83,7 @@ class Crowd:
     def __init__(self, folder: Path, machines: int, sessions: int) -> None:
         self._dice = random.Random(0)
         model = ModelInfo("llama", UNITS, 4096)
-        manifest = Manifest("crowd", model, (FileContent("model.safetensors", 140 << 30, ()),), 0)
+        manifest = Manifest("crowd", model, (FileContent("model.safetensors", 140 << 30, b""),), 0)
         self.swarm = Swarm(bytes(32), "crowd", manifest=manifest)
         self.manifest = manifest
         self.revision = 0

@@ -1,10 +1,14 @@
-"""Gain of planning over placing devices at random (DT-FM, arXiv 2206.01288), per scenario, as JSON.
+"""Gain of planning over placing devices at random (DT-FM, arXiv 2206.01288), per scenario. Prints JSON.
 
-Usage: python -m contrib.benchmarks.plan FOLDER [stages] [samples]
+    python contrib/benchmarks/plan.py contrib/scenarios [STAGES [SAMPLES]]
+
+`random_s` is the median cost of SAMPLES random allocations, `cost_s` that of the plan, both in seconds of a step; no machine's
+speed is measured. `cpu_seconds` is what the search took.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -20,18 +24,22 @@ from swarmnode.plan.offline.grid_search import Search
 from swarmnode.plan.offline.planner_files import Scenario
 
 GPT3_XL = MicrobatchTraffic(activation_bytes=0.471249e9, gradient_bytes=0.65e9)  # the paper's: 24 layers, 3 a stage
-STAGES, SAMPLES = 8, 200
 
 
-def main(folder: Path, stages: int = STAGES, samples: int = SAMPLES) -> None:
+def main() -> None:
     """Print one object per scenario of a folder; other JSON files in it are passed over."""
-    for file in sorted(folder.glob("*.json")):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("stages", type=int, nargs="?", default=8)
+    parser.add_argument("samples", type=int, nargs="?", default=200)
+    options = parser.parse_args()
+    for file in sorted(options.folder.glob("*.json")):
         try:
             scenario = Scenario.load(file)
         except UsageError as error:
             print(error, file=sys.stderr)
         else:
-            print(json.dumps(compare(scenario, stages, samples)), flush=True)
+            print(json.dumps(compare(scenario, options.stages, options.samples)), flush=True)
 
 
 def compare(scenario: Scenario, stages: int, samples: int) -> dict[str, Any]:
@@ -57,6 +65,4 @@ def compare(scenario: Scenario, stages: int, samples: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main()

@@ -3,8 +3,8 @@ simultaneous prompts that begin alike, from one owner, and from an owner each (o
 
     python contrib/benchmarks/prefix.py
 
-A random Llama (hidden 512, 8 layers, float32) on two nodes of one thread each. Prints JSON: medians over the rounds, each with a
-prompt of its own, and their ratio.
+A random Llama (hidden 512, 8 layers, float32) on two nodes of one thread each, no drafts. Prints JSON: medians over rounds, each
+with a prompt of its own, and their ratio.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from swarmnode.client.swarm_client import SwarmClient
+from plain_decoding import PlainClient
+
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.swarm.storage.swarmfile import load_swarm
 from tests.gateway.speaking import VOCABULARY, save_speaking_llama
@@ -32,7 +33,7 @@ LAYERS, NEW_TOKENS, TURN_TOKENS = 8, 8, 16
 
 
 async def first_token_s(
-    client: SwarmClient, prompt: list[int], owner: str = "benchmark"
+    client: PlainClient, prompt: list[int], owner: str = "benchmark"
 ) -> tuple[float, list[int], int]:
     """Return the seconds to the first token, the generated ids, and the number of prompt tokens that were cached."""
     stream = await client.stream(prompt, kept_for=owner, max_new_tokens=NEW_TOKENS)
@@ -41,7 +42,7 @@ async def first_token_s(
     return stream.result.first_token_s, stream.result.ids, stream.result.cached_tokens
 
 
-async def slowest_s(client: SwarmClient, prefix: list[int], owners: list[str]) -> float:
+async def slowest_s(client: PlainClient, prefix: list[int], owners: list[str]) -> float:
     """Send prompts with this prefix at once, one for each of `owners`, and return the seconds to the latest first token."""
     told = await asyncio.gather(*(first_token_s(client, [*prefix, 7, 8 + end], one) for end, one in enumerate(owners)))
     return max(first_s for first_s, _, _ in told)
@@ -50,7 +51,7 @@ async def slowest_s(client: SwarmClient, prefix: list[int], owners: list[str]) -
 async def measure(local: LocalSwarm, options: argparse.Namespace) -> dict[str, Any]:
     """Measure prompts with known and new prefixes, simultaneous prompts, and ten turns."""
     dice = random.Random(0)
-    client = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client", audit_share=0.0)
+    client = await PlainClient.join(load_swarm(local.file), home=local.folder / "client", audit_share=0.0)
     firsts, seconds, turns = [], [], []
     shared, apart = [], []
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import itertools
 import json
 import os
@@ -37,11 +36,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import psutil
 import uvloop
 from baseline import LocalProcess
+from plain_decoding import PlainClient, joined
 from training import Bench, tokens_per_s
 
-from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm, NodeProcess
-from swarmnode.swarm.storage.swarmfile import load_swarm
 
 READY_TIMEOUT_S = 600.0
 
@@ -222,22 +220,13 @@ def training_large(sizes: Sizes, folder: Path) -> dict[str, Any]:
 # -- serving
 
 
-async def joined(swarm: LocalSwarm, nodes: int) -> SwarmClient:
-    """Join the swarm with a client, and return the client once it sees all nodes at work."""
-    client = await SwarmClient.join(load_swarm(swarm.file), home=swarm.folder / "client")
-    while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < nodes:
-        await client.changed()
-    gc.freeze()  # else a collection over all objects of model making takes a third of a second of the timed part
-    return client
-
-
 def prompt_of(sizes: Sizes, length: int, number: int = 0) -> list[int]:
     """Return `length` token ids that differ by `number`."""
     return [5 + (7 * position + 13 * number) % (sizes.llama["vocab_size"] - 5) for position in range(length)]
 
 
 def served(
-    folder: Path, spans: list[str], ask: Callable[[LocalSwarm, SwarmClient, list[NodeProcess]], Any], **members: Any
+    folder: Path, spans: list[str], ask: Callable[[LocalSwarm, PlainClient, list[NodeProcess]], Any], **members: Any
 ) -> dict[str, Any]:
     """Serve the checkpoint in `folder / "model"` by nodes that come with an invite, and let `ask` use them."""
     with LocalSwarm(folder / "swarm") as swarm:
@@ -263,12 +252,12 @@ def served(
         return {"start_to_ready_s": round(start_s, 2), **uvloop.run(live())}
 
 
-async def together(client: SwarmClient, prompts: list[list[int]], new: int) -> tuple[float, list[list[float]]]:
+async def together(client: PlainClient, prompts: list[list[int]], new: int) -> tuple[float, list[list[float]]]:
     """Generate for all prompts at once: tokens per second of all, and the times between tokens of each."""
     gaps: list[list[float]] = []
 
     async def one(prompt: list[int]) -> int:
-        stream = await client.stream(prompt, max_new_tokens=new, drafts="off")
+        stream = await client.stream(prompt, max_new_tokens=new)
         moments = [time.perf_counter() async for _ in stream]
         gaps.append([right - left for left, right in itertools.pairwise(moments)])
         return len(moments)
@@ -285,12 +274,12 @@ def serving(sizes: Sizes, folder: Path, repeats: int = 3) -> dict[str, Any]:
     lengths = {"prompt": sizes.prompt, "new": sizes.new, "prefill": sizes.prefill}
     with LocalProcess(folder / "model", **lengths, dtype="bfloat16") as local:
 
-        async def ask(_swarm: LocalSwarm, client: SwarmClient, _nodes: list[NodeProcess]) -> dict[str, Any]:
+        async def ask(_swarm: LocalSwarm, client: PlainClient, _nodes: list[NodeProcess]) -> dict[str, Any]:
             await client.generate(prompt_of(sizes, sizes.prompt), max_new_tokens=4)
             decode, prefill, eight, speeds = [], [], [], []
             for _ in range(repeats):
                 alone = await asyncio.to_thread(local.measure)
-                ours = await client.generate(prompt_of(sizes, sizes.prompt), max_new_tokens=sizes.new, drafts="off")
+                ours = await client.generate(prompt_of(sizes, sizes.prompt), max_new_tokens=sizes.new)
                 first = await client.generate(prompt_of(sizes, sizes.prefill), max_new_tokens=1)
                 rate, _ = await together(client, [prompt_of(sizes, sizes.prompt, n) for n in range(8)], sizes.new)
                 decode.append(ours.tokens_per_s / alone["decode_tokens_per_s"])
@@ -311,7 +300,7 @@ def sessions(sizes: Sizes, folder: Path) -> dict[str, Any]:
     """Measure the times between tokens of many sessions at once: median, 99th percentile and longest."""
     make_llama(folder / "model", SMALL.llama, dtype="float32")
 
-    async def ask(_swarm: LocalSwarm, client: SwarmClient, _nodes: list[NodeProcess]) -> dict[str, Any]:
+    async def ask(_swarm: LocalSwarm, client: PlainClient, _nodes: list[NodeProcess]) -> dict[str, Any]:
         prompts = [prompt_of(SMALL, SMALL.prompt, number) for number in range(sizes.sessions)]
         await together(client, prompts[:4], 4)
         rate, gaps = await together(client, prompts, 64)
@@ -336,9 +325,9 @@ def context(sizes: Sizes, folder: Path) -> dict[str, Any]:
     new, before = sizes.positions * 5 // 16, sizes.positions // 16
     prompt = prompt_of(SMALL, sizes.positions - new)
 
-    async def ask(_swarm: LocalSwarm, client: SwarmClient, nodes: list[NodeProcess]) -> dict[str, Any]:
-        truth = await client.generate(prompt, max_new_tokens=new, drafts="off")
-        stream = await client.stream(prompt, max_new_tokens=new, drafts="off")
+    async def ask(_swarm: LocalSwarm, client: PlainClient, nodes: list[NodeProcess]) -> dict[str, Any]:
+        truth = await client.generate(prompt, max_new_tokens=new)
+        stream = await client.stream(prompt, max_new_tokens=new)
         number = 0
         async for _ in stream:
             number += 1

@@ -1,8 +1,9 @@
 """Serving speed against one local transformers process, in the same run: `python contrib/benchmarks/serving.py`.
 
-Model: random Llama, hidden 512, 8 layers, 8 heads, vocabulary 32000, float32. One thread per process. Guesses are off: a random
-model repeats itself, and nearly all guesses from its own text would be right. Prints one JSON object;
-every ratio is the median over the repeats of (ours / local measured next to it).
+Model: random Llama, hidden 512, 8 layers, 8 heads, vocabulary 32000, float32. One thread per process, no drafts
+(`plain_decoding.py`). Prints one JSON object; every ratio is the median over the repeats of (ours / local measured next to it).
+`…_by_cpu` divides local CPU seconds of a token by those of all nodes and their p2pds: for a machine that other programs use, too.
+It leaves out the client and all waiting, so one stream over several nodes is slower than this ratio.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from baseline import LocalProcess
+from plain_decoding import PlainClient, joined
+from weights import Cpu
 
-from swarmnode.client.swarm_client import SwarmClient
-from swarmnode.codec.messages import NO_DRAFTS
 from swarmnode.localswarm import LocalSwarm, NodeProcess
-from swarmnode.swarm.storage.swarmfile import load_swarm
 
 HIDDEN, LAYERS, HEADS, VOCABULARY = 512, 8, 8, 32000
 PROMPT_TOKENS, NEW_TOKENS, PREFILL_TOKENS = 32, 64, 512
@@ -88,64 +88,76 @@ def pss_bytes(pids: list[int]) -> int:
     return total
 
 
-async def joined(local: LocalSwarm, nodes: int) -> SwarmClient:
-    client = await SwarmClient.join(load_swarm(local.file), home=local.folder / "client")
-    while sum(peer["state"] == "ready" and peer["span"][1] > 0 for peer in client.status()["peers"]) < nodes:
-        await client.changed()
-    return client
-
-
-async def single_stream(client: SwarmClient, local: LocalProcess, repeats: int) -> dict[str, Any]:
+async def single_stream(
+    client: PlainClient, members: list[NodeProcess], local: LocalProcess, repeats: int
+) -> dict[str, Any]:
     """Measure decode speed of one session and the time of a long prompt, each beside one local process."""
     prompt, long = list(range(5, 5 + PROMPT_TOKENS)), list(range(5, 5 + PREFILL_TOKENS))
     await client.generate(prompt, max_new_tokens=8)
-    decode, prefill, speeds = [], [], []
+    decode, by_cpu, prefill, speeds = [], [], [], []
     for _ in range(repeats):
         alone = await asyncio.to_thread(local.measure)
-        ours = await client.generate(prompt, max_new_tokens=NEW_TOKENS, drafts=NO_DRAFTS)
+        cpu = Cpu(member.pid for member in members)
+        await client.generate(prompt, max_new_tokens=1)
+        prompt_cpu_s = sum(cpu.spent().values())
+        ours = await client.generate(prompt, max_new_tokens=NEW_TOKENS)
+        cpu_s = (sum(cpu.spent().values()) - 2 * prompt_cpu_s) / (NEW_TOKENS - 1)
         first = await client.generate(long, max_new_tokens=1)
         decode.append(ours.tokens_per_s / alone["decode_tokens_per_s"])
+        by_cpu.append(alone["decode_cpu_s"] / cpu_s)
         prefill.append(alone["prefill_s"] / first.first_token_s)
         speeds.append(ours.tokens_per_s)
     return {
         "decode_ratio": round(statistics.median(decode), 3),
+        "decode_ratio_by_cpu": round(statistics.median(by_cpu), 3),
         "prefill_512_ratio": round(statistics.median(prefill), 3),
         "tokens_per_s": round(statistics.median(speeds), 1),
         "decode_ratios": [round(ratio, 3) for ratio in decode],
     }
 
 
-async def concurrent(client: SwarmClient, local: LocalProcess, repeats: int) -> dict[str, Any]:
-    """Measure tokens/s of several sessions at once by wall clock, against one local stream."""
-    ratios = []
+async def concurrent(
+    client: PlainClient, members: list[NodeProcess], local: LocalProcess, repeats: int
+) -> dict[str, Any]:
+    """Measure tokens/s of several sessions at once by wall clock and by CPU seconds, prompts included, against one local stream."""
+    ratios, by_cpu = [], []
     for _ in range(repeats):
         alone = await asyncio.to_thread(local.measure)
         prompts = [list(range(5 + number, 5 + number + PROMPT_TOKENS)) for number in range(SESSIONS)]
-        started_s = time.perf_counter()
-        results = await asyncio.gather(
-            *(client.generate(prompt, max_new_tokens=NEW_TOKENS, drafts=NO_DRAFTS) for prompt in prompts)
-        )
+        cpu, started_s = Cpu(member.pid for member in members), time.perf_counter()
+        results = await asyncio.gather(*(client.generate(prompt, max_new_tokens=NEW_TOKENS) for prompt in prompts))
         seconds = time.perf_counter() - started_s
-        ratios.append(sum(len(result.ids) for result in results) / seconds / alone["decode_tokens_per_s"])
-    return {f"aggregate_{SESSIONS}_ratio": round(statistics.median(ratios), 3), "ratios": [round(r, 3) for r in ratios]}
+        tokens = sum(len(result.ids) for result in results)
+        ratios.append(tokens / seconds / alone["decode_tokens_per_s"])
+        by_cpu.append(tokens * alone["decode_cpu_s"] / sum(cpu.spent().values()))
+    return {
+        f"aggregate_{SESSIONS}_ratio": round(statistics.median(ratios), 3),
+        f"aggregate_{SESSIONS}_ratio_by_cpu": round(statistics.median(by_cpu), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+    }
 
 
-async def bytes_per_token(client: SwarmClient, members: list[NodeProcess]) -> dict[str, Any]:
-    """Return the bytes that all p2pds send per decoded token: payloads alone, and with TCP and IP headers."""
+async def bytes_per_token(client: PlainClient, members: list[NodeProcess]) -> dict[str, Any]:
+    """Return the bytes that all p2pds send per decoded token: payloads alone, with TCP and IP headers, and payloads less what they
+    send in as many seconds without work. On a busy machine a token takes longer, so that more of the latter falls on it."""
     pids = {pid for member in members for pid in children(member.pid)} | set(children(os.getpid()))
     tokens = 400
     prompt = list(range(5, 5 + PROMPT_TOKENS))
-    stream = await client.stream(prompt, max_new_tokens=tokens + 20, drafts=NO_DRAFTS)
-    number, before, after = 0, (0, 0), (0, 0)
+    stream = await client.stream(prompt, max_new_tokens=tokens + 20)
+    number, before, after, took_s = 0, (0, 0), (0, 0), 0.0
     async for _ in stream:
         number += 1
         if number == 10:
-            before = await asyncio.to_thread(wire_bytes, pids)
+            before, began_s = await asyncio.to_thread(wire_bytes, pids), time.perf_counter()
         elif number == 10 + tokens:
-            after = await asyncio.to_thread(wire_bytes, pids)
+            after, took_s = await asyncio.to_thread(wire_bytes, pids), time.perf_counter() - began_s
     payload, segments = after[0] - before[0], after[1] - before[1]
+    idle_from, _ = await asyncio.to_thread(wire_bytes, pids)
+    await asyncio.sleep(took_s)
+    idle = (await asyncio.to_thread(wire_bytes, pids))[0] - idle_from
     return {
         "payload_bytes": round(payload / tokens, 1),
+        "payload_less_idle_bytes": round((payload - idle) / tokens, 1),
         "with_headers_bytes": round((payload + segments * TCP_IP_HEADER_BYTES) / tokens, 1),
         "floor_bytes": HIDDEN * 4 + 450,
     }
@@ -167,9 +179,9 @@ async def measure(model: Path, folder: Path, nodes: int, repeats: int, local: Lo
         result["start_to_serving_s"] = round(statistics.median(starts), 2)
         client = await joined(swarm, nodes)
         try:
-            result |= await single_stream(client, local, repeats)
+            result |= await single_stream(client, members, local, repeats)
             if nodes == 2:
-                result |= await concurrent(client, local, repeats)
+                result |= await concurrent(client, members, local, repeats)
                 result["wire"] = await bytes_per_token(client, members)
         finally:
             await client.close()

@@ -3,7 +3,8 @@
     python contrib/benchmarks/simulator.py [--seconds 20] [--runs 3]
 
 Real nodes on loopback are throttled (`run --throttle`), so that two cores can carry them; several clients generate one text after
-another. The same spans, speeds and clients are simulated. Prints JSON: measured and predicted tokens/s and their ratio.
+another, without drafts. The same spans, speeds and clients are simulated. Prints JSON: measured and
+predicted tokens/s and their ratio.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from plain_decoding import PlainClient, joined
 
-from swarmnode.client.swarm_client import SwarmClient
 from swarmnode.localswarm import LocalSwarm
 from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.view import Span
 from swarmnode.simulate.environment.model import Model
 from swarmnode.simulate.settings import ServeSettings, Settings
 from swarmnode.simulate.simulation import Simulation
-from swarmnode.swarm.storage.swarmfile import load_swarm
 
 UNITS = 12
 PROMPT = [5, 17, 3, 99, 42, 7, 256, 11, 23, 1, 0, 77, 31, 8, 400, 12]
@@ -90,17 +90,15 @@ async def measured_tokens_per_s(shape: Shape, model: Path, folder: Path, seconds
             local.node(f"n{number}", "--span", f"{span.start}:{span.end}", "--throttle", str(speed))
         for member in local.members[1:]:
             member.wait_for("ready")
-        client = await SwarmClient.join(load_swarm(local.file), home=folder / "client")
+        client = await asyncio.wait_for(joined(local, len(shape.nodes)), PATIENCE_S)
         try:
-            while sum(peer["state"] == "ready" for peer in client.status()["peers"]) < len(shape.nodes):
-                await asyncio.wait_for(client.changed(), PATIENCE_S)
             await clients(client, shape.clients, 0.0)
             return [await clients(client, shape.clients, seconds) for _ in range(runs)]
         finally:
             await client.close()
 
 
-async def clients(client: SwarmClient, count: int, seconds: float) -> float:
+async def clients(client: PlainClient, count: int, seconds: float) -> float:
     """Let `count` clients generate one text after another for `seconds` (one text at least). Returns their tokens/s
     together."""
     began_s = time.perf_counter()

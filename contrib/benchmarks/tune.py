@@ -5,12 +5,14 @@
 A random Llama in float32, LoRA of rank 16 on all linear layers, sequence 128, bytes of the standard library, no codec. Each node
 is a process with one thread and a p2pd of its own, on loopback. Medians leave out the first step. peft must be installed for its
 rows; its runs come before and after the swarm's. `kill`: a holder dies; finished steps that are computed again are counted, with
---checkpoint-steps 1 and 4. `serving`: 99th percentile of the time between tokens of a text while another user tunes, and without.
+--checkpoint-steps 1 and 4. `serving`: 99th percentile of the time between tokens of a text without drafts,
+while another user tunes, and alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import importlib.util
 import itertools
@@ -28,6 +30,7 @@ from typing import Any
 
 from corpus import read_corpus
 from delaying_relay import DelayingRelay, free_port
+from plain_decoding import joined
 
 from swarmnode.localswarm import LocalSwarm, NodeProcess
 
@@ -228,12 +231,15 @@ def serving(bench: Bench, halves: list[str]) -> dict[str, float]:
 
 def gaps_s(local: LocalSwarm) -> float:
     """Return the 99th percentile of the seconds between tokens of a text of 96 tokens."""
-    import swarmnode
-
     times: list[float] = []
-    with swarmnode.connect(str(local.file), home=local.folder / "reader") as swarm:
-        for _ in swarm.stream([1, 2, 3, 4], max_tokens=96):
-            times.append(time.perf_counter())
+
+    async def read() -> None:
+        client = await joined(local, 2)
+        async with client:
+            async for _ in await client.stream([1, 2, 3, 4], max_new_tokens=96):
+                times.append(time.perf_counter())
+
+    asyncio.run(read())
     gaps = sorted(later - earlier for earlier, later in itertools.pairwise(times[8:]))
     return gaps[int(0.99 * len(gaps))]
 

@@ -6,6 +6,10 @@
 The first line runs the command and keeps its JSON in `contrib/benchmarks/figures/serving.json`, with the machine, its load, the
 date and the commit. The second one writes the tables of docs/evidence.md (between `<!-- figures: NAME -->` and `<!-- end -->`) and
 the table of docs/performance.md. The cells of the latter are cells of the records.
+
+A record has one machine and one date; rows of records by hand may have a date each, in the column `date`. If a record has
+`labels`, a map from a figure's path in the JSON to its row's name and floor, recording keeps the map and the figures that it
+names, and no others.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import platform
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -27,6 +32,7 @@ FIGURES = ROOT / "contrib" / "benchmarks" / "figures"
 EVIDENCE = ROOT / "docs" / "evidence.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 EXPECTATIONS = FIGURES / "expectations.json"
+DATE = "date"  # column of records by hand whose rows are of different days: the day on which the row's figure first stood in docs
 BEGIN, END = "<!-- figures: {} -->", "<!-- end -->"
 SECTION = re.compile(rf"{BEGIN.format('([a-z_]+)')}\n.*?{END}", re.DOTALL)
 
@@ -36,7 +42,8 @@ def evidence() -> str:
 
     def section(match: re.Match[str]) -> str:
         record = read(match[1])
-        told = f"`{record['command']}` · {record['machine']} · {record['date']} · commit {record['commit']}"
+        when = "dates of rows" if DATE in record["columns"] else f"{record['date']} · commit {record['commit']}"
+        told = f"`{record['command']}` · {record['machine']} · {when}"
         lines = [BEGIN.format(match[1]), told, "", *table(record["columns"], record["rows"]), END]
         return "\n".join(lines)
 
@@ -46,14 +53,25 @@ def evidence() -> str:
 def performance() -> str:
     """Return docs/performance.md with the newest figures. Raises KeyError if a cell that it shows is in no record."""
     rows = []
-    for subject, name, row, column, sentence in json.loads(EXPECTATIONS.read_text()):
-        record = read(name)
-        found = [cells for cells in record["rows"] if row in cells]
-        if len(found) != 1:
-            raise KeyError(f"{len(found)} rows of {name} have a cell {row!r}")
-        rows.append([subject, found[0][record["columns"].index(column)], sentence, f"{name}, {record['date']}"])
+    for subject, sentence, *sources in json.loads(EXPECTATIONS.read_text()):
+        cells = [cell(read(name), row, column) for name, row, column in sources]
+        dates = [f"{name}, {date_of(read(name), row)}" for name, row, _ in sources]
+        rows.append([subject, "; ".join(cells), sentence, "; ".join(dates)])
     written = "\n".join([BEGIN.format("expectations"), *table(["", "measured", "in words", "record, date"], rows), END])
     return SECTION.sub(lambda _: written, PERFORMANCE.read_text())
+
+
+def cell(record: dict[str, Any], row: str, column: str) -> str:
+    """Return the cell of `column` in the row that has a cell `row`. Raises KeyError if another number of rows than one has it."""
+    found = [cells for cells in record["rows"] if row in cells]
+    if len(found) != 1:
+        raise KeyError(f"{len(found)} rows of {record['command']} have a cell {row!r}")
+    return str(found[0][record["columns"].index(column)])
+
+
+def date_of(record: dict[str, Any], row: str) -> str:
+    """Return the day of the row that has a cell `row`: the record's, unless its rows have dates of their own."""
+    return cell(record, row, DATE) if DATE in record["columns"] else str(record["date"])
 
 
 def read(name: str) -> dict[str, Any]:
@@ -67,22 +85,28 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def record(name: str, command: Sequence[str]) -> None:
-    """Run a benchmark and keep what it printed. Raises ValueError if that ends with no JSON."""
+    """Run a benchmark and keep its figures. Raises ValueError if it printed no JSON, or not a figure that has a label."""
+    path = FIGURES / f"{name}.json"
+    labels: dict[str, list[str]] = read(name).get("labels", {}) if path.exists() else {}
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    rows = [[path, "", figure] for result in results(done.stdout) for path, figure in flat(result)]
-    if not rows:
+    printed = {place: figure for result in results(done.stdout) for place, figure in flat(result)}
+    if not printed:
         raise ValueError(f"{shlex.join(command)} printed no JSON")
+    if lacking := labels.keys() - printed.keys():
+        raise ValueError(f"{shlex.join(command)} printed no {', '.join(sorted(lacking))}")
+    rows = [[*labels[place], printed[place]] for place in labels] or [[place, "", printed[place]] for place in printed]
     kept = {
         "machine": f"{processor()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}",
         "date": str(datetime.now(timezone.utc).date()),
         "commit": commit.stdout.strip(),
-        "command": shlex.join(command),
+        "command": shlex.join(["python" if word == sys.executable else word for word in command]),
         "recorded": "by this script",
         "columns": ["", "floor", "measured"],
         "rows": rows,
+        **({"labels": labels} if labels else {}),
     }
-    (FIGURES / f"{name}.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 
 def results(printed: str) -> Iterator[Any]:

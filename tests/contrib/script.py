@@ -12,10 +12,14 @@ CONTRIB = ROOT / "contrib"
 
 
 def load(path: Path) -> ModuleType:
-    """The module in the file at `path`."""
+    """Load the module in the file at `path`. It may import the modules beside it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
