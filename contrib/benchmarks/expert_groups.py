@@ -2,11 +2,11 @@
 
     python contrib/benchmarks/expert_groups.py [--cases 200] [--seed 0]
 
-`swarmnode/plan/expert_groups.py` works with averages and sums. Here tokens are routed one by one (experts are unequally popular),
-every message occupies its sender, the line out of its machine and the line into the next one, first come, first served, and every
-pass occupies its member. `chosen_over_best`: the time of the best schedule relative to the chosen one's, both simulated, experts
-and exchanges alone. `false_yes`: cases in which the planner wants a group, and the simulated group is slower than the simulated
-pipeline or than machines by themselves, in all those cases.
+`swarmnode/plan/expert_groups.py` works with averages and sums. Here tokens are routed one by one, and experts are unequally
+popular. Every message occupies its sender, the line out of its machine and the line into the next one. Every pass occupies its
+member. Both wait in order of arrival. `chosen_over_best` is the simulated time of the best schedule relative to the chosen one's,
+for experts and exchanges alone. `false_yes` counts the cases that the planner gives to a group although the simulated pipeline,
+or simulated machines by themselves, are faster.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from swarmnode.plan.expert_groups import (
 
 Routes = npt.NDArray[np.bool_]
 SKEW = 0.3  # deviation of the logarithm of an expert's popularity
-ROUNDS = 6  # of decoding in a pipeline, the last ones of which are timed
+ROUNDS = 6  # of decoding in a pipeline; the first two are not timed
 
 
 @dataclass
@@ -125,7 +125,7 @@ class Members:
 
 @dataclass
 class SimulatedLayer:
-    """One layer of a mixture, with the experts of each token drawn; `load` [T, E] tells which experts a token needs."""
+    """Layer of a mixture, with the experts of each token drawn; `load` [T, E] tells which experts a token needs."""
 
     mixture: ExpertMixture
     machine: GroupMachine
@@ -133,7 +133,7 @@ class SimulatedLayer:
     resident: float = 1.0
 
     def pass_s(self, load: Routes, shards: int = 1) -> float:
-        """Return the seconds in which a member computes the experts [T, held] that its tokens need."""
+        """Return the seconds of a member's pass through the experts [T, held] that its tokens need."""
         size = self.mixture.expert_parameters / shards
         touched = load.any(0)
         in_memory = int(touched[: round(self.resident * load.shape[1])].sum())
@@ -147,7 +147,7 @@ class SimulatedLayer:
         return self.machine.pass_s / 2 + max(2 * load.sum() * size / self.machine.flops_per_s, read_s)
 
     def dense_s(self, tokens: float, cut: int = 1) -> float:
-        """Return the seconds in which a member computes the dense part, or its part of `cut`."""
+        """Return the seconds of a member's pass through the dense part, or through its part of `cut`."""
         parameters = self.mixture.dense_parameters / cut
         read_s = parameters * self.mixture.weight_bytes / self.machine.memory_bytes_per_s
         return self.machine.pass_s / 2 + max(2 * tokens * parameters / self.machine.flops_per_s, read_s)
@@ -213,7 +213,7 @@ class SimulatedLayer:
 
 
 def averaging_s(network: GroupNetwork, size_bytes: float) -> float:
-    """Return the simulated seconds in which all members average `size_bytes`: a reduce-scatter and an all-gather."""
+    """Return the simulated seconds that all members take to average `size_bytes`: a reduce-scatter and an all-gather."""
     group = Members(network)
     part = np.full((network.members,) * 2, size_bytes / network.members)
     group.swap(part, group.swap(part, [[]] * network.members, 1), 1)
@@ -222,7 +222,7 @@ def averaging_s(network: GroupNetwork, size_bytes: float) -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """One mixture on one network, with the experts of its tokens drawn from `seed`."""
+    """Mixture on a network, with the experts of its tokens drawn from `seed`."""
 
     mixture: ExpertMixture
     machine: GroupMachine

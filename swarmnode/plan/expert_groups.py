@@ -20,9 +20,7 @@ BACKWARD = 2.0  # computing of a backward pass relative to the forward pass
 TRAINING_BYTES = 16  # of a parameter: float32 weight, gradient and AdamW's moments
 CHUNKS = (1, 2, 4, 8)  # of a layer's tokens
 PIECES = (*CHUNKS, 16, 32)  # of the work in a pipeline
-MARGIN = (
-    1.15  # gain from which a group counts as faster: more than the error of the model (docs/decisions/expert-groups.md)
-)
+MARGIN = 1.15  # least gain of a group that counts: more than the error of the model (docs/decisions/expert-groups.md)
 
 
 class WorkKind(StrEnum):
@@ -57,7 +55,7 @@ class LinkCost:
         return size_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
 
     def busy_s(self, messages: float, size_bytes: float, senders: int = 1) -> float:
-        """Return the seconds in which each of `senders` sends messages over one line, each prepared while others are sent."""
+        """Return the seconds that `senders` take for `messages` each over one line; one is prepared while others are sent."""
         first_s = min(1.0, messages) * self.message_s
         return first_s + max(messages * self.message_s - first_s, senders * self.sending_s(size_bytes))
 
@@ -115,7 +113,7 @@ class GroupMachine:
         _check(self, 0, [each.name for each in fields(self)])
 
     def product_s(self, tokens: float, parameters: float, read_bytes: float, resident: float = 1.0) -> float:
-        """Return the seconds of products of `tokens` with `parameters` weights, of which `read_bytes` are read once.
+        """Return the seconds of products of `tokens` with `parameters` weights; `read_bytes` of weights are read once.
 
         The share `resident` of these bytes is in memory. Returns infinity if the rest has no tier, or if `resident` is negative.
         """
@@ -155,7 +153,7 @@ class GroupNetwork:
     def __post_init__(self) -> None:
         _check(self, 1, ("machines", "cards"))
         if self.members < 2:
-            raise UsageError("a group of 1 machine with 1 card has nobody to share with; give at least 2")
+            raise UsageError("1 machine with 1 card is no group; give at least 2 machines or cards")
 
     @property
     def members(self) -> int:
@@ -163,7 +161,7 @@ class GroupNetwork:
         return self.machines * self.cards
 
     def exchange(self, members: int, tokens: float, token_bytes: float = 1.0) -> Phase:
-        """Return the phase in which each of `members` neighbours sends `tokens` to each other one, all at once.
+        """Return the phase of an exchange: each of `members` neighbours sends `tokens` to each other one, all at once.
 
         It is an all-to-all with different data for each receiver, an all-gather with the same, and a reduce-scatter of parts. The
         cards of a machine share its line. Messages are fewer if `tokens`, an average, is below 1.
@@ -180,7 +178,7 @@ class GroupNetwork:
 
 @dataclass(frozen=True)
 class Phase:
-    """One phase of a schedule: busy seconds of computing, of the line between machines and of the links within one, and a
+    """Phase of a schedule: busy seconds of computing, of the line between machines and of the links within one, and a
     delay."""
 
     compute_s: float = 0.0
@@ -278,7 +276,7 @@ class LayerOnGroup:
         part = self.tokens / chunks
         own = part / members  # of a member, once tokens are split
         needed = mixture.needs(mixture.experts / divided)
-        repeats = self.same if schedule.name in ("ep", "esp") else 1  # nobody split the tokens
+        repeats = self.same if schedule.name in ("ep", "esp") else 1  # tokens were not split
         swap = network.exchange(members, needed * own * repeats, token_bytes)
         gather = network.exchange(self.same, own, token_bytes)
         compute = Phase(

@@ -136,7 +136,7 @@ def test_links_cost_what_they_say() -> None:
         (lambda: replace(MIXTURE, active=129), "129 experts are active in a token, but a layer has 128"),
         (lambda: replace(MIXTURE, expert_parameters=math.inf), "expert_parameters is inf"),
         (lambda: replace(MIXTURE, hidden="wide"), "hidden is wide"),
-        (lambda: GroupNetwork(1, LAN), "a group of 1 machine with 1 card has nobody to share with"),
+        (lambda: GroupNetwork(1, LAN), "1 machine with 1 card is no group; give at least 2"),
         (lambda: GroupNetwork(0, LAN, cards=4), "machines is 0"),
         (lambda: replace(LAN, bytes_per_s=math.nan), "bytes_per_s is nan"),
         (lambda: replace(WAN, delay_s=-1.0), "delay_s is -1.0"),
