@@ -12,13 +12,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import partial
+from itertools import permutations
+
+import numpy as np
 
 from swarmnode.errors import UsageError
-from swarmnode.plan.cost import step_s
+from swarmnode.plan.cost import step_s, transfer_s
+from swarmnode.plan.offline.planner_files import FloatArray
 
 BACKWARD = 2.0  # computing of a backward pass relative to the forward pass
 TRAINING_BYTES = 16  # of a parameter: float32 weight, gradient and AdamW's moments
 CHUNKS = (1, 2, 4, 8)  # of a layer's tokens
+MAX_MACHINES = 8  # that are tried as one group
+MESSAGE_S = 0.3e-3  # preparing a message in Python and handing it over (docs/decisions/direct.md)
 PIECES = (*CHUNKS, 16, 32)  # of the work in a pipeline
 MARGIN = 1.15  # least gain of a group that counts: more than the error of the model (docs/decisions/expert-groups.md)
 
@@ -61,9 +67,9 @@ class LinkCost:
 
 
 CARDS = LinkCost(10e-6, 20e-6, 12e9)  # cards of one machine on PCIe 4.0 x16
-LOOPBACK = LinkCost(0.0, 0.3e-3, 1.3e9)  # sealed streams between two processes (docs/decisions/direct.md)
-LAN = LinkCost(0.1e-3, 0.3e-3, 0.117e9)  # 1 Gbit/s
-WAN = LinkCost(10e-3, 0.3e-3, 12.5e6)  # 100 Mbit/s
+LOOPBACK = LinkCost(0.0, MESSAGE_S, 1.3e9)  # sealed streams between two processes
+LAN = LinkCost(0.1e-3, MESSAGE_S, 0.117e9)  # 1 Gbit/s
+WAN = LinkCost(10e-3, MESSAGE_S, 12.5e6)  # 100 Mbit/s
 
 
 @dataclass(frozen=True)
@@ -260,11 +266,11 @@ class LayerOnGroup:
     def schedules(self) -> Iterator[ExpertSchedule]:
         """Yield the schedules that this group can run."""
         members, cards = self.network.members, self.network.cards
-        names = ["ep", "s1", "s2"] if self.same > 1 else ["ep"]
-        cut = {1, cards} if cards < members else {1}
-        kinds = [(name, shards) for name in names for shards in sorted(cut) if name != "ep" or shards == 1]
-        kinds += [("esp", members)]
-        kinds += [("sum", shards) for shards in sorted({1, cards, members})] if self.same == members else []
+        kinds = [("ep", 1), ("esp", members)]
+        if self.same > 1:
+            kinds += [(name, shards) for name in ("s1", "s2") for shards in {1, cards} if shards < members]
+        if self.same == members:
+            kinds += [("sum", shards) for shards in {1, cards, members}]
         for name, shards in kinds:
             yield from (ExpertSchedule(name, shards, count) for count in CHUNKS if count <= max(1, self.tokens))
 
@@ -363,6 +369,8 @@ class ExpertComparison:
         begin = f"{self.work}, {who} {apart}: "
         if math.isinf(min(self.group_s, self.pipeline_s, self.alone_s)):
             return f"{begin}they do not hold the model, in a group or otherwise"
+        if math.isinf(self.gain):
+            return f"{begin}only a group, by {self.schedule}, holds the model"
         if self.pays:
             return f"{begin}a group by {self.schedule} is {self.gain:.3g} times faster than {other}"
         if self.gain < 1:
@@ -375,6 +383,36 @@ class ExpertComparison:
         times = {name: getattr(self, name) for name in ("group_s", "pipeline_s", "alone_s")}
         finite = {name: None if math.isinf(seconds) else seconds for name, seconds in times.items()}
         return {"work": str(self.work), "group": self.pays, "schedule": str(self.schedule), **finite, "says": str(self)}
+
+
+def compare_nearest(
+    mixture: ExpertMixture,
+    machines: Sequence[GroupMachine],
+    delay_s: FloatArray,
+    bandwidth_bps: FloatArray,
+    work: GroupWork,
+) -> ExpertComparison:
+    """Compare groups of up to `MAX_MACHINES` of at least two `machines`; return the comparison with the largest gain.
+
+    Each group begins with the two machines that exchange a microbatch fastest, and grows by the nearest others. It counts with its
+    slowest link and its slowest machine. `delay_s` and `bandwidth_bps` are [D, D]; their diagonals mean nothing.
+    """
+    size_bytes = work.sequences * work.tokens * mixture.hidden * mixture.value_bytes
+    apart_s = transfer_s(size_bytes, delay_s, bandwidth_bps)
+    apart_s = np.maximum(apart_s, apart_s.T)
+    np.fill_diagonal(apart_s, np.inf)
+    group = [int(place) for place in np.unravel_index(apart_s.argmin(), apart_s.shape)]
+    compared = list[ExpertComparison]()
+    while True:
+        here, there = max(permutations(group, 2), key=lambda pair: apart_s[pair])
+        link = LinkCost(float(delay_s[here, there]), MESSAGE_S, float(bandwidth_bps[here, there]) / 8)
+        weakest = (min(getattr(machines[one], each.name) for one in group) for each in fields(GroupMachine))
+        compared.append(compare(mixture, GroupMachine(*weakest), GroupNetwork(len(group), link), work))
+        if len(group) == min(MAX_MACHINES, len(machines)):
+            return max(compared, key=lambda each: each.gain)
+        farthest_s = apart_s[:, group].max(1)
+        farthest_s[group] = np.inf
+        group.append(int(farthest_s.argmin()))
 
 
 def compare(mixture: ExpertMixture, machine: GroupMachine, network: GroupNetwork, work: GroupWork) -> ExpertComparison:
