@@ -284,21 +284,14 @@ class LayerOnGroup:
         needed = mixture.needs(mixture.experts / divided)
         repeats = self.same if schedule.name in ("ep", "esp") else 1  # tokens were not split
         swap = network.exchange(members, needed * own * repeats, token_bytes)
-        gather = network.exchange(self.same, own, token_bytes)
-        compute = Phase(
-            compute_s=backward
-            * experts_part_s(mixture, self.machine, repeats * part, self.resident, divided, schedule.shards)
-        )
-        match schedule.name:
-            case "s1":
-                last = network.exchange(self.same, chunks * own, token_bytes)
-                return chunked_s((swap, compute, swap), chunks) + last.seconds
-            case "s2":
-                gather = network.exchange(self.same, needed * divided * own, token_bytes)
-                return chunked_s((swap, compute, swap, gather), chunks)
-            case "sum":
-                return chunked_s((compute, swap, gather), chunks)
-        return chunked_s((swap, compute, swap), chunks)
+        pieces = needed * divided if schedule.name == "s2" else 1.0  # partial results of a token that are gathered
+        gather = network.exchange(self.same, pieces * own, token_bytes)
+        passed = repeats * part, self.resident, divided, schedule.shards
+        compute = Phase(compute_s=backward * experts_part_s(mixture, self.machine, *passed))
+        ways = {"s2": (swap, compute, swap, gather), "sum": (compute, swap, gather)}
+        seconds = chunked_s(ways.get(schedule.name, (swap, compute, swap)), chunks)
+        last = network.exchange(self.same, chunks * own, token_bytes) if schedule.name == "s1" else Phase()
+        return seconds + last.seconds
 
     def dense_s(self, backward: float = 1.0) -> float:
         """Return the seconds of all but experts: each member for itself, or cut among the `same` members, which then sum."""
@@ -329,12 +322,10 @@ class GroupWork:
         _check(self, 1, ("sequences", "tokens"))
 
     def __str__(self) -> str:
-        match self.kind:
-            case WorkKind.DECODING:
-                return f"decoding ({self.sequences} at once)"
-            case WorkKind.PROMPTS:
-                return f"prompts of {self.tokens:,} tokens ({self.sequences} at once)"
-        return f"training ({self.sequences} microbatches of {self.tokens:,} tokens)"
+        if self.kind is WorkKind.TRAINING:
+            return f"training ({self.sequences} microbatches of {self.tokens:,} tokens)"
+        length = f" of {self.tokens:,} tokens" if self.kind is WorkKind.PROMPTS else ""
+        return f"{self.kind}{length} ({self.sequences} at once)"
 
 
 @dataclass(frozen=True)
@@ -373,10 +364,9 @@ class ExpertComparison:
             return f"{begin}only a group, by {self.schedule}, holds the model"
         if self.pays:
             return f"{begin}a group by {self.schedule} is {self.gain:.3g} times faster than {other}"
-        if self.gain < 1:
-            faster = f"{1 / self.gain:.3g} times faster" if self.gain else "possible"
-            return f"{begin}no group; {other} is {faster}"
-        return f"{begin}no group; it would be only {self.gain:.3g} times faster than {other}"
+        if self.gain >= 1:
+            return f"{begin}no group; it would be only {self.gain:.3g} times faster than {other}"
+        return f"{begin}no group; {other} is " + (f"{1 / self.gain:.3g} times faster" if self.gain else "possible")
 
     def summary(self) -> dict[str, object]:
         """Return the comparison as JSON values; seconds that are infinite are None."""
