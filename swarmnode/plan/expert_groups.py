@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import StrEnum
+from enum import Enum
 from functools import partial
 from itertools import permutations
 
@@ -29,7 +29,7 @@ PIECES = (*CHUNKS, 16, 32)  # of the work in a pipeline
 MARGIN = 1.15  # least gain of a group that counts: more than the error of the model (docs/decisions/expert-groups.md)
 
 
-class WorkKind(StrEnum):
+class WorkKind(Enum):
     """Kind of work that a mixture does."""
 
     DECODING = "decoding"
@@ -325,7 +325,7 @@ class GroupWork:
         if self.kind is WorkKind.TRAINING:
             return f"training ({self.sequences} microbatches of {self.tokens:,} tokens)"
         length = f" of {self.tokens:,} tokens" if self.kind is WorkKind.PROMPTS else ""
-        return f"{self.kind}{length} ({self.sequences} at once)"
+        return f"{self.kind.value}{length} ({self.sequences} at once)"
 
 
 @dataclass(frozen=True)
