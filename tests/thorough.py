@@ -88,6 +88,7 @@ EVERY = {  # of the cases of a test, each n-th one always runs; NEVER: only with
     "peer/test_placement.py::test_who_disturbs_others_by_moving_stays_the_longer_the_more_often_it_has_moved": 2,
     "plan/offline/test_grid_search.py::test_better_than_plain_annealing": NEVER,
     "plan/offline/test_grid_search.py::test_small_problems_are_solved": 3,
+    "plan/test_expert_groups.py::test_choices_hold_in_a_simulation_of_single_messages": 2,
     "plan/training/test_measured_steps.py::test_a_simulated_step_takes_what_is_modelled": 3,
     "plan/training/test_resettling.py::test_all_come_to_their_places_and_each_unit_has_a_holder_all_the_time": 8,
     "real/test_adapters.py::test_two_nodes_serve_an_adapter_that_the_founder_gives_them": NEVER,

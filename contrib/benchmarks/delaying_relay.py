@@ -1,7 +1,8 @@
-"""TCP relays on loopback that hand bytes on late: `with DelayingRelay(0.025) as relay: port = relay.to(4001)`.
+"""TCP relays on loopback that hand bytes on late, as in `with DelayingRelay(0.025, 1e8) as relay: port = relay.to(4001)`.
 
-A node that announces the relay's port instead of its own is reached over it, so every connection has `delay_s` each way. The relays
-run in one process of their own. Direct streams would bypass them: run nodes with `--no-direct`.
+A node that announces the relay's port instead of its own is reached over it. Every connection then has `delay_s` each way, and at
+most `rate_bps` bits per second (0: no limit). The relays run in one process of their own. Direct streams would bypass them: run
+nodes with `--no-direct`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 from types import TracebackType
 
 CHUNK_BYTES = 1 << 16
+AHEAD_S = 0.005  # of bytes that may wait in the relay for their turn
 
 
 def free_port() -> int:
@@ -25,15 +27,16 @@ def free_port() -> int:
 class DelayingRelay:
     """Process with a relay to each port that `to` was called for. Leaving its `with` block ends it."""
 
-    def __init__(self, delay_s: float) -> None:
+    def __init__(self, delay_s: float, rate_bps: float = 0.0) -> None:
         self.delay_s = delay_s
+        self.rate_bps = rate_bps
         self._process: subprocess.Popen[str] | None = None
 
     def __repr__(self) -> str:
         return f"<DelayingRelay by {1e3 * self.delay_s:g} ms>"
 
     def __enter__(self) -> DelayingRelay:
-        arguments = [sys.executable, __file__, str(self.delay_s)]
+        arguments = [sys.executable, __file__, str(self.delay_s), str(self.rate_bps)]
         self._process = subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         return self
 
@@ -53,9 +56,12 @@ class DelayingRelay:
         self._process.wait()
 
 
-async def hand_over(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float) -> None:
-    """Write what comes from `reader` to `writer`, `delay_s` seconds later, until the connection ends."""
+async def hand_over(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float, rate_bps: float
+) -> None:
+    """Write what comes from `reader` to `writer`, `delay_s` seconds after `rate_bps` lets it through, until the end."""
     loop = asyncio.get_running_loop()
+    free_s = 0.0  # when the line has let everything through
 
     def write(data: bytes) -> None:
         if not writer.is_closing():
@@ -63,16 +69,20 @@ async def hand_over(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
     try:
         while data := await reader.read(CHUNK_BYTES):
-            if delay_s:
+            if rate_bps:
+                free_s = max(free_s, loop.time()) + 8 * len(data) / rate_bps
+                loop.call_at(free_s + delay_s, write, data)
+                await asyncio.sleep(free_s - loop.time() - AHEAD_S)
+            elif delay_s:
                 loop.call_later(delay_s, write, data)
             else:
                 write(data)
     except ConnectionError:
         pass
-    loop.call_later(delay_s, writer.close)
+    loop.call_at(max(free_s, loop.time()) + delay_s, writer.close)
 
 
-async def relay(delay_s: float) -> None:
+async def relay(delay_s: float, rate_bps: float) -> None:
     """Open a relay to each port that a line of the standard input names, until it ends."""
     loop = asyncio.get_running_loop()
     working: set[asyncio.Task[None]] = set()
@@ -90,7 +100,7 @@ async def relay(delay_s: float) -> None:
             return
         for one in (writer, back):
             one.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        await asyncio.gather(hand_over(reader, back, delay_s), hand_over(there, writer, delay_s))
+        await asyncio.gather(hand_over(reader, back, delay_s, rate_bps), hand_over(there, writer, delay_s, rate_bps))
 
     servers = []
     while line := await asyncio.to_thread(sys.stdin.readline):
@@ -100,4 +110,4 @@ async def relay(delay_s: float) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(relay(float(sys.argv[1])))
+    asyncio.run(relay(*map(float, sys.argv[1:])))

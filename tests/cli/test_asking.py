@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmnode import examination
 from swarmnode.cli.plan.fit import _cards, _rows
@@ -121,6 +122,25 @@ def test_what_fits_is_told_before_anything_is_fetched(tmp_path: Path) -> None:
     assert "about" in invoke("fit", str(tmp_path), "--memory", "1GB", "--device", "cpu").stdout
     assert "Not one layer" in invoke("fit", str(tmp_path), "--memory", "1MB", "--device", "cpu").stderr
     assert_clear(invoke("fit", str(tmp_path / "none")), 1, "no such folder")
+
+
+def test_a_mixture_for_several_machines_is_told_about_groups(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=64, intermediate_size=64, moe_intermediate_size=512, num_hidden_layers=6, num_experts=8,
+        num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    asked = ("fit", str(tmp_path), "--memory", "76MB", "--device", "cpu", "--rtt", "10")
+    row = json.loads(invoke(*asked, "--json").stdout)[0]
+    group = row["expert_group"]
+    assert row["machines"] > 1 and not group["group"]
+    ratio = group["group_s"] / min(group[name] for name in ("pipeline_s", "alone_s") if group[name])
+    assert (
+        f"{row['machines']} machines 5 ms apart: no group; " in group["says"] and f"{ratio:.3g} times" in group["says"]
+    )
+    assert group["group_s"] > 6 * 2 * 0.005 > group["pipeline_s"], "two exchanges a layer, each a delay"
+    assert "Experts in float32: decoding (1 at once)" in " ".join(invoke(*asked).stdout.split())
+    assert json.loads(invoke(*asked[:3], "1GB", *asked[4:], "--json").stdout)[0]["expert_group"] is None
 
 
 def test_a_gguf_file_fits_before_a_swarm_is_founded_on_it(tmp_path: Path) -> None:

@@ -26,6 +26,20 @@ LLAMA = {
     "vocab_size": 1000,
 }
 
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "vocab_size": 1000,
+}
+
 
 @pytest.fixture
 def network(tmp_path: Path) -> Path:
@@ -134,6 +148,24 @@ def test_units_with_fewer_holders_than_asked_are_told(
     assert (value["holders"], value["units_with_fewer"]) == (asked, fewer)
     text = " ".join(invoke("plan", str(network), *asked_for).stdout.split())
     assert (f"12 of 12 layers have fewer than {asked} holders" in text) == (fewer > 0)
+
+
+def test_whether_experts_should_be_shared_is_told(network: Path, tmp_path: Path) -> None:
+    write(tmp_path / "config.json", **MIXTURE)
+    asked = ("plan", str(network), "--model", str(tmp_path), "--stages", "2", "--seconds", "1")
+    groups = json.loads(invoke(*asked, "--json").stdout)["expert_groups"]
+    assert [group["work"].split()[0] for group in groups] == ["training", "prompts", "decoding"]
+    shown = " ".join(invoke(*asked).stdout.split())
+    for group in groups:
+        assert f"Experts: {group['says']}." in shown
+        others = [group[name] for name in ("pipeline_s", "alone_s") if group[name] is not None]
+        ratio = group["group_s"] / min(others)
+        assert "at 10 Gbit/s" in group["says"], "the four devices of a machine are nearest"
+        assert not group["group"] and f"is {ratio:.3g} times faster" in group["says"]
+    write(tmp_path / "config.json", **{**MIXTURE, "num_experts_per_tok": 9})
+    assert_clear(invoke(*asked), 2, "9 experts are active in a token, but a layer has 8")
+    write(tmp_path / "config.json", **LLAMA)
+    assert "expert_groups" not in json.loads(invoke(*asked, "--json").stdout)
 
 
 def test_holders_are_weighed_by_the_model_alone(network: Path) -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +53,22 @@ def test_a_table_and_a_page_for_people(files, tmp_path):
 def test_training(files):
     figures = json.loads(simulate(files, "--workload", "train", "--microbatches", "4", "--json").stdout)
     assert figures["totals"]["steps"] > 0
+
+
+def test_groups_for_a_mixtures_experts_are_compared(files):
+    config = {**TINY, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert "expert_groups" not in json.loads(simulate(files, "--json").stdout)
+    Path(files[1]).write_text(json.dumps(config))
+    kinds = {
+        "serve": ["prompts of 512 tokens (1 at once)", "decoding (1 at once)"],
+        "train": ["training (4 microbatches of 1,024 tokens)"],
+    }
+    for workload, works in kinds.items():
+        done = simulate(files, "--workload", workload, "--microbatches", "4", "--json")
+        groups = json.loads(done.stdout)["expert_groups"]
+        assert [group["work"] for group in groups] == works
+        assert all(" machines at 0.1 Gbit/s: " in group["says"] for group in groups)
+    assert groups[0]["says"] in " ".join(simulate(files, "--workload", "train", "--microbatches", "4").stdout.split())
 
 
 def test_a_trace(files, tmp_path):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from swarmnode.compute.device import Device
     from swarmnode.compute.graph.graph import Graph
     from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.plan.cost import ModelFit
 
 
 POSITIONS = 64  # in a chunk of a prompt
@@ -279,6 +280,9 @@ def fit(
     show(*(_table([row for row in rows if row["model"] == model]) for model in models))
     for advice in dict.fromkeys(row["advice"] for row in rows if row["advice"]):
         say(advice)
+    for row in rows:
+        if row["expert_group"]:
+            say(f"Experts in {row['precision']}: {row['expert_group']['says']}.")
     if not any(row["fitting"] for row in rows):
         say("Not one layer fits: lend more with --memory, or choose a smaller model.", err=True)
 
@@ -338,7 +342,39 @@ def _rows(
             "passes_per_s": None if trains else fitted and round(fitted.passes_per_s, 3),
             "max_model_len": context_limit(source.path) if isinstance(source, Checkpoint) else None,
             "advice": advice,
+            "expert_group": None if trains else _expert_group(source, sizes, fitted, rate, room_bytes, rtt_s),
         }
+
+
+def _expert_group(
+    source: Checkpoint | Graph, sizes: UnitSizes, fitted: ModelFit | None, rate: float, room_bytes: int, rtt_s: float
+) -> dict[str, object] | None:
+    """Compare decoding by a group of machines like this one that share each layer's experts with decoding by a pipeline of them.
+
+    Returns None unless the model is a mixture that needs several machines. Raises UsageError if its config contradicts itself.
+    """
+    from swarmnode.compute.model.checkpoint import Checkpoint
+    from swarmnode.plan.expert_groups import (
+        MESSAGE_S,
+        GroupMachine,
+        GroupNetwork,
+        GroupWork,
+        LinkCost,
+        WorkKind,
+        compare,
+    )
+    from swarmnode.simulate.environment.model import Model
+    from swarmnode.simulate.environment.peers import DISK_BYTES_PER_S
+
+    if not isinstance(source, Checkpoint) or fitted is None or fitted.machines < 2:
+        return None
+    model = Model.of_config(source.config, source.config.model_type)
+    mixture = model.mixture(sum(sizes.weight_bytes) / sum(model.parameters))
+    if mixture is None:
+        return None
+    machine = GroupMachine(0.0, rate, room_bytes, DISK_BYTES_PER_S)
+    network = GroupNetwork(fitted.machines, LinkCost(rtt_s / 2, MESSAGE_S, 0.0))
+    return compare(mixture, machine, network, GroupWork(WorkKind.DECODING, 1)).summary()
 
 
 def _optimizers(source: Checkpoint | Graph) -> Iterator[tuple[str, UnitSizes]]:

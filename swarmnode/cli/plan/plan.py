@@ -88,13 +88,16 @@ class Planned(NamedTuple):
     held: list[tuple[str, Sequence[int]]]
     pipelines: list[list[int]]
     summary: dict[str, Any]
+    expert_groups: Sequence[str] = ()  # sentences on sharing the experts of a mixture's layers
 
 
 def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, effort: Effort) -> Planned:
     """Plan which device holds which layers. Raises UsageError if the model cannot be read or does not fit."""
     from swarmnode.plan.cost import HOLDERS
+    from swarmnode.plan.expert_groups import GroupWork, WorkKind
     from swarmnode.plan.offline.hosting import Planner
     from swarmnode.simulate.environment.model import load_model
+    from swarmnode.simulate.environment.peers import compare_expert_groups
     from swarmnode.terminal.plan_view import describe_span, hosting_summary, hosting_table
 
     network = _with_cards(network, options.gpu)
@@ -107,11 +110,19 @@ def plan_model(network: Scenario, options: ModelOptions, shape: ShapeOptions, ef
         hosting = planner.plan(
             stages=shape.stages, replicas=shape.replicas, holders=holders, effort=effort.share, progress=progress
         )
+    summary = hosting_summary(network, model, workload, hosting, holders, effort.elapsed_s)
+    works = (
+        GroupWork(WorkKind.TRAINING, options.microbatches, options.tokens_for(model)),
+        GroupWork(WorkKind.PROMPTS, 1, options.sequence),
+        GroupWork(WorkKind.DECODING, 1),
+    )
+    groups = compare_expert_groups(network, model, works, DTYPE_BYTES[options.dtype])
     return Planned(
         hosting_table(network, model, workload, hosting, holders),
         [(describe_span(model, stage.span), stage.devices) for stage in hosting.stages],
         hosting.grid.T.tolist(),
-        hosting_summary(network, model, workload, hosting, holders, effort.elapsed_s),
+        {**summary, "expert_groups": [group.summary() for group in groups]} if groups else summary,
+        [str(group) for group in groups],
     )
 
 
@@ -206,6 +217,8 @@ def plan(
         print_json(planned.summary)
         return
     show(planned.shown)
+    for sentence in planned.expert_groups:
+        say(f"Experts: {sentence}.")
     effort.tell_if_cut()
     if report is not None:
         say(f"Wrote {report}.")

@@ -92,7 +92,9 @@ def simulate(
 
     Example: swarmnode plan simulate home.json --model ./llama --churn 10% --hours 1 --report swarm.html
     """
+    from swarmnode.plan.expert_groups import GroupWork, WorkKind
     from swarmnode.plan.offline.planner_files import Scenario
+    from swarmnode.simulate.environment.peers import compare_expert_groups
     from swarmnode.simulate.results.report import report as make_report
     from swarmnode.simulate.results.report import summary
 
@@ -106,12 +108,23 @@ def simulate(
     left_out = simulation.left_out
     if plan is not None:
         figures["standing_by"] = left_out
+    works = [
+        GroupWork(WorkKind.PROMPTS, max(1, served.clients), served.prompt_tokens),
+        GroupWork(WorkKind.DECODING, max(1, served.clients)),
+    ]
+    if world.workload == "train":
+        works = [GroupWork(WorkKind.TRAINING, trained.microbatches, trained.microbatch * trained.sequence)]
+    groups = compare_expert_groups(simulation.scenario, simulation.model, works)
+    if groups:
+        figures["expert_groups"] = [group.summary() for group in groups]
     if as_json:
         print_json(figures)
         return
     from swarmnode.terminal.tables import show
 
     show(_table(figures))
+    for group in groups:
+        say(f"Experts, not simulated: {group}.")
     if left_out:
         say(
             f"{len(left_out)} of {figures['peers']} devices are not in the plan: they stand by until one in it is lost."

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.capacity.capacity import STATE_BYTES, TRAINING_BYTES, UnitSizes, units_that_fit, usable_bytes
 from swarmnode.errors import UsageError
+from swarmnode.plan.expert_groups import ExpertMixture
 from swarmnode.plan.view import Span
 from swarmnode.swarm.storage.content import GGUF_SUFFIX, PACKED_NAME
 
@@ -38,6 +39,7 @@ class Model:
     `parameters` counts all parameters of a unit, `active` those that one token uses (of a mixture's experts only some),
     `cache_bytes` the KV cache of one token. `hidden` is the width of the values between units. `shared` counts the parameters
     of the matrix that embedding and head share if they are tied, else it is 0; they count in both units.
+    `routed` counts the parameters of experts that a router chooses, `active_experts` of `experts` for a token; all 0 without any.
     `packed_bytes` are those of each unit's weights if the model's files have them packed, else empty; simulated nodes that serve
     keep them packed, too.
     """
@@ -49,6 +51,9 @@ class Model:
     hidden: int
     shared: int = 0
     packed_bytes: tuple[int, ...] = ()
+    routed: tuple[int, ...] = ()
+    experts: int = 0
+    active_experts: int = 0
 
     @classmethod
     def load(cls, path: str | Path) -> Model:
@@ -88,9 +93,26 @@ class Model:
         from swarmnode.compute.model.family import family_of
 
         family = family_of(config)
-        parameters, active, shared = _count(family, _active_share(config))
+        experts, active_experts = _experts(config)
+        parameters, routed, shared = _count(family)
+        share = active_experts / experts if experts else 1.0
+        active = (count - chosen + share * chosen for count, chosen in zip(parameters, routed, strict=True))
         cache = (family.cache_elements_per_token(unit) * WEIGHT_BYTES for unit in range(family.units))
-        return cls(name, tuple(parameters), tuple(map(int, active)), tuple(cache), int(config.hidden_size), shared)
+        sizes = (tuple(parameters), tuple(map(int, active)), tuple(cache), int(config.hidden_size), shared)
+        return cls(name, *sizes, routed=tuple(routed), experts=experts, active_experts=active_experts)
+
+    def mixture(self, weight_bytes: float = WEIGHT_BYTES) -> ExpertMixture | None:
+        """Return the mean sizes of the layers with experts, with parameters of `weight_bytes` in memory; None without such layers.
+
+        Raises UsageError if more experts are active than a layer has.
+        """
+        layers = [unit for unit, count in enumerate(self.routed) if count]
+        if not (layers and self.experts):
+            return None
+        routed = sum(self.routed) / len(layers)
+        dense = sum(self.parameters[unit] for unit in layers) / len(layers) - routed
+        shape = (len(layers), self.hidden, self.experts, self.active_experts)
+        return ExpertMixture(*shape, routed / self.experts, dense, weight_bytes)
 
     @property
     def units(self) -> int:
@@ -190,28 +212,36 @@ class Model:
         return tuple(accumulate(self.unit_layers, initial=0.0))
 
 
-def _count(family: Any, expert_share: float) -> tuple[list[int], list[float], int]:
-    """Return per unit all and active parameters, and the shared ones. The model is built on the meta device, without memory for
-    weights."""
+def _count(family: Any) -> tuple[list[int], list[int], int]:
+    """Return per unit all parameters and those of routed experts, and the number of shared ones.
+
+    The model is built on the meta device, without memory for weights.
+    """
     import torch
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
         model = family.model_class(copy.deepcopy(family.config))
     model.tie_weights()
-    parameters, active = [0] * family.units, [0.0] * family.units
+    parameters, routed = [0] * family.units, [0] * family.units
     for name, parameter in model.named_parameters():
         for unit in family.units_of_tensor(name):
             parameters[unit] += parameter.numel()
-            active[unit] += parameter.numel() * (expert_share if ".experts." in name else 1.0)
+            routed[unit] += parameter.numel() if ".experts." in name else 0
     shared = model.get_input_embeddings().weight.numel() if family.tied else 0
-    return parameters, active, shared
+    return parameters, routed, shared
 
 
-def _active_share(config: Any) -> float:
-    """Return the share of a mixture's experts that one token uses; 1.0 if there are no experts."""
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    return getattr(config, "num_experts_per_tok", experts) / experts if experts else 1.0
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+
+
+def _experts(config: Any) -> tuple[int, int]:
+    """Return the experts of a layer and those that a token uses, all of them if the config does not say; 0 without any."""
+    experts, active = (
+        next(filter(None, (getattr(config, name, None) for name in names)), None) for names in (EXPERTS, ACTIVE_EXPERTS)
+    )
+    return (int(experts), int(active or experts)) if experts else (0, 0)
 
 
 FLOAT_BYTES = 4

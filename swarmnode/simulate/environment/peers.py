@@ -12,14 +12,16 @@ the scenario gives for a device takes precedence over both, and has the meaning 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from swarmnode.compute.capacity.capacity import usable_bytes
 from swarmnode.compute.stopwatch import Throttle
 from swarmnode.errors import UsageError
 from swarmnode.files import parse_json, read_bounded
 from swarmnode.net.interfaces import PeerId
+from swarmnode.plan.expert_groups import ExpertComparison, GroupMachine, GroupWork, compare_nearest
 from swarmnode.plan.offline.gpus import LayerTimes, find_gpu, layer_times
 from swarmnode.plan.offline.planner_files import Scenario
 from swarmnode.plan.spans.span_placement import Joiner, Move, MovePolicy
@@ -157,6 +159,36 @@ def _graph_roofline(model: GraphModel, flops: float, bytes_per_s: float) -> tupl
     step_s += model.calls * CALL_S
     sample_s = step_s / ((1 + BACKWARD) * sum(model.unit_layers) * model.samples)
     return lambda samples: samples * sample_s, lambda samples: samples * sample_s
+
+
+HOST_BYTES_PER_S = 12e9  # of experts that a card reads from the host's memory, on PCIe 4.0 x16
+DISK_BYTES_PER_S = 2e9  # of experts that a processor reads from an NVMe disk
+MANY_TOKENS = 4096  # in a pass that arithmetic alone limits
+
+
+def compare_expert_groups(
+    scenario: Scenario, model: Model, works: Sequence[GroupWork], value_bytes: float = WEIGHT_BYTES
+) -> list[ExpertComparison]:
+    """Compare expert groups on the scenario's nearest machines with pipelines and single machines, for each of `works`.
+
+    Empty if the model has no experts or the scenario has one device. Raises UsageError if a device's speed is unknown.
+    """
+    mixture = model.mixture()
+    if mixture is None or scenario.devices < 2:
+        return []
+    machines = []
+    for index in range(scenario.devices):
+        device, known = device_of(scenario, index, model), find_gpu(scenario.gpus[index])
+        given = scenario.decode_units_per_s[index] if scenario.decode_units_per_s else None
+        flops = FLOPS_PER_PARAMETER * model.layer_parameters * MANY_TOKENS / device.prompt_layer_s(MANY_TOKENS)
+        memory = usable_bytes(device.memory_bytes)
+        reads = WEIGHT_BYTES * model.layer_parameters / device.decode_layer_s(1)
+        if known and given is None:  # without the least time of a pass, which a group has in each member
+            reads = known.memory_bytes_per_s * BANDWIDTH_SHARE
+        spill, pass_s = (HOST_BYTES_PER_S, PASS_S) if known else (DISK_BYTES_PER_S, 0.0)
+        machines.append(GroupMachine(flops, reads, memory, spill, pass_s))
+    mixture = replace(mixture, value_bytes=value_bytes)
+    return [compare_nearest(mixture, machines, scenario.delay_s, scenario.bandwidth_bps, work) for work in works]
 
 
 NOTHING = Span(0, 0)
