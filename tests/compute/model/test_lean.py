@@ -91,6 +91,7 @@ def held():
         f"{module}.{name}" for module, names in spaces.items() for name, thing in names.items()
         if type(thing) is LateModule or type(thing).__name__ == "_LateThing"
         or type(thing) is types.FunctionType and thing.__module__ in ours and not module.startswith(("swarmnode.", "__"))
+        and name != "define_import_structure"  # lists models late, for the life of the process
     ]
 """
 REAL = """
