@@ -157,7 +157,7 @@ def recipe(steps: int) -> Run:
 def generate_alone(folder: Path, prompt: list[int], max_new_tokens: int) -> list[int]:
     """Generate greedily with transformers and the whole checkpoint in this process: the reference for the swarm's text."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from swarmnode.codec.body import VERSION
 from swarmnode.compute.capacity.capacity import usable_bytes
 from swarmnode.compute.device import probe_device, usable_cores
+from swarmnode.compute.packing import ggml
 from swarmnode.compute.stopwatch import measure_disk, measure_read_rate
 from swarmnode.counting import counted, format_bytes
 from swarmnode.errors import LocalError
@@ -104,7 +105,13 @@ def judge_weights(manifest: Manifest) -> list[Finding]:
     room_bytes = int(device.free_bytes * MEMORY_SHARE)
     held = min(units, usable_bytes(room_bytes) * units // max(1, weights_bytes))
     seen = f"{format_bytes(room_bytes)} hold about {held} of {units} layers, packed"
-    if device.kind == "cpu" and not has_packed_products(device):
+    try:
+        lacks_products = device.kind == "cpu" and not has_packed_products(device)
+    except LocalError as error:  # the owner's own build of ggml
+        return [Finding("weights", "bad", "packed, and ggml cannot be loaded", str(error))]
+    if device.kind == "cpu" and not lacks_products:
+        seen += f", multiplied by {ggml.build()}"
+    if lacks_products:
         seen = f"{format_bytes(weights_bytes)} are packed, and dequantised here, which takes several times the memory"
         return [Finding("weights", "doubtful", seen, missing_products(device))]
     return [_enough("weights", held > 0, seen, "free memory, or lend a machine with more")]

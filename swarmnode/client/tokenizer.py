@@ -68,17 +68,15 @@ class Tokenizer:
     @functools.cached_property
     def own(self) -> Any:
         """Tokenizer object of transformers. Raises CheckpointError if it cannot be loaded."""
-        from swarmnode.compute.model.lean import models_listed_once
+        from swarmnode.compute.model.lean import lean
 
         # Not `import transformers`: that returns a module whose import another thread has begun, and transformers replaces that
         # module at the end. On a node's first start, the compute thread imports it at the same time.
-        transformers: Any = importlib.import_module("transformers")
+        with lean():
+            auto: Any = importlib.import_module("transformers.models.auto.tokenization_auto")
         check_tokenizer(self._folder)
         try:
-            with models_listed_once():
-                return transformers.AutoTokenizer.from_pretrained(
-                    self._folder, local_files_only=True, trust_remote_code=False
-                )
+            return auto.AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizers raises Exception itself
             raise CheckpointError(
                 f"the checkpoint's tokenizer cannot be used: {error}; give token ids instead of text"

@@ -212,12 +212,12 @@ def from_model(
     Raises CheckpointError or UsageError if it is damaged, unknown or cannot be exported, LocalError if the disk is too
     small.
     """
-    from swarmnode.founding.graph_source import write_encoder
-
     packs = packs and task in (None, GENERATE)
     checkpoint = open_model(model, out, packs=packs, force=force, progress=progress)
     task = task or _task_of(checkpoint)
     if task != GENERATE:
+        from swarmnode.founding.graph_source import write_encoder
+
         encoder = write_encoder(checkpoint, task, out, force=force)
         encoder = msgspec.structs.replace(encoder, title=title_of(model)[:MAX_NAME_CHARS] or UNSET)
         vocabulary = getattr(checkpoint.config, "vocab_size", None)

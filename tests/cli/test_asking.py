@@ -89,7 +89,8 @@ def test_the_doctor_counts_packed_bytes(monkeypatch: pytest.MonkeyPatch) -> None
     )
     monkeypatch.setattr(ggml, "library", lambda: object())
     (finding,) = judge_weights(packed)
-    assert finding.seen == "12.9 GB hold about 28 of 50 layers, packed" and finding.verdict == "good"
+    assert finding.seen.startswith("12.9 GB hold about 28 of 50 layers, packed, multiplied by ggml of xllamacpp ")
+    assert finding.verdict == "good"
     assert judge_weights(msgspec.structs.replace(packed, files=packed.files[1:])) == []
 
 

@@ -14,8 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-
 from swarmnode.compute.model.family import Family, family_of, plain_config, settings_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.quantised_weights import QuantisedTensors
@@ -190,6 +188,7 @@ def load_config(file: Path) -> Any:
     if not file.is_file():
         raise CheckpointError(f"{file}: missing; a checkpoint needs its config; copy it into the folder")
     values = _with_special_floats(read_json(file))
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     model_type = str(values.get("model_type"))

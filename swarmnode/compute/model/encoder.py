@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    AutoModel,
+    AutoModelForSequenceClassification,
 )
 
 from swarmnode.compute.model.assemble import quiet_loader

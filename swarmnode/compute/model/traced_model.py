@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 
 from swarmnode.compute.model.lean import lean
@@ -17,6 +16,7 @@ from swarmnode.compute.model.stack import Stack
 from swarmnode.errors import CheckpointError
 
 with lean():
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.cache_utils import Cache
     from transformers.initialization import no_init_weights
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
+import os
 import platform
 import threading
 from collections import OrderedDict
@@ -29,6 +31,8 @@ from torch import Tensor
 from swarmnode.errors import CheckpointError
 
 PACKAGE = "xllamacpp"
+OWN_BUILD = "SWARMNODE_GGML"
+"""Environment variable with the path of another build of ggml"""
 MOST_ELEMENTS = 2**31 - 1  # of a dimension: ggml's kernels count in 32 bits
 F32 = "F32"
 
@@ -116,15 +120,16 @@ def _c_name(name: str) -> str:
 
 
 class _Library:
-    """C functions of ggml in the library `file`, by short names.
+    """C functions of ggml in the libraries `files`, by short names.
 
     Functions that some builds lack: `dequantisers` has those that are there, `interleaved` (ggml's kind of memory in which the rows
     of some formats lie interleaved) and `quantise_rows` are None without theirs. Raises AttributeError if the library lacks another
     function, OSError if it cannot be loaded.
     """
 
-    def __init__(self, file: Path) -> None:
-        self._dll = ctypes.CDLL(str(file))
+    def __init__(self, *files: Path) -> None:
+        self.files = files
+        self._dlls = [ctypes.CDLL(str(file)) for file in files]
         pointer, size = c_void_p, c_size_t
         self.init = self._function("ggml_init", pointer, _InitParams)
         self.free = self._function("ggml_free", None, pointer)
@@ -159,9 +164,16 @@ class _Library:
         self.interleaved: int | None = None if memory is None else memory()
         arguments = (c_int, pointer, pointer, c_int64, c_int64, c_int64, pointer)
         self.quantise_rows = self._optional_function("ggml_quantize_chunk", size, *arguments)
+        self.sizes_of = [
+            self._function(f"ggml_{what}", result, c_int)
+            for what, result in (("type_name", ctypes.c_char_p), ("blck_size", c_int64), ("type_size", size))
+        ]
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-        function: Any = getattr(self._dll, name)
+        found = [dll for dll in self._dlls if hasattr(dll, name)]
+        if not found:
+            raise AttributeError(f"it has no function {name}")
+        function: Any = getattr(found[0], name)
         function.restype, function.argtypes = result, arguments
         return function  # type: ignore[no-any-return]
 
@@ -173,7 +185,11 @@ class _Library:
             return None
 
     def checked(self) -> _Library:
-        """Return the library. Raises OSError if its tensors are not laid out as expected."""
+        """Return the library. Raises OSError if its tensors or formats are not laid out as expected."""
+        for name, form in (FORMATS | ACTIVATIONS).items():
+            own, block, block_bytes = (size_of(form.number) for size_of in self.sizes_of)
+            if ((own or b"").decode().upper(), block, block_bytes) != (name, form.block, form.block_bytes):
+                raise OSError(f"its format {form.number} is not {name} with blocks of {form.block_bytes} bytes")
         if self.tensor_overhead() != OBJECT_BYTES + TENSOR_BYTES:
             raise OSError("its tensors have another size")
         context = self.init(_InitParams(CONTEXT_BYTES, None, True))
@@ -195,7 +211,10 @@ class _Library:
 
 @functools.cache
 def library() -> _Library | None:
-    """Return ggml's functions; None if the package is not installed, or its build cannot be used: `fault` says which."""
+    """Return ggml's functions; None if the package is not installed, or its build cannot be used: `fault` says which.
+
+    Raises LocalError if the owner chose another build (`OWN_BUILD`) that cannot be used.
+    """
     found = _load()
     return found if isinstance(found, _Library) else None
 
@@ -206,9 +225,27 @@ def fault() -> str:
     return found if isinstance(found, str) else ""
 
 
+def build() -> str:
+    """Return which build of ggml is used: the owner's, or the package with its version; empty if there is none.
+
+    Raises LocalError as `library` does.
+    """
+    if library() is None:
+        return ""
+    chosen = os.environ.get(OWN_BUILD)
+    return f"ggml of {OWN_BUILD}={chosen}" if chosen else f"ggml of {PACKAGE} {importlib.metadata.version(PACKAGE)}"
+
+
 @functools.cache
 def _load() -> _Library | str:
-    """Return ggml's functions, or why the package's build cannot be used; an empty text if it is not installed."""
+    """Return ggml's functions, or why the package's build cannot be used; an empty text if it is not installed.
+
+    Raises LocalError as `library` does.
+    """
+    if chosen := os.environ.get(OWN_BUILD):
+        from swarmnode.compute.packing.own_ggml import load_own
+
+        return load_own(Path(chosen).expanduser(), lambda files: _Library(*files).checked())
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
         return ""

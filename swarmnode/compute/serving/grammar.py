@@ -16,7 +16,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import GenerationConfig
+from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from swarmnode.codec.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 from swarmnode.errors import ErrorCode, ProtocolError

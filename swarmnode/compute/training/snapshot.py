@@ -180,7 +180,7 @@ def write_module(tensors: Mapping[str, Tensor], founded: Path, out: Path) -> Non
 @lean()
 def check_names(tensors: Mapping[str, Tensor], small_files: Path) -> None:
     """Raise CheckpointError unless these are all tensors of the model that the config describes, tied ones once."""
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):

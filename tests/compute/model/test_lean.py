@@ -126,11 +126,12 @@ def held():
         f"{module}.{name}" for module, names in spaces.items() for name, thing in names.items()
         if type(thing) is LateModule or type(thing).__name__ == "_LateThing"
         or type(thing) is types.FunctionType and thing.__module__ in ours and not module.startswith(("swarmnode.", "__"))
+        and name != "define_import_structure"  # lists models late, for the life of the process
     ]
 """
 REAL = """
 names = ["scipy.optimize", "sympy", "torch._dynamo", "torch.distributed._composable.fsdp", "torch.distributed.fsdp"]
-names += ["torch.distributed.checkpoint.hf_storage", "torch.fx.experimental.symbolic_shapes"]
+names += ["torch.distributed.checkpoint.hf_storage", "torch.fx.experimental.symbolic_shapes", "trio", "httpx._main"]
 for name in names:
     importlib.import_module(name)
 print(held())
@@ -164,6 +165,33 @@ with lean():
     print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item(), sympy.Integer(3) + 4)
 """
     assert run(TORCH + used + HOLDERS + REAL).splitlines() == ["2.0", "2.0 7", "[]", "[]"]
+
+
+LISTED = """
+import sys
+from swarmnode.compute.model.lean import lean
+with lean():
+    import transformers
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    MODEL_FOR_CAUSAL_LM_MAPPING[LlamaConfig]
+both = transformers, sys.modules["transformers.models"]
+print([package._unlisted is None for package in both], hasattr(transformers, "__wrapped__"))
+print(transformers.LlamaConfig is LlamaConfig, both[1].LlamaConfig is LlamaConfig)
+names = {}
+exec("from transformers import *", names)
+print("GPT2LMHeadModel" in names, "PreTrainedModel" in names, "BertConfig" in dir(both[1]), hasattr(transformers, "NoSuchModel"))
+print([package._unlisted is None for package in both], transformers.PreTrainedModel.__name__)
+"""
+
+
+def test_transformers_lists_its_models_when_it_is_asked_for_a_name_that_it_lacks() -> None:
+    assert run(LISTED).splitlines() == [
+        "[False, False] False",
+        "True True",
+        "True True True False",
+        "[True, True] PreTrainedModel",
+    ]
 
 
 def test_nothing_is_left_behind_an_error() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swarmnode.compute.model.gguf.gguf import read_gguf
+from swarmnode.compute.model.gguf.gguf_reader import GgufReader
 from swarmnode.compute.model.gguf.gguf_tokenizer import GgufTokenizer
 from tests.compute.model.llama_gguf import save_llama_gguf
 
@@ -57,7 +57,7 @@ def test_ids_and_texts_are_transformers_own(tmp_path: Path, number: int) -> None
             writer.add_add_space_prefix(prefix)
 
     save_llama_gguf(tmp_path / "a.gguf", architecture=architecture, say=say)
-    GgufTokenizer(read_gguf(tmp_path / "a.gguf").fields).write(tmp_path)
+    GgufTokenizer(GgufReader(tmp_path / "a.gguf").fields).write(tmp_path)
     ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer.json").unlink()  # else transformers reads it
     auto: Any = AutoTokenizer

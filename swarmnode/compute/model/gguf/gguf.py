@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
 import shutil
-import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import IO, Any, Literal, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +26,12 @@ from swarmnode.compute.model.checkpoint import CONFIG_FILE, SINGLE_FILE, Checkpo
 from swarmnode.compute.model.checkpoint_writer import write_plain
 from swarmnode.compute.model.family import Family, family_of
 from swarmnode.compute.model.gguf.gguf_config import ROPE_TENSORS, GgufHeader, complete_config, generation_config
+from swarmnode.compute.model.gguf.gguf_reader import ARRAY, GgufReader, GgufTensor
 from swarmnode.compute.model.gguf.gguf_tokenizer import TOKENS, GgufTokenizer
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, build_on_meta
 from swarmnode.compute.packing.ggml import F32, FORMATS, Format, check_finite
-from swarmnode.compute.packing.tensor_entry import MAX_TOLD_CHARS, PART, TensorEntry, in_transformers_order
+from swarmnode.compute.packing.tensor_entry import PART, TensorEntry, in_transformers_order
 from swarmnode.errors import CheckpointError
 from swarmnode.swarm.storage.content import (
     GENERATION_NAME,
@@ -48,22 +47,9 @@ DTYPE = torch.bfloat16
 LINK_NAME = f"weights{SUFFIX}"  # in the folder beside the .swarm file
 _EXPERTS = re.compile(r"(?P<name>.*\.ffn_(?P<kind>gate|down|up)_exps)\.weight")
 _EXPERT_ROWS = ("gate", "up")  # the parts of a joined matrix, from above
-MAX_HEADER_VALUES = 1 << 21
-"""Keys, tensors and elements of arrays; a vocabulary of 262,144 tokens with its merges has 1.3 million"""
-MAX_DIMENSIONS, MAX_TENSOR_NAME = 4, 1 << 10
-STRING, ARRAY = 8, 9
-SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _FAULTS = {
-    r"^((?:its header|cut short).*)": r"\1",  # of `check_header`
-    r"magic invalid": "not a GGUF file",
-    r"(\d+)\)? is not a valid GGMLQuantizationType": r"has a tensor in number format \1, which is unknown here: upgrade gguf, or "
-    "choose a file in another format",
-    r"row size \((\d+)\) is not a multiple of (\w+) block size \((\d+)\)": r"a tensor with rows of \1 is said to be in \2, whose "
-    r"blocks have \3: its header is damaged; fetch the file again",
     r"architecture (\S+) is not supported": r"its architecture \1 is none that transformers reads from GGUF files: use the model's "
     "safetensors checkpoint",
-    r"buffer is smaller|buffer size must be|cannot reshape array|index \d+ is out of bounds|must be smaller or equal": "cut short: "
-    "fetch the file again",
 }
 """What is wrong with a file, by the errors of gguf's and transformers' readers"""
 _SPLIT = re.compile(r"(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
@@ -98,18 +84,18 @@ def parts_of(file: Path) -> list[Path]:
     return parts
 
 
-def open_parts(file: Path) -> tuple[list[Path], list[Any]]:
-    """Return all files of a model, of which `file` is one, and gguf's readers of them.
+def open_parts(file: Path) -> tuple[list[Path], list[GgufReader]]:
+    """Return all files of a model, of which `file` is one, and their readers.
 
     Raises CheckpointError if one is missing or damaged, or if they have another number of tensors than the first one says.
     """
+    parts = parts_of(file)
     try:
-        parts = parts_of(file)
-        readers = [read_gguf(part) for part in parts]
-        count, field = sum(len(reader.tensors) for reader in readers), readers[0].fields.get("split.tensors.count")
-        wanted = count if field is None else field.contents()
-    except (*FOREIGN_ERRORS, OSError) as error:
-        raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
+        readers = [GgufReader(part) for part in parts]
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error}") from error
+    count, field = sum(len(reader.tensors) for reader in readers), readers[0].fields.get("split.tensors.count")
+    wanted = count if field is None else field.contents()
     if wanted != count:
         raise CheckpointError(f"{file}: its parts have {count} tensors, and should have {wanted}")
     return parts, readers
@@ -132,31 +118,31 @@ class GgufCheckpoint:
             small = {
                 name: field
                 for name, field in first.fields.items()
-                if not (name.startswith("tokenizer.") and field.types[0] == ARRAY)
+                if not (name.startswith("tokenizer.") and field.kind == ARRAY)
             }
             rest = SimpleNamespace(fields=small, tensors=first.tensors)
             with quiet_loader(), _replaced(gguf, "GGUFReader", lambda *_: rest):
                 self._parsed: dict[str, Any] = read(str(file))
             if TOKENS in first.fields:
-                self._parsed["config"].setdefault("vocab_size", len(first.fields[TOKENS].data))
+                self._parsed["config"].setdefault("vocab_size", first.fields[TOKENS].count)
             self._header = GgufHeader(*self._readers)
-        except (*FOREIGN_ERRORS, OSError) as error:
+        except (*FOREIGN_ERRORS, OSError, CheckpointError) as error:
             raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
 
     @property
-    def _stored(self) -> list[Any]:
+    def _stored(self) -> list[GgufTensor]:
         """The tensors of all parts."""
         return [tensor for reader in self._readers for tensor in reader.tensors]
 
     @property
     def header_bytes(self) -> int:
         """Size of the header of the first file in bytes."""
-        return int(self._readers[0].data_offset)
+        return self._readers[0].data_offset
 
     @property
     def plain_bytes(self) -> int:
         """Size of the plain weights in bytes."""
-        return sum(int(tensor.n_elements) for tensor in self._stored) * DTYPE.itemsize
+        return sum(tensor.n_elements for tensor in self._stored) * DTYPE.itemsize
 
     @lean()
     def outline(self, folder: Path) -> Checkpoint:
@@ -195,17 +181,17 @@ class GgufCheckpoint:
             model = build_on_meta(family.model_class, family.config)
             names = self._names(model)
             index, lacking = self._index(names, _shapes(family, model))
-            total, done = sum(int(place.tensor.n_bytes) for place in index), 0
+            total, done = sum(place.tensor.n_bytes for place in index), 0
             for place in index:
                 packed_B = torch.from_numpy(np.copy(place.tensor.data)).view(-1)
                 check_finite(packed_B, place.form, f"{self.file}: {place.source}")
-                done += int(place.tensor.n_bytes)
+                done += place.tensor.n_bytes
                 if progress is not None:
                     progress(done, total)
             kept = {each.source for each in index}
             rest = [tensor for tensor in self._stored if tensor.name not in kept]
             plain = self._checked(self._tensors(names, rest, torch.float32), lacking)
-            write_plain(plain, out, sum(int(tensor.n_elements) for tensor in rest) * 4, None)
+            write_plain(plain, out, sum(tensor.n_elements for tensor in rest) * 4, None)
         except FOREIGN_ERRORS as error:
             raise CheckpointError(f"{self.file}: its tensors cannot be read: {error}") from error
         files = {id(tensor): number for number, reader in enumerate(self._readers, 1) for tensor in reader.tensors}
@@ -233,10 +219,10 @@ class GgufCheckpoint:
         whole = {each.parameter for each in found}
         return found, {name: shape for name, shape in shapes.items() if name not in whole}
 
-    def _place(self, tensor: Any, processor: Any, names: Mapping[str, str]) -> _Packed | None:
+    def _place(self, tensor: GgufTensor, processor: Any, names: Mapping[str, str]) -> _Packed | None:
         """Return the place of a tensor that can stay packed; None for small ones, other formats, and other orders than of rows."""
         form = FORMATS.get(tensor.tensor_type.name)
-        shape = shape_of(tensor)
+        shape = tensor.shape
         if form is None or form.name == F32 or len(shape) not in (2, 3) or shape[-1] % form.block:
             return None
         part = _EXPERTS.fullmatch(tensor.name)
@@ -271,12 +257,19 @@ class GgufCheckpoint:
     def _checked(
         self, tensors: Iterator[tuple[str, Tensor]], lacking: dict[str, torch.Size]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield these tensors. Raises CheckpointError if one is not among the lacking ones, or one of these is not there."""
+        """Yield these tensors.
+
+        Raises CheckpointError if one is not among the lacking ones or holds NaN or infinity, or if a lacking one is not there.
+        """
         for name, tensor in tensors:
             if lacking.pop(name, None) != tensor.shape:
                 raise CheckpointError(
                     f"{self.file}: {name} is of shape {tuple(tensor.shape)}, "
                     "not as its config says; fetch the file again"
+                )
+            if not tensor.isfinite().all():
+                raise CheckpointError(
+                    f"{self.file}: {name} holds values that are no finite numbers: it is damaged; fetch the file again"
                 )
             yield name, tensor
         if lacking:
@@ -305,6 +298,7 @@ class GgufCheckpoint:
         """
         fields = self._readers[0].fields
         beside = [name for name in TOKENIZER_NAMES if (self.file.parent / name).is_file()]
+        advice = "fetch the file again" if has_tokenizer(beside) else "put the model's tokenizer.json beside it"
         try:
             tokenizer = GgufTokenizer(fields)
             if has_tokenizer(beside):
@@ -314,9 +308,7 @@ class GgufCheckpoint:
                 tokenizer.write(out)
             values = generation_config(fields, tokenizer)
         except (*FOREIGN_ERRORS, OSError, CheckpointError) as error:
-            raise CheckpointError(
-                f"{self.file}: its tokenizer cannot be read ({error}): put the model's tokenizer.json beside it"
-            ) from error
+            raise CheckpointError(f"{self.file}: its tokenizer cannot be read ({error}): {advice}") from error
         (out / GENERATION_NAME).write_text(json.dumps(values, indent=2) + "\n")
 
     def _processor(self) -> Any:
@@ -337,7 +329,7 @@ class GgufCheckpoint:
         return names
 
     def _tensors(
-        self, names: Mapping[str, str], tensors: Sequence[Any], dtype: torch.dtype
+        self, names: Mapping[str, str], tensors: Sequence[GgufTensor], dtype: torch.dtype
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors of the file by their names in the model; `names` has these by the file's.
 
@@ -374,136 +366,11 @@ def _replaced(module: ModuleType, name: str, value: Any) -> Iterator[None]:
         setattr(module, name, own)
 
 
-def read_gguf(file: Path) -> Any:
-    """Return gguf's reader of a file, which raises errors of any kind if the file is damaged, after `check_header`.
-
-    Its views are plain ones, and arrays are read at once: gguf takes ten seconds and more for a large vocabulary.
-    """
-    import gguf
-
-    check_header(file)
-
-    class Reader(gguf.GGUFReader):
-        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
-            order = self.byte_order if override_order is None else override_order
-            return np.frombuffer(self.data, np.dtype(dtype).newbyteorder(order), int(count), int(offset))
-
-        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-            if raw_type != ARRAY:
-                return super()._get_field_parts(orig_offs, raw_type)
-            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-            element = gguf.GGUFValueType(int(kind[0]))
-            end, parts = orig_offs + 12, [kind, count]
-            if element == STRING:
-                raw = memoryview(self.data)  # type: ignore[arg-type]  # a memmap has the buffer interface
-                length = struct.Struct(">Q" if self.endianess == gguf.GGUFEndian.BIG else "<Q")
-                for _ in range(int(count[0])):
-                    begin = end + 8
-                    end = begin + length.unpack_from(raw, end)[0]
-                    parts.append(raw[begin:end])
-            else:
-                values = self._get(end, self.gguf_scalar_to_np[element], count[0])
-                parts += list(values.reshape(-1, 1))
-                end += values.nbytes
-            types = [gguf.GGUFValueType.ARRAY, *([element] if len(parts) > 2 else ())]
-            return end - orig_offs, parts, list(range(2, len(parts))), types
-
-    return Reader(file)
-
-
-def check_header(file: Path) -> None:
-    """Raise ValueError if the header of a GGUF file has lengths, counts or sizes beyond the file, or too many values.
-
-    gguf's reader would allocate, loop and recurse by them. A file of another kind is left to the reader. Raises OSError.
-    """
-    import gguf
-
-    known, sizes = set(gguf.GGMLQuantizationType), gguf.GGML_QUANT_SIZES
-    with file.open("rb") as stream:
-        magic, version = stream.read(4), stream.read(4)
-        if magic != b"GGUF":
-            return
-        header = _HeaderScan(stream, file.stat().st_size, "big" if version[:2] == b"\0\0" else "little")
-        tensors, keys = header.number(8), header.number(8)
-        header.count(tensors, "tensors")
-        header.count(keys, "keys")
-        for _ in range(keys):
-            header.skip(header.number(8), "a key")
-            header.skip_value(header.number(4))
-        for _ in range(tensors):
-            length = header.number(8)
-            if length > MAX_TENSOR_NAME:
-                header.fail(f"has a tensor with a name of {length} bytes")
-            name = stream.read(length).decode(errors="replace")[:MAX_TOLD_CHARS]
-            if (dimensions := header.number(4)) > MAX_DIMENSIONS:
-                header.fail(f"says {dimensions} dimensions of {name}")
-            shape = [header.number(8) for _ in range(dimensions)]
-            kind, offset = header.number(4), header.number(8)
-            if kind in known:
-                block, block_bytes = sizes[gguf.GGMLQuantizationType(kind)]
-                if 0 in shape or offset + math.prod(shape) // block * block_bytes > header.size:
-                    raise ValueError(
-                        f"cut short: fetch the file again; its header says {shape} of {name} from byte {offset} on, and the file "
-                        f"has {header.size} bytes"
-                    )
-
-
-@dataclass
-class _HeaderScan:
-    """Reading place in the header of a GGUF file of `size` bytes. Its methods raise ValueError if the header is damaged."""
-
-    stream: IO[bytes]
-    size: int
-    order: Literal["little", "big"]
-    values: int = 0
-    """Keys, tensors and elements of arrays so far"""
-
-    def fail(self, what: str) -> NoReturn:
-        """Raise ValueError: the header does `what`."""
-        raise ValueError(f"its header {what}: it is damaged, or cut short: fetch the file again")
-
-    def number(self, count: int) -> int:
-        """Read an unsigned number of `count` bytes."""
-        raw = self.stream.read(count)
-        if len(raw) < count:
-            self.fail("ends early")
-        return int.from_bytes(raw, self.order)
-
-    def skip(self, count: int, what: str) -> None:
-        """Pass over `count` bytes."""
-        if count > self.size - self.stream.tell():
-            self.fail(f"has {what} of {count} bytes, more than the file")
-        self.stream.seek(count, 1)
-
-    def count(self, count: int, what: str) -> None:
-        """Add `count` to the values of the header, which are limited."""
-        self.values += count
-        if count > self.size or self.values > MAX_HEADER_VALUES:
-            self.fail(f"says {count} {what}, more than are read ({MAX_HEADER_VALUES:,} in all)")
-
-    def skip_value(self, kind: int) -> None:
-        """Pass over the value of a key, of the type with this number."""
-        if kind in SCALAR_BYTES:
-            self.skip(SCALAR_BYTES[kind], "a number")
-        elif kind == STRING:
-            self.skip(self.number(8), "a text")
-        elif kind != ARRAY:
-            self.fail(f"has a value of type {kind}")
-        else:
-            kind, count = self.number(4), self.number(8)
-            self.count(count, "elements of an array")
-            if kind in SCALAR_BYTES:
-                self.skip(count * SCALAR_BYTES[kind], "an array")
-            elif kind != STRING:
-                self.fail(f"has an array of values of type {kind}")
-            else:
-                for _ in range(count):
-                    self.skip(self.number(8), "a text")
-
-
 def fault_of_gguf(error: BaseException) -> str:
-    """Return what is wrong with a GGUF file, in words, by the error of gguf's or transformers' reader."""
+    """Return what is wrong with a GGUF file, in words, by the error of its reader here or of transformers."""
     text = " ".join(str(error).split())
+    if isinstance(error, CheckpointError):
+        return f"{text}: fetch the file again"
     for pattern, told in _FAULTS.items():
         if found := re.search(pattern, text):
             return found.expand(told)
@@ -514,7 +381,7 @@ def fault_of_gguf(error: BaseException) -> str:
 class _Packed:
     """Place of a tensor that stays packed: the file's tensor, its format and shape, and its name in the model's index."""
 
-    tensor: Any
+    tensor: GgufTensor
     form: Format
     shape: tuple[int, ...]
     name: str
@@ -523,7 +390,7 @@ class _Packed:
     @property
     def source(self) -> str:
         """Name in the file."""
-        return str(self.tensor.name)
+        return self.tensor.name
 
     @property
     def parameter(self) -> str:
@@ -532,9 +399,9 @@ class _Packed:
 
     def values(self, file: str) -> dict[str, Any]:
         """Return the entry of the index; `file` is the name of the file."""
-        begin = int(self.tensor.data_offset)
+        begin = self.tensor.data_offset
         place: dict[str, Any] = {"file": file, "format": self.form.name, "shape": list(self.shape)}
-        place |= {"begin": begin, "end": begin + int(self.tensor.n_bytes)}
+        place |= {"begin": begin, "end": begin + self.tensor.n_bytes}
         return {**place, "heads": self.heads} if self.heads else place
 
 
@@ -556,12 +423,7 @@ class _Outline(Checkpoint):
             for name, shape in plain.items()
         }
         for each in index:
-            self.entries[each.name] = TensorEntry(file, each.form.name, each.shape, 0, int(each.tensor.n_bytes))
-
-
-def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor of gguf's reader, with the outermost dimension first."""
-    return tuple(int(size) for size in reversed(tensor.shape))
+            self.entries[each.name] = TensorEntry(file, each.form.name, each.shape, 0, each.tensor.n_bytes)
 
 
 def _shapes(family: Family, model: Any) -> dict[str, torch.Size]:

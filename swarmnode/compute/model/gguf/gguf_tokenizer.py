@@ -13,12 +13,14 @@ earlier ones left. They come from the models' own tokenizer.json files; llama.cp
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence, Sized
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from swarmnode.compute.packing.tensor_entry import MAX_TOLD_CHARS
 from swarmnode.errors import CheckpointError, LocalError
 
 DEFAULT = "default"
@@ -201,6 +203,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 stages = logging.getLogger("swarmnode.stages")
 
+Merges = Sequence[tuple[str, str]]
+TOKENIZER_NAME, NO_MERGES = "tokenizer.json", '"merges": []'
+
 PREFIX = "tokenizer."
 TOKENS = "tokenizer.ggml.tokens"
 SPACE = "▁"
@@ -289,8 +294,8 @@ class GgufTokenizer:
     def write(self, out: Path) -> None:
         """Write tokenizer.json and its config into `out`.
 
-        Raises CheckpointError if the tokenizer has parts that are not supported here, LocalError if tokenizer.json cannot be
-        written, OSError if its config cannot, and the errors of `tokenizers` and `transformers`.
+        Raises CheckpointError if the tokenizer has parts that are not supported here, LocalError if the files cannot be written,
+        and the errors of `tokenizers` and `transformers`.
         """
         from transformers import PreTrainedTokenizerFast
 
@@ -303,7 +308,7 @@ class GgufTokenizer:
                 )
         make: Any = PreTrainedTokenizerFast
         pre = pre_tokenizer(str(self._said("ggml.pre") or DEFAULT))
-        pipeline = self._pipeline(pre)
+        pipeline, merges = self._pipeline(pre)
         named = {
             name: self.tokens[token] for name, key in NAMED_TOKENS.items() if (token := self._token_id(key)) is not None
         }
@@ -327,8 +332,10 @@ class GgufTokenizer:
         tokenizer.chat_template = templates or (None if default is None else str(default))
         try:
             tokenizer.save_pretrained(out, save_jinja_files=False)
-        except Exception as error:  # of tokenizers, which has no class of its own for a failed write, as on a full disk
-            if type(error) is not Exception:
+            if merges:
+                _write_merges(out / TOKENIZER_NAME, merges)
+        except Exception as error:  # tokenizers has no class of its own for a failed write, as on a full disk
+            if type(error) is not Exception and not isinstance(error, OSError):
                 raise
             raise LocalError(f"the tokenizer cannot be written into {out}: {error}; choose another place") from error
 
@@ -337,43 +344,56 @@ class GgufTokenizer:
         token = self._said(f"ggml.{name}_token_id")
         return int(token) if token is not None and 0 <= int(token) < len(self.tokens) else None
 
-    def _pipeline(self, pre: PreTokenizer) -> Any:
-        """Return the tokenizer as one of the `tokenizers` library. Raises CheckpointError if it is of another kind."""
+    def _pipeline(self, pre: PreTokenizer) -> tuple[Any, Merges]:
+        """Return the tokenizer as one of the `tokenizers` library, and the merges that it lacks.
+
+        Raises CheckpointError if it is of another kind.
+        """
         from tokenizers import AddedToken, Tokenizer
 
         kind, whole = str(self._said("ggml.model")), self._said("huggingface.json")
         if whole is not None:
-            return Tokenizer.from_str(str(whole))
+            return Tokenizer.from_str(str(whole)), ()
         if kind not in ("gpt2", "llama", "gemma4"):
             raise CheckpointError(
                 f"its tokenizer is of the kind {kind!r}, not byte pairs (gpt2) or SentencePiece (llama)"
             )
         if len(self.tokens) >= LARGE:
             stages.info("Converting a vocabulary of %s tokens", f"{len(self.tokens):,}")
-        pipeline = self._byte_pairs(pre) if kind == "gpt2" else self._sentencepiece(kind)
+        pipeline, merges = self._byte_pairs(pre) if kind == "gpt2" else self._sentencepiece(kind)
         for kinds, special in (((CONTROL, UNKNOWN), True), ((USER_DEFINED,), False)):
             added = [token for token, kind in zip(self.tokens, self._types, strict=True) if kind in kinds]
             add = pipeline.add_special_tokens if special else pipeline.add_tokens
             add([AddedToken(token, normalized=False, special=special) for token in added if token.strip(" ")])
-        return pipeline
+        return pipeline, merges
 
-    def _merges(self) -> list[tuple[str, str]]:
-        """Return the pairs under `tokenizer.ggml.merges`, first ones first. Raises CheckpointError if they are no pairs."""
+    def _merges(self, vocabulary: Mapping[str, int]) -> Merges:
+        """Return the pairs under `tokenizer.ggml.merges`, first ones first.
+
+        Raises CheckpointError if they are no pairs, or are not in the vocabulary.
+        """
         table = self._needed_table(
             "ggml.merges", str, "the pairs that make its tokens: texts would be cut into single bytes"
         )
         merges = [(merge[:cut], merge[cut + 1 :]) for merge in table if (cut := merge.find(" ", 1)) > 0]
         if len(merges) < len(table):
             raise CheckpointError(f"its {PREFIX}ggml.merges has an entry that is no pair of tokens")
+        for pair in merges:
+            for token in (*pair, "".join(pair)):
+                if token not in vocabulary:
+                    raise CheckpointError(f"its merges do not fit its tokens: {token[:MAX_TOLD_CHARS]!r} is none")
+        if len(set(merges)) < len(merges):  # the last place of a pair counts
+            merges = [*dict.fromkeys(reversed(merges))][::-1]
         return merges
 
-    def _byte_pairs(self, pre: PreTokenizer) -> Any:
-        from tokenizers import decoders, normalizers
+    def _byte_pairs(self, pre: PreTokenizer) -> tuple[Any, Merges]:
+        from tokenizers import Tokenizer, decoders, models, normalizers
 
         vocabulary = {token: number for number, token in enumerate(self.tokens)}
         if len(vocabulary) < len(self.tokens):
             raise CheckpointError("its tokenizer has a token twice")
-        pipeline = _merging(vocabulary, self._merges(), ignore_merges=pre.whole_words, byte_fallback=not pre.is_bytes)
+        settings = {"ignore_merges": pre.whole_words, "byte_fallback": not pre.is_bytes}
+        pipeline: Any = Tokenizer(models.BPE(vocabulary, [], **settings))
         pipeline.pre_tokenizer = as_pipeline(pre)
         if pre.is_bytes:
             pipeline.decoder = decoders.ByteLevel()
@@ -382,12 +402,12 @@ class GgufTokenizer:
             pipeline.decoder = decoders.Sequence([*spaces, decoders.ByteFallback(), decoders.Fuse()])
         if pre.marks_spaces:
             pipeline.normalizer = normalizers.Replace(" ", SPACE)
-        return pipeline
+        return pipeline, self._merges(vocabulary)
 
-    def _sentencepiece(self, kind: str) -> Any:
+    def _sentencepiece(self, kind: str) -> tuple[Any, Merges]:
         """Return a SentencePiece tokenizer with the merges that its tokens imply, in the order of their scores; Gemma 4 has its
         own merges. The result is transformers' own, as its classes for Llama, Gemma and Phi-3 have it."""
-        from tokenizers import decoders, normalizers, pre_tokenizers
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
         architecture = str(self._fields["general.architecture"].contents())
         is_gemma = kind == "gemma4" or architecture in ("gemma", "gemma2", "gemma3")
@@ -400,9 +420,9 @@ class GgufTokenizer:
             scores = [float(-number) for number in range(len(tokens))]
         vocabulary = {token: number for number, token in enumerate(tokens)}
         has_merges = "tokenizer.ggml.merges" in self._fields
-        merges = self._merges() if has_merges else implied_merges(dict(zip(tokens, scores, strict=True)))
+        merges = self._merges(vocabulary) if has_merges else implied_merges(dict(zip(tokens, scores, strict=True)))
         unknown = "<unk>" if is_gemma and "<unk>" in vocabulary else None
-        pipeline = _merging(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        pipeline: Any = Tokenizer(models.BPE(vocabulary, [], unk_token=unknown, fuse_unk=True, byte_fallback=True))
         steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         if is_gemma:
             pipeline.normalizer = normalizers.Replace(" ", SPACE)
@@ -419,7 +439,7 @@ class GgufTokenizer:
             else:
                 pipeline.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False)
         pipeline.decoder = decoders.Sequence(steps)
-        return pipeline
+        return pipeline, merges
 
 
 class _Uncopied(NamedTuple):
@@ -431,14 +451,12 @@ class _Uncopied(NamedTuple):
         return self.pipeline
 
 
-def _merging(vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], **settings: Any) -> Any:
-    """Return a tokenizer that merges pairs. Raises CheckpointError if they are not in the vocabulary."""
-    from tokenizers import Tokenizer, models
-
-    try:
-        return Tokenizer(models.BPE(vocabulary, merges, **settings))
-    except Exception as error:  # tokenizers raises no other class
-        raise CheckpointError(f"its merges do not fit its tokens: {error}") from error
+def _write_merges(file: Path, merges: Merges) -> None:
+    """Write merges into a tokenizer.json that has none. `tokenizers` would take seconds for those of a large vocabulary."""
+    front, none, rest = file.read_text(encoding="utf-8").rpartition(NO_MERGES)
+    assert none, f"{file} has no empty list of merges"
+    text = json.dumps(merges, ensure_ascii=False, separators=(",", ":"))
+    file.write_text(f"{front}{none.removesuffix('[]')}{text}{rest}", encoding="utf-8")
 
 
 def implied_merges(scores: Mapping[str, float]) -> list[tuple[str, str]]:

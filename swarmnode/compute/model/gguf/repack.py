@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from swarmnode.compute.model.assemble import assemble, check_tensors
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.checkpoint_writer import write_plain
-from swarmnode.compute.model.gguf.gguf import fault_of_gguf, open_parts, shape_of
+from swarmnode.compute.model.gguf.gguf import fault_of_gguf, open_parts
 from swarmnode.compute.model.gguf.gguf_config import GgufHeader
 from swarmnode.compute.model.traced_model import FOREIGN_ERRORS, build_on_meta
 from swarmnode.compute.packing.ggml import DTYPES, FORMATS, PACKAGE, Format, check_finite, dequantise, library
@@ -347,15 +347,10 @@ class GgufRepack:
         self.file, self._recipe = file, recipe
         _, self._readers = open_parts(file)
         self._tensors: list[Any] = [tensor for reader in self._readers for tensor in reader.tensors]
-        swapped = any(reader.byte_order != "I" for reader in self._readers)
         try:
             self.choice  # noqa: B018  # raises if keys or tensors are not as they must be
-        except (*FOREIGN_ERRORS, OSError) as error:
+        except FOREIGN_ERRORS as error:
             raise CheckpointError(f"{file}: {fault_of_gguf(error)}") from error
-        if swapped:
-            raise CheckpointError(
-                f"{file}: in the byte order of other machines; convert it with gguf-py's gguf-convert-endian"
-            )
         for tensor in [] if again else self._tensors:  # a matrix would be rounded a second time
             own, wanted = tensor.tensor_type.name, self.choice.forms.get(str(tensor.name))
             if own not in DTYPES and wanted is not None and wanted.name != own:
@@ -369,7 +364,7 @@ class GgufRepack:
     @cached_property
     def choice(self) -> FormatChoice:
         """The formats of the matrices. Raises CheckpointError if none can be packed."""
-        shapes = {str(tensor.name): shape_of(tensor) for tensor in self._tensors}
+        shapes = {str(tensor.name): tensor.shape for tensor in self._tensors}
         ends = {HEAD: END, EMBEDDING: TABLE} if HEAD in shapes else {EMBEDDING: END}
         matrices = [
             Matrix(name, shape, ends.get(name, ""))
@@ -392,9 +387,9 @@ class GgufRepack:
     def _new(self) -> list[NewTensor]:
         """The tensors to write, in the order of the file."""
         return [
-            NewTensor.packed(str(tensor.name), shape_of(tensor), form)
+            NewTensor.packed(str(tensor.name), tensor.shape, form)
             if (form := self.choice.forms.get(str(tensor.name))) is not None
-            else NewTensor(str(tensor.name), shape_of(tensor), int(tensor.tensor_type), int(tensor.n_bytes))
+            else NewTensor(str(tensor.name), tensor.shape, int(tensor.tensor_type), int(tensor.n_bytes))
             for tensor in self._tensors
         ]
 
@@ -432,15 +427,10 @@ class GgufRepack:
         """Return the keys of the new file: those of the first part as they are there, but for those of its tensors' bytes."""
         import gguf
 
-        reader = self._readers[0]
-        fields = [field for name, field in reader.fields.items() if not name.startswith("GGUF.")]
-        end = reader.tensors[0].field.offset if reader.tensors else reader.data_offset
-        ends = [*(field.offset for field in fields[1:]), end]
         kept = [
-            bytes(reader.data[field.offset : last])
-            for field, last in zip(fields, ends, strict=True)
-            if field.name not in (FILE_TYPE, QUANTIZATION_VERSION, ALIGNMENT_KEY)
-            and not field.name.startswith("split.")
+            bytes(field.entry)
+            for name, field in self._readers[0].fields.items()
+            if name not in (FILE_TYPE, QUANTIZATION_VERSION, ALIGNMENT_KEY) and not name.startswith("split.")
         ]
         file_type = int(gguf.LlamaFileType[f"MOSTLY_{self._recipe.file_type}"])
         return [*kept, key_of_number(FILE_TYPE, file_type), key_of_number(QUANTIZATION_VERSION, PRESENT_VERSION)]
