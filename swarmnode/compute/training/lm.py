@@ -289,6 +289,7 @@ def has_token(positions_BT: Tensor) -> Tensor:
 
 def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str = "cpu") -> SpanSegment:
     """Load layers [start, end) to train them, in float32. Raises CheckpointError, LocalError."""
+    check_trains_at_layers(checkpoint.family)
     check_family(checkpoint.family)
     model = load_model(checkpoint, start, end, dtype=torch.float32)
     model.to(device)
