@@ -33,7 +33,7 @@ from swarmnode.gateway.generation.request_fields import SamplingFields, ToolUse
 from swarmnode.gateway.generation.response_parser import THOUGHTS_BEGIN as THINK_BEGIN
 from swarmnode.gateway.generation.response_parser import CommonParser, ReasoningParser, ResponseParser, TemplateParser
 from swarmnode.gateway.http.api_error import RETRY_S, ApiError, bad_request
-from swarmnode.gateway.openai.kept_responses import KeptResponses
+from swarmnode.gateway.openai.kept_responses import ResponseStore
 from swarmnode.gateway.openai.replies import ModelCard
 from swarmnode.net.tasks import Tasks
 from swarmnode.serving.client.generation import GenerateOptions
@@ -161,12 +161,12 @@ class ServedModel:
         return ModelCard(
             id=self.name,
             created=manifest.created,
-            max_model_len=self.client.known_positions,
+            max_model_len=self.client.cached_positions,
             task=manifest.task,
             parent=self.parent,
             system_prompt=None if prompter is None else prompter.system_place,
             tool_prompt=None if prompter is None else prompter.tool_place,
-            sampling=self.client.known_defaults,
+            sampling=self.client.cached_defaults,
         )
 
     # -- text and ids
@@ -324,7 +324,7 @@ class Gateway:
         home: Path | None = None,
     ) -> None:
         self.config = config
-        self.responses = None if home is None else KeptResponses(home)
+        self.responses = None if home is None else ResponseStore(home)
         self.readings: Counter[str] = Counter()  # of kept responses that are read now, by the key's name
         self.keys = keys or KeyRing()
         self.queue = FairQueue(running=config.running, waiting=config.waiting, wait_s=config.wait_s)

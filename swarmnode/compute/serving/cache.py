@@ -244,12 +244,13 @@ class CachePool:
         history = None if session is None else session.history
         base = length if history is None or length >= held else history.base(length)
         reachable = length if history is None or length >= held else history.reachable(length)
-        return reachable if self.keeps(held, base) else 0
+        return reachable if self.retains(held, base) else 0
 
-    def keeps(self, held: int, length: int) -> bool:
+    def retains(self, held: int, length: int) -> bool:
         """Return whether a session of at most `held` positions surely has the first `length` whole, wherever its windows stand."""
         return all(
-            held + MAX_LAG <= window.kept or held - length <= window.slack - MAX_LAG for window in self.windows.values()
+            held + MAX_LAG <= window.retained or held - length <= window.slack - MAX_LAG
+            for window in self.windows.values()
         )
 
     def truncate(self, session_id: Hashable, length: int) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.family import check_trains_at_layers
 from swarmnode.compute.model.linear import release_pages, speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.cohort import AttentionCache, Window, sliding_layers
@@ -48,14 +49,14 @@ def can_pack(config: Any, length: int) -> bool:
     return config.model_type in PACKING_FAMILIES and not (short and sliding_layers(config))
 
 
-class NothingKept(AttentionCache):
+class NullCache(AttentionCache):
     """Cache that keeps nothing, for a model of this transformers config: attention gets back its own keys and values."""
 
     def __init__(self, config: Any) -> None:
         super().__init__({layer: Window(size) for layer, size in sliding_layers(config).items()}, 0)
 
     def __repr__(self) -> str:
-        return "NothingKept()"
+        return "NullCache()"
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -91,7 +92,7 @@ class SpanSegment(Segment):
         self._routers: RouterWatch | None = None
         self._dropout = CounterDropout()
         self._drops = draws_dropout(span.model, span.config)
-        self._cache = NothingKept(span.config)
+        self._cache = NullCache(span.config)
         span.model.train().requires_grad_(True)
         for number in span.layers_of(span.start, span.end):
             span.stack.get_submodule(str(number)).register_forward_pre_hook(self._reseeding(number + 1))

@@ -59,7 +59,7 @@ class Guard:
                         "this gateway needs an API key: send the header Authorization: Bearer sk-…",
                         code="invalid_api_key",
                     )
-                if wait_s := key.take():
+                if wait_s := key.count_request():
                     raise too_many(
                         f"this key is limited to {key.limits.per_minute} requests a minute: try again later", wait_s
                     )
