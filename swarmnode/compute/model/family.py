@@ -25,6 +25,9 @@ STATELESS_LAYERS = frozenset({"moe", "mlp"})
 """Kinds of layers in transformers' `layer_types`: with a KV cache, with a recurrent state (hybrid: with both), with neither"""
 SPLITTABLE_LAYER_TYPES = ATTENTION_LAYERS | STATE_LAYERS | STATELESS_LAYERS
 STATE_ITEM_BYTES = 4
+SNAPSHOTS = 4  # of the recurrent states of one session
+STATE_COPIES = SNAPSHOTS + 2  # ... its states, and a pass's copy of them
+STATE_TOKENS = 512  # cached tokens that stand for a session's states where memory is planned by tokens
 KV_SCALE_BYTES = 2  # of a head's keys or values at one position in 8 bits
 KEYS = ("quantization_config", "compression_config")
 
@@ -118,6 +121,12 @@ class Family(ModelTrace):
         if kv == PLAIN or not elements:
             return elements * itemsize
         return elements + KV_SCALE_BYTES * sum(heads for heads, _ in self.cache_shapes[unit - 1])
+
+    def planned_bytes_per_token(self, unit: int, itemsize: int, kv: str = PLAIN) -> int:
+        """Return the bytes to plan for a cached token of one unit, where memory is shared out by tokens. A session's recurrent
+        states, which do not grow, count as `STATE_TOKENS` tokens."""
+        states = STATE_COPIES * self.state_bytes(unit, itemsize)
+        return self.cache_bytes_per_token(unit, itemsize, kv) + -(-states // STATE_TOKENS)
 
     def units_of_tensor(self, name: str) -> tuple[int, ...]:
         """Return the units that need the checkpoint's tensor `name`; none if the model has no such tensor.

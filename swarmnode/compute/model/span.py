@@ -140,6 +140,11 @@ class ModelSpan:
         units = range(self.start, self.end)
         return sum(self.family.cache_bytes_per_token(unit, self.dtype.itemsize, kv) for unit in units)
 
+    def planned_bytes_per_token(self, kv: str) -> int:
+        """Return the bytes to plan for a cached token, over all layers of the span; see `Family.planned_bytes_per_token`."""
+        units = range(self.start, self.end)
+        return sum(self.family.planned_bytes_per_token(unit, self.dtype.itemsize, kv) for unit in units)
+
     def pass_bytes(self, positions: int, rows: int) -> int:
         """Return the approximate bytes of one pass besides caches: a layer's values for `positions`, and logits of `rows`.
 

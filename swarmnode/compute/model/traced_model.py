@@ -134,7 +134,8 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
 
 
 def _check_layers(model_class: type[Any], config: Any, shapes: Sequence[Any], states: Sequence[Any]) -> None:
-    """Raise CheckpointError if a layer keeps something else than its kind in `layer_types` says."""
+    """Raise CheckpointError if a layer keeps neither a KV cache nor a state and is not of a kind without them, or if `layer_types`
+    is too short."""
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(shapes)
     if len(kinds) < len(shapes):
         raise CheckpointError(

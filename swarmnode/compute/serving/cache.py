@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 
+from swarmnode.compute.model.family import STATE_COPIES
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import (
     LONGEST_SHARED,
@@ -31,7 +32,7 @@ from swarmnode.compute.serving.cohort import (
     regroup,
     sliding_layers,
 )
-from swarmnode.compute.serving.states import KEPT_INPUTS, STATE_COPIES, StateHistory
+from swarmnode.compute.serving.states import KEPT_INPUTS, StateHistory
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, Full, MemoryLedger
@@ -216,8 +217,17 @@ class CachePool:
             self.take_snapshot(source)
         base = length if history is None else history.base(length)
         is_here = history is None or history.reachable(length) == length
-        if source.cohort is None or source.lost or not max(1, source.floor) <= base <= source.length or not is_here:
+        if (
+            source.cohort is None
+            or source.lost
+            or not source.floor <= base <= source.length
+            or not length
+            or not is_here
+        ):
             raise ProtocolError(f"{source!r} does not hold the first {length} positions", code=ErrorCode.NO_SESSION)
+        if not base:  # the latest inputs are all of them
+            session.history = None if history is None else history.fork(length)
+            return
         capacity = min(session.max_length, base + max(GROW_COLUMNS, base // 4))
         try:
             self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))
@@ -242,8 +252,8 @@ class CachePool:
         begin anew. May be called from another thread while the session computes nothing."""
         session = self.sessions.get(session_id)
         history = None if session is None else session.history
-        base = length if history is None or length >= held else history.base(length)
-        reachable = length if history is None or length >= held else history.reachable(length)
+        base = length if history is None else history.base(length)
+        reachable = length if history is None else history.reachable(length)
         return reachable if self.retains(held, base) else 0
 
     def retains(self, held: int, length: int) -> bool:

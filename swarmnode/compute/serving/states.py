@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from swarmnode.compute.model.family import SNAPSHOTS
 from swarmnode.compute.model.traced_model import CONV, RECURRENT, StateKey
 
-SNAPSHOTS = 4  # of one session
-STATE_COPIES = SNAPSHOTS + 2  # ... its states, and a pass's copy of them
 SNAPSHOT_DISTANCE = 64  # positions between snapshots of a session that takes single steps
 KEPT_INPUTS = 4 * SNAPSHOT_DISTANCE  # positions whose inputs a session keeps at most
 
@@ -147,7 +146,7 @@ class StateHistory:
         if count > KEPT_INPUTS:
             self._inputs, self.first_input = [], end
             return
-        self._inputs.append(x)
+        self._inputs.append(x.clone())
         if end - self.first_input > KEPT_INPUTS:
             first = next((each for each in self.lengths if each >= end - KEPT_INPUTS), end)
             self._inputs = [torch.cat(self._inputs, dim=1)[:, first - self.first_input :].clone()]

@@ -195,7 +195,7 @@ class StageSession:
         if opened.truncate is not None:
             # The hop before sends the positions again that cannot stay.
             held, to = self.cursor.accepted, opened.truncate.to
-            self._cut(opened.truncate, min(to, self.pipeline.reachable(self.key, held, min(to, held))))
+            self._cut(opened.truncate, self.pipeline.reachable(self.key, held, to) if to < held else to)
         accepted = self.cursor.accepted
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.rebound(accepted)

@@ -89,7 +89,7 @@ class Model:
 
         family = family_of(config)
         parameters, active, shared = _count(family, _active_share(config))
-        cache = (family.cache_elements_per_token(unit) * WEIGHT_BYTES for unit in range(family.units))
+        cache = (family.planned_bytes_per_token(unit, WEIGHT_BYTES) for unit in range(family.units))
         return cls(name, tuple(parameters), tuple(map(int, active)), tuple(cache), int(config.hidden_size), shared)
 
     @property
