@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.family import check_packs, check_trains_at_layers, family_of
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
-from swarmnode.errors import ProtocolError
+from swarmnode.errors import CheckpointError, ProtocolError
 from tests.numerics.families import RECURRENT, tiny_config
 
 TOLERANCE = 1e-4  # of the logits' standard deviation; float32, whose sums depend on the order
@@ -172,6 +173,18 @@ def test_a_failed_pass_leaves_the_states_as_they_were(
             stages.run({"one": ids[:, 6:7]})
     found = torch.cat([stages.run({"one": ids[:, at : at + 1]})[0] for at in (6, 7)], 1)
     assert_same(found, model(ids, use_cache=False).logits[:, 6:])
+
+
+def test_what_is_not_served_of_them_is_refused_in_a_sentence() -> None:
+    hybrid = family_of(tiny_config("falcon_h1"))
+    with pytest.raises(CheckpointError, match=r"quantised weights yet; use"):
+        check_packs(hybrid)
+    with pytest.raises(CheckpointError, match=r"create --config"):
+        check_trains_at_layers(hybrid)
+    short = tiny_config("qwen3_next")
+    short.layer_types = short.layer_types[:2]
+    with pytest.raises(CheckpointError):
+        family_of(short)
 
 
 def fail(*_args: Any, **_options: Any) -> Any:
