@@ -200,8 +200,8 @@ def check_trains_at_layers(family: Family) -> None:
     """Raise CheckpointError if a model keeps recurrent states: it is served in spans of layers, and trained as a graph."""
     if family.keeps_states:
         raise CheckpointError(
-            f"{family.model_class.__name__} keeps recurrent states, which training in layers does not follow; begin the training "
-            "with `create --config`, which trains it as a graph"
+            f"{family.model_class.__name__} keeps recurrent states, which training and tuning in layers do not follow; `create "
+            "--config` begins a training of it as a graph"
         )
 
 
@@ -210,8 +210,8 @@ def check_packs(family: Family) -> Family:
     weights in ways that packed ones do not allow yet."""
     if family.keeps_states:
         raise CheckpointError(
-            f"{family.model_class.__name__} keeps recurrent states, and its layers cannot use quantised weights yet; use the model's "
-            "plain safetensors checkpoint"
+            f"{family.model_class.__name__} keeps recurrent states: its layers cannot use quantised weights yet; use the "
+            "model's plain safetensors checkpoint"
         )
     return family
 
