@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from swarmnode.codec.body import HopSpec
 from swarmnode.metrics import table
 from tests.net.virtual import in_virtual_time
 from tests.node.conftest import Founded
+from tests.node.test_client import causal_lm
 from tests.node.test_faults import TOKENS, generate_and, two_by_two
 from tests.node.test_kept_sessions import LONG, NEW, ask, reading, swarm_of
 from tests.numerics.families import COMMON, RECURRENT
@@ -67,6 +69,33 @@ async def test_several_answers_to_one_prompt_and_texts_in_company(
         results = await asyncio.gather(*(ask(client, list(prompt)) for prompt in prompts))
         for prompt, result in zip(prompts, results, strict=True):
             assert result.ids == hybrid.alone(list(prompt), NEW)
+
+
+@in_virtual_time
+async def test_the_swarm_as_a_transformers_model(served: Founded, hybrid: TinyModel, tmp_path: Path) -> None:
+    """Beams reorder states, wrong look-ups take them back, and a crop to where nothing is kept begins the session anew."""
+    whole = AutoModelForCausalLM.from_pretrained(hybrid.folder, dtype=torch.float32).eval()
+    ids, long = torch.tensor([[*PROMPT, *PROMPT[:4]]]), torch.tensor([(PROMPT * 60)[:450]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
+    async with causal_lm(served, tmp_path) as (turns, model):
+        for way in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+            ours = await turns.run(lambda: model.generate(ids, **options, **way))  # noqa: B023
+            beams = {name: number for name, number in way.items() if name == "num_beams"}
+            assert torch.equal(ours, whole.generate(ids, **options, **beams))
+
+        def crop_far_back() -> torch.Tensor:
+            cache = model.new_cache(1, 500)
+            model(long, cache=cache, logits_to_keep=1)
+            cache.crop(20)
+            logits: torch.Tensor = model(ids, cache=cache).logits
+            cache.close()
+            return logits
+
+        with torch.inference_mode():
+            expected = whole(torch.cat([long[:, :20], ids], 1), use_cache=False).logits[:, 20:]
+        logits = await turns.run(crop_far_back)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+        assert float((logits - expected).abs().max() / expected.std()) < 1e-4
 
 
 @pytest.mark.parametrize("drafts", ["off", "auto"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,12 @@ def test_what_is_not_served_of_them_is_refused_in_a_sentence() -> None:
     short.layer_types = short.layer_types[:2]
     with pytest.raises(CheckpointError):
         family_of(short)
+
+
+def test_the_page_lists_the_families_that_are_tested_here() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = page.partition("<!-- families with recurrent states -->")[2].partition("<!-- end -->")[0]
+    assert set(re.findall(r"`(\w+)`", table)) == set(RECURRENT)
 
 
 def fail(*_args: Any, **_options: Any) -> Any:
