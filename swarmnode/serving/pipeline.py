@@ -92,8 +92,9 @@ class Pipeline:
         sessions count as free."""
         held = [self.memory.cache_bytes(session) for session in retained if session in self.memory]
         return min(
-            (worker.runner.pool.budget.free_bytes + sum(cache_bytes[device] for cache_bytes in held))
-            // max(1, worker.runner.pool.bytes_per_token)
+            worker.runner.pool.positions_in(
+                worker.runner.pool.budget.free_bytes + sum(cache_bytes[device] for cache_bytes in held)
+            )
             for device, worker in enumerate(self.workers)
         )
 
@@ -120,15 +121,20 @@ class Pipeline:
         self._passed[session] = tuple(parts)
 
     def fork(self, source: int, session: int, length: int) -> None:
-        """Begin the newly opened `session` with the first `length` positions of `source`; `retains` must have returned
-        True for them."""
+        """Begin the newly opened `session` with the first `length` positions of `source`; `reachable` must have returned
+        `length`."""
         for worker in self._passed[session]:
             worker.fork(source, session, length)
 
-    def retains(self, source: int, held: int, length: int) -> bool:
-        """Return whether the first `length` positions of the session `source`, which holds at most `held` positions,
-        can be copied."""
-        return source in self and all(worker.runner.pool.retains(held, length) for worker in self._passed[source])
+    def reachable(self, source: int, held: int, length: int) -> int:
+        """Return how many of the first `length` positions of the session `source`, which holds at most `held` positions, can be
+        copied, or stay if it is cut; 0 if none."""
+        if source not in self:
+            return 0
+        pools = [worker.runner.pool for worker in self._passed[source]]
+        while (common := min(pool.reachable(source, held, length) for pool in pools)) < length:
+            length = common
+        return length
 
     def extend(self, session: int, max_length: int) -> None:
         """Raise a session's number of positions to `max_length`. Their memory must be promised already."""

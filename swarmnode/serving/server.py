@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 
 from swarmnode.codec.body import Body
 from swarmnode.codec.frames import Frame
@@ -348,6 +349,6 @@ class StageServer:
 def _begin_as(source: StageSession, session: StageSession, length: int, pipeline: Pipeline) -> None:
     """Copy the positions of `source` that are still here into the newly admitted session: `source` may have been freed
     for it."""
-    length = min(length, source.computed)
-    if pipeline.retains(source.key, source.cursor.accepted, length) and (begun := session.begin_as(source, length)):
+    reach = partial(pipeline.reachable, source.key, source.cursor.accepted)
+    if begun := session.begin_as(source, reach(min(length, source.computed)), reach):
         pipeline.fork(source.key, session.key, begun)

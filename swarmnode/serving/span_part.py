@@ -97,7 +97,7 @@ class SpanPart:
         hardware, executor = place.hardware, place.executors[loaded.device]
         span, lent = loaded.span, hardware.lent[loaded.device]
         units = Span(span.start, span.end)
-        cache_bytes = hardware.cache_tokens(units, lent) * max(1, span.kv_bytes_per_token(hardware.config.kv))
+        cache_bytes = hardware.cache_tokens(units, lent) * max(1, span.planned_bytes_per_token(hardware.config.kv))
         capture, kv = hardware.config.capture != "off", hardware.config.kv
         bounds = RunnerConfig(cache_bytes=cache_bytes, capture=capture, kv=kv)
         runner = StageRunner(span, bounds, lent.throttle, lent.ledger)

@@ -522,9 +522,14 @@ def _returning(result: JobResult) -> Finish:
 
 
 def _failure(job: Job, error: Exception) -> JobResult:
-    """Log an error of this node and return the session's result. Raises the error if it is a fault of the device."""
+    """Log an error of this node and return the session's result. Raises the error if it is a fault of the device.
+
+    NO_SESSION if the cache does not hold a position any more that the session goes back to: its client begins it anew.
+    """
     if is_device_fault(error):
         raise error
+    if isinstance(error, ProtocolError) and error.code == ErrorCode.NO_SESSION:
+        return JobResult(error=ErrorCode.NO_SESSION)
     log.error("session %d failed at position %d", job.session, job.start, exc_info=error)
     return JobResult(error=ErrorCode.INTERNAL)
 

@@ -476,7 +476,11 @@ class HopPassage(AdapterPassage):
 
 
 def check_parts(devices: Sequence[TuningDevice], units: Span, recipe: AdapterRecipe) -> int:
-    """Return the bytes of an adapter for layers `units`. Raises ProtocolError if the devices can never have room for it."""
+    """Return the bytes of an adapter for layers `units`. Raises ProtocolError if the devices can never have room for it, or the
+    model keeps recurrent states (a row with several documents would mix them)."""
+    if any(device.span.family.keeps_states for device in devices):
+        text = "adapters of models with recurrent states cannot be tuned"
+        raise ProtocolError(text, code=ErrorCode.INVALID_REQUEST)
     needed: dict[MemoryLedger, int] = {}
     for device in _used(devices, units):
         span = narrowed(device.span, units)

@@ -101,12 +101,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8, "sliding_window": 6},
 }  # fmt: skip
 
+MAMBA2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_n_groups": 2,
+                          "mamba_expand": 2, "mamba_chunk_size": 4}  # fmt: skip
+DELTA: dict[str, Any] = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+                         "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4}  # fmt: skip
+LAYERS = {"layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"]}
+LATENT: dict[str, Any] = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+                          "num_key_value_heads": 4}  # fmt: skip
+
+# Families with recurrent states: what each adds to COMMON.
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba": {"state_size": 8, "expand": 2, "conv_kernel": 4, "time_step_rank": 4},
+    "falcon_mamba": {"state_size": 8, "expand": 2, "conv_kernel": 4, "time_step_rank": 4},
+    "mamba2": {"state_size": 8, "expand": 2, "conv_kernel": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4},
+    "falcon_h1": {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 1.0]},
+    "bamba": {**MAMBA2, "attn_layer_indices": [2]},
+    "granitemoehybrid": {**MAMBA2, **EXPERTS, **LAYERS, "shared_intermediate_size": 16},
+    "jamba": {"num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 3, "attn_layer_offset": 2,
+              "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_dt_rank": 4,
+              "use_mamba_kernels": False},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "mamba"], "mamba_num_heads": 8, "mamba_head_dim": 8,
+                   "n_groups": 2, "ssm_state_size": 8, "chunk_size": 4, "head_dim": 8, "n_routed_experts": 4,
+                   "num_experts_per_tok": 2, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+                   "n_group": 1, "topk_group": 1},
+    "lfm2": {"full_attn_idxs": [2], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
+    "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "conv", "full_attention", "conv"], "num_dense_layers": 2},
+    "lfm3": {"head_dim": 8, "sliding_window": 6},
+    "qwen3_next": {**DELTA, **EXPERTS, **LAYERS, "head_dim": 8, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 2},
+    "qwen3_5_text": {**DELTA, **LAYERS, "head_dim": 8},
+    "qwen3_5_moe_text": {**DELTA, **EXPERTS, **LAYERS, "head_dim": 8, "shared_expert_intermediate_size": 16},
+    "olmo_hybrid": {**DELTA, **LAYERS},
+    "minimax": {**EXPERTS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 4},
+    "kimi_linear": {**EXPERTS, **LAYERS, **LATENT, "linear_head_dim": 8, "linear_num_heads": 4},
+    "bailing_hybrid": {**EXPERTS, **LAYERS, **LATENT, "head_dim": 8, "n_group": 1, "topk_group": 1,
+                       "first_k_dense_replace": 1},
+    "lara_mini": {**DELTA, **EXPERTS, "head_dim": 8, "sliding_window": 6, "shared_expert_intermediate_size": 16},
+}  # fmt: skip
+
 REFUSED: dict[str, str] = {
-    "mamba": "recurrent state",
-    "qwen3_next": "recurrent state",
-    "rwkv": "recurrent state",
-    "jamba": "recurrent state",
-    "lfm2": "conv",
+    "rwkv": "no recurrent state of its own that can be followed",
+    "recurrent_gemma": "no recurrent state of its own that can be followed",
+    "xlstm": "cannot be looked into",
+    "deepseek_v4": "compressed_sparse_attention",
     "t5": "encoder-decoder",
     "bart": "encoder-decoder",
     "gemma3": "images or sound",
@@ -123,7 +159,7 @@ def tiny_config(model_type: str) -> Any:
     """The config of a tiny model of this type, greedy, without end-of-sequence token and without dropout."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    config = CONFIG_MAPPING[model_type](**{**COMMON, **FAMILIES[model_type]})
+    config = CONFIG_MAPPING[model_type](**{**COMMON, **{**FAMILIES, **RECURRENT}[model_type]})
     config.eos_token_id = None
     for name in [name for name, value in vars(config).items() if "drop" in name and isinstance(value, float)]:
         setattr(config, name, 0.0)

@@ -195,8 +195,8 @@ def test_the_comparison_notices_a_wrong_weight(model_type: str, tmp_path: Path) 
 def test_refused_with_the_reason(model_type: str, reason: str) -> None:
     """Before anything is loaded, in one line."""
     options: dict[str, Any] = {}
-    if model_type == "lfm2":
-        options = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}
+    if model_type in ("rwkv", "xlstm", "recurrent_gemma"):
+        options = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 97}
     if model_type == "mixtral":
         options = {"output_router_logits": True}
     with pytest.raises(CheckpointError, match=reason) as caught:

@@ -43,7 +43,8 @@ BUFFER_SHARE = 0.05
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Bytes of each layer of a model: of its weights, and of the KV cache of one token of one row."""
+    """Bytes of each layer of a model: of its weights, and of the cache of one token of one row
+    (`Family.planned_bytes_per_token`)."""
 
     weight_bytes: tuple[int, ...]
     cache_bytes_per_token: tuple[int, ...]
@@ -73,7 +74,7 @@ def unit_sizes(
             is_matrix = 1 <= unit <= family.layer_count and len(entry.shape) == 2 and ".experts." not in name
             width = QUANTIZED_BYTES[quantize] if is_matrix and quantize in QUANTIZED_BYTES else dtype.itemsize
             weights[unit] += entry.packed_bytes if keeps_packed and entry.is_packed else entry.elements * width
-    cache = (family.cache_bytes_per_token(unit, dtype.itemsize, kv) for unit in range(family.units))
+    cache = (family.planned_bytes_per_token(unit, dtype.itemsize, kv) for unit in range(family.units))
     return UnitSizes(tuple(int(size) for size in weights), tuple(cache))
 
 

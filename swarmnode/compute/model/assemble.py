@@ -115,8 +115,9 @@ def _cut(model: Any, family: Family, start: int, end: int, packed: Packed) -> No
     stack = Stack(
         held,
         total=family.layer_count,
-        returns_tuple=family.returns_tuple,
+        tuple_length=family.tuple_length,
         layer_types=getattr(family.config, "layer_types", None),
+        block_types={number: layer.block_type for number, layer in enumerate(layers) if hasattr(layer, "block_type")},
     )
     model.set_submodule(family.stack_name, stack)
     hold(model, packed)

@@ -14,7 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from swarmnode.compute.model.family import Family, family_of, plain_config, settings_of
+from huggingface_hub.errors import StrictDataclassError
+
+from swarmnode.compute.model.family import Family, check_packs, family_of, plain_config, settings_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.quantised_weights import QuantisedTensors
 from swarmnode.compute.packing.tensor_entry import (
@@ -99,7 +101,9 @@ class Checkpoint:
     def family(self) -> Family:
         """Anatomy of the model and its cut into units. Raises CheckpointError with the reason if the model cannot be cut."""
         check_layer_count(self.config, len(self.entries), self.path)
-        return family_of(self.config if self.quantised is None else plain_config(self.config))
+        if self.quantised is None:
+            return family_of(self.config)
+        return check_packs(family_of(plain_config(self.config)))
 
     @property
     def units(self) -> int:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from swarmnode.compute.model.lean import lean
@@ -18,7 +19,15 @@ from swarmnode.compute.model.traced_model import ModelTrace, trace_model
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
-SPLITTABLE_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+STATE_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
+STATELESS_LAYERS = frozenset({"moe", "mlp"})
+"""Kinds of layers in transformers' `layer_types`: with a KV cache, with a recurrent state (hybrid: with both), with neither"""
+SPLITTABLE_LAYER_TYPES = ATTENTION_LAYERS | STATE_LAYERS | STATELESS_LAYERS
+STATE_ITEM_BYTES = 4
+SNAPSHOTS = 4  # of the recurrent states of one session
+STATE_COPIES = SNAPSHOTS + 2  # ... its states, and a pass's copy of them
+STATE_TOKENS = 512  # cached tokens that stand for a session's states where memory is planned by tokens
 KV_SCALE_BYTES = 2  # of a head's keys or values at one position in 8 bits
 KEYS = ("quantization_config", "compression_config")
 
@@ -83,6 +92,20 @@ class Family(ModelTrace):
     def __repr__(self) -> str:
         return f"Family({self.model_class.__name__}, {self.units} units, layers in {self.stack_name})"
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether some layer keeps a recurrent state, which cannot be cut back to an earlier position."""
+        return any(self.state_shapes)
+
+    def state_bytes(self, unit: int, itemsize: int) -> int:
+        """Return the bytes of one row's recurrent states in one unit, at any length; 0 for a unit without states.
+
+        Families keep some states in float32 whatever their dtype, so an element counts as four bytes at least.
+        """
+        if not 1 <= unit <= self.layer_count:
+            return 0
+        return max(itemsize, STATE_ITEM_BYTES) * sum(prod(shape) for shape in self.state_shapes[unit - 1])
+
     def cache_elements_per_token(self, unit: int) -> int:
         """Return the elements that the KV cache of one unit keeps per token and row; 0 for the embedding and the head."""
         if not 1 <= unit <= self.layer_count:
@@ -98,6 +121,12 @@ class Family(ModelTrace):
         if kv == PLAIN or not elements:
             return elements * itemsize
         return elements + KV_SCALE_BYTES * sum(heads for heads, _ in self.cache_shapes[unit - 1])
+
+    def planned_bytes_per_token(self, unit: int, itemsize: int, kv: str = PLAIN) -> int:
+        """Return the bytes to plan for a cached token of one unit, where memory is shared out by tokens. A session's recurrent
+        states, which do not grow, count as `STATE_TOKENS` tokens."""
+        states = STATE_COPIES * self.state_bytes(unit, itemsize)
+        return self.cache_bytes_per_token(unit, itemsize, kv) + -(-states // STATE_TOKENS)
 
     def units_of_tensor(self, name: str) -> tuple[int, ...]:
         """Return the units that need the checkpoint's tensor `name`; none if the model has no such tensor.
@@ -136,10 +165,6 @@ def family_of(config: Any) -> Family:
         )
     for is_so, reason in (
         (
-            getattr(model_class, "_is_stateful", False),
-            "keeps a recurrent state (linear attention or Mamba) that cannot be batched yet; choose another model",
-        ),
-        (
             is_dynamic(config),
             "has rotary frequencies that change with every position (dynamic): sessions in one pass would change each other; "
             "choose another model",
@@ -149,7 +174,11 @@ def family_of(config: Any) -> Family:
             "asks for its routers' logits (output_router_logits), which come from all layers at once, so it cannot be split: "
             "set it to false in config.json",
         ),
-        (other, f"has layers of type {', '.join(other)}: only attention layers can be split; choose another model"),
+        (
+            other,
+            f"has layers of type {', '.join(other)}: only layers of attention, of linear attention, convolutions and "
+            "state spaces can be split; choose another model",
+        ),
     ):
         if is_so:
             raise CheckpointError(f"{kind} {reason}")
@@ -164,7 +193,27 @@ def trains_whole(config: Any) -> bool:
     for models of another kind.
     """
     is_stateful = getattr(causal_class(config), "_is_stateful", False)
-    return bool(is_stateful or _other_layers(config) or _asks_for_routers(config))
+    return bool(is_stateful or _kinds(config) - ATTENTION_LAYERS or _asks_for_routers(config))
+
+
+def check_trains_at_layers(family: Family) -> None:
+    """Raise CheckpointError if a model keeps recurrent states: it is served in spans of layers, and trained as a graph."""
+    if family.keeps_states:
+        raise CheckpointError(
+            f"{family.model_class.__name__} keeps recurrent states, which training and tuning in layers do not follow; `create "
+            "--config` begins a training of it as a graph"
+        )
+
+
+def check_packs(family: Family) -> Family:
+    """Return a family whose weights are quantised. Raises CheckpointError if it keeps recurrent states: such layers read their
+    weights in ways that packed ones do not allow yet."""
+    if family.keeps_states:
+        raise CheckpointError(
+            f"{family.model_class.__name__} keeps recurrent states: its layers cannot use quantised weights yet; use the "
+            "model's plain safetensors checkpoint"
+        )
+    return family
 
 
 def _asks_for_routers(config: Any) -> bool:
@@ -172,8 +221,12 @@ def _asks_for_routers(config: Any) -> bool:
 
 
 def _other_layers(config: Any) -> list[str]:
-    """Return the kinds of layers in `config` that are not attention layers."""
-    return sorted({str(kind) for kind in getattr(config, "layer_types", None) or ()} - SPLITTABLE_LAYER_TYPES)
+    """Return the kinds of layers in `config` whose caches are not known here."""
+    return sorted(_kinds(config) - SPLITTABLE_LAYER_TYPES)
+
+
+def _kinds(config: Any) -> set[str]:
+    return {str(kind) for kind in getattr(config, "layer_types", None) or ()}
 
 
 def causal_class(config: Any) -> type[Any]:

@@ -28,6 +28,11 @@ TINY_SIZES = {
     **dict.fromkeys(("sliding_window", "window_size", "attention_chunk_size"), 3),
     "num_experts_per_tok": 2,
     **dict.fromkeys(("n_group", "topk_group"), 1),
+    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "mamba_num_heads", "mamba_head_dim"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads", "time_step_rank", "mamba_dt_rank", "chunk_size"), 4),
+    **dict.fromkeys(("linear_num_key_heads", "n_groups", "mamba_n_groups"), 2),
+    **dict.fromkeys(("mamba_chunk_size", "block_size"), 4),
 }
 TINY_LAYERS = 4
 FACTORS = {"long_factor", "short_factor"}
@@ -110,8 +115,16 @@ def tiny_config(config: Any) -> Any:
         tiny.num_key_value_heads = {config.num_attention_heads: tiny.num_attention_heads, 1: 1}.get(sharing, 2)
     if getattr(config, "qk_rope_head_dim", None) is not None:
         tiny.head_dim = tiny.qk_rope_head_dim
+    # State-space layers have as many heads as fill their inner width.
+    inner = int((getattr(tiny, "mamba_expand", None) or getattr(tiny, "expand", None) or 2) * tiny.hidden_size)
+    if hasattr(config, "mamba_n_heads"):
+        tiny.mamba_n_heads, tiny.mamba_d_head = inner // 8, 8
+        if getattr(tiny, "mamba_d_ssm", None):
+            tiny.mamba_d_ssm = inner
+    elif hasattr(config, "state_size") and hasattr(config, "num_heads"):
+        tiny.num_heads = inner // tiny.head_dim
     # LongRoPE has one factor for each pair of a head's rotated numbers.
-    head = getattr(tiny, "head_dim", None) or tiny.hidden_size // tiny.num_attention_heads
+    head = getattr(tiny, "head_dim", None) or tiny.hidden_size // (getattr(tiny, "num_attention_heads", None) or 1)
     for rope in ropes(tiny):
         pairs = int(head * rope.get("partial_rotary_factor", 1.0)) // 2
         for name in FACTORS & rope.keys():

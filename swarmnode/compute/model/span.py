@@ -23,7 +23,7 @@ from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.linear import PackedLinear, Packings, packed_bytes
 from swarmnode.compute.model.quantised_weights import plain_slices, read_quantised
 from swarmnode.compute.model.stack import Stack
-from swarmnode.compute.model.traced_model import CACHE_ARGUMENT
+from swarmnode.compute.model.traced_model import CACHE_ARGUMENT, suit_cache
 from swarmnode.compute.packing.card_matrix import working_bytes
 from swarmnode.compute.packing.packed_weight import PackedStack, PackedWeight, held_by, read_weights
 from swarmnode.compute.packing.quantize import Quantization
@@ -83,6 +83,8 @@ class ModelSpan:
         self.hidden_size = int(model.config.hidden_size)
         self.vocab_size = int(model.config.vocab_size)
         self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self.steps_singly = False
+        """Whether the family's code can continue recurrent states only by one position at a time"""
         self.has_same_bits = attends_by_position(model)
         """Whether a position has the same bits in any company: fast products, and all that lies between them."""
 
@@ -137,6 +139,11 @@ class ModelSpan:
         """Return the bytes of the KV cache of one token of one row in the form `kv`, over all layers of the span."""
         units = range(self.start, self.end)
         return sum(self.family.cache_bytes_per_token(unit, self.dtype.itemsize, kv) for unit in units)
+
+    def planned_bytes_per_token(self, kv: str) -> int:
+        """Return the bytes to plan for a cached token, over all layers of the span; see `Family.planned_bytes_per_token`."""
+        units = range(self.start, self.end)
+        return sum(self.family.planned_bytes_per_token(unit, self.dtype.itemsize, kv) for unit in units)
 
     def pass_bytes(self, positions: int, rows: int) -> int:
         """Return the approximate bytes of one pass besides caches: a layer's values for `positions`, and logits of `rows`.
@@ -209,6 +216,12 @@ class ModelSpan:
         start = self.start if start is None else start
         end = self.end if end is None else end
         layers = self.layers_of(start, end)
+        if self.family.keeps_states and cache is not None:
+            suit_cache(cache, self.family.model_class)
+        if attention_mask is not None and not any(self.family.cache_shapes):
+            # Nothing looks back over columns: families of this kind expect the new ones alone, and only if one is padding.
+            attention_mask = attention_mask[:, -x.shape[1] :]
+            attention_mask = None if bool(attention_mask.all()) else attention_mask
         self.stack.select(layers.start, layers.stop)
         self.adapters.choose(adapters, x.shape[1])
         inputs: dict[str, Any] = {

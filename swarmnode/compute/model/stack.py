@@ -19,8 +19,9 @@ from torch import Tensor, nn
 class Stack(nn.ModuleList):
     """Layers of a model under their numbers in the whole model. Layers that are not held are missing.
 
-    `returns_tuple` says whether the family's layers return a tuple that starts with the hidden states, or the hidden states
-    alone. `layer_types` names the attention of each of the model's layers, if the family has several kinds.
+    `tuple_length` is the number of values that the family's layers return in a tuple that starts with the hidden states, or 0 if
+    they return the hidden states alone. `layer_types` names the kind of each of the model's layers, if the family has several.
+    `block_types` are the names that some families' layers have for it themselves.
     """
 
     def __init__(
@@ -28,18 +29,22 @@ class Stack(nn.ModuleList):
         layers: Mapping[int, nn.Module],
         *,
         total: int,
-        returns_tuple: bool,
+        tuple_length: int,
         layer_types: Sequence[str] | None = None,
+        block_types: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__()
         for number, layer in layers.items():
             self.add_module(str(number), layer)
         self.total = total
         kinds = layer_types or ["full_attention"] * total
-        self._skips: list[Any] = [_Skip(returns_tuple, kind) for kind in kinds]
+        self._skips: list[Any] = [
+            _Skip(tuple_length, kind, (block_types or {}).get(number, kind)) for number, kind in enumerate(kinds)
+        ]
         self.entering_BTH: Tensor | None = None
         self.leaving_BTH: Tensor | None = None
         self.keep_last = -1
+        self._is_passing = False
         self.when_left: Callable[[], None] | None = None  # called once hidden states have left the last layer
         self._routes: dict[tuple[int, int], list[Any]] = {}
         self._route: list[Any] = []
@@ -69,16 +74,18 @@ class Stack(nn.ModuleList):
         With `entering_BTH` None the family's own embeddings enter. Behind the last layer the family goes on with only the last
         `keep_last` positions (-1: all of them, 0: none).
         """
-        self.entering_BTH, self.keep_last = entering_BTH, keep_last
+        self.entering_BTH, self.keep_last, self._is_passing = entering_BTH, keep_last, True
         try:
             output = forward()
             assert self.leaving_BTH is not None
             return output, self.leaving_BTH
         finally:
             self.entering_BTH = self.leaving_BTH = None
+            self._is_passing = False
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._route)
+        # Outside passes, as when weights are initialised, families' code means the layers that are held.
+        return iter(self._route if self._is_passing else self._modules.values())
 
     def __len__(self) -> int:
         return self.total
@@ -90,15 +97,21 @@ class Stack(nn.ModuleList):
         return f"Stack({len(self._modules)} of {self.total} layers)"
 
 
-class _Skip:
-    """Stand-in for a layer that is not run. Some families choose a layer's mask by its `attention_type`."""
+def unchanged(hidden_states: Tensor, tuple_length: int) -> Any:
+    """Return hidden states as a layer does that returns a tuple of so many values, or the hidden states alone at 0."""
+    return (hidden_states, *[None] * (tuple_length - 1)) if tuple_length else hidden_states
 
-    def __init__(self, returns_tuple: bool, attention_type: str) -> None:
-        self.returns_tuple = returns_tuple
+
+class _Skip:
+    """Stand-in for a layer that is not run. Some families choose a layer's mask by its `attention_type` or `block_type`."""
+
+    def __init__(self, tuple_length: int, attention_type: str, block_type: str) -> None:
+        self.tuple_length = tuple_length
         self.attention_type = attention_type
+        self.block_type = block_type
 
     def __call__(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
-        return (hidden_states,) if self.returns_tuple else hidden_states
+        return unchanged(hidden_states, self.tuple_length)
 
 
 class _BoundaryLayer:

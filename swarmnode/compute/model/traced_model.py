@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -10,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from swarmnode.compute.model.lean import lean
-from swarmnode.compute.model.stack import Stack
+from swarmnode.compute.model.stack import Stack, unchanged
 from swarmnode.errors import CheckpointError
 
 with lean():
@@ -26,6 +28,10 @@ with lean():
 
 _NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
 CACHE_ARGUMENT = "cache" if "cache" in _NAMES else "past_key_values"
+
+CONV, RECURRENT = "conv", "recurrent"
+StateKey = tuple[str, int]
+"""Kind of a layer's state (CONV or RECURRENT), and its number among those of its kind"""
 
 TRACED = "swarmnode_traced"  # the attention of a trace, by the name in transformers' table
 
@@ -48,9 +54,10 @@ class ModelTrace:
     front: frozenset[str]  # modules with weights that run before the layers: embeddings, position tables
     back: frozenset[str]  # ... and after them: final norm, head
     tied: bool  # the head's matrix is the embedding's
-    returns_tuple: bool  # the layers return a tuple
+    tuple_length: int  # number of values that a layer returns in a tuple; 0 if it returns the hidden states alone
     narrows: bool  # what follows the layers works on fewer positions than went in
     cache_shapes: tuple[tuple[tuple[int, int], ...], ...]  # per layer, (heads, dim) of each tensor cached per token
+    state_shapes: tuple[tuple[tuple[int, ...], ...], ...]  # per layer, the shape of each state of one row
 
 
 ONE_AT_A_TIME = threading.RLock()  # building a model sets switches of transformers that the whole process shares
@@ -99,17 +106,14 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
     layers = list(model.get_submodule(stack_name))
     recorder = _Recorder(has_mask)
     probes = {number: _Probe(layer, number, recorder) for number, layer in enumerate(layers)}
-    stack = Stack(probes, total=len(layers), returns_tuple=False)
+    stack = Stack(probes, total=len(layers), tuple_length=0)
     stack.select(0, len(layers))
     model.set_submodule(stack_name, stack)
     front, back = _run(model, stack, stack_name, recorder)
     names = {id(module): name for name, module in model.named_modules()}
     shapes = tuple(recorder.shapes.get(number, ()) for number in range(len(layers)))
-    if not all(shapes):
-        raise CheckpointError(
-            f"{model_class.__name__}: layer {shapes.index(())} keeps no KV "
-            "cache of its own, so the model cannot be split; choose another model"
-        )
+    states = tuple(tuple(recorder.states.get(number, {}).values()) for number in range(len(layers)))
+    _check_layers(model_class, config, shapes, states)
     narrows = True  # unless the modules behind the layers need all positions: some restore the shape of the input
     try:
         _pass(model, stack, recorder, keep_last=1)
@@ -121,11 +125,28 @@ def _trace_model(model_class: type[Any], config: Any, has_padding_token: bool, h
         input_embedding=names[id(model.get_input_embeddings())],
         front=frozenset(front),
         back=frozenset(back),
-        tied=bool(config.tie_word_embeddings and model.all_tied_weights_keys),
-        returns_tuple=recorder.returns_tuple,
+        tied=bool(getattr(config, "tie_word_embeddings", False) and model.all_tied_weights_keys),
+        tuple_length=recorder.tuple_length,
         narrows=narrows,
         cache_shapes=shapes,
+        state_shapes=states,
     )
+
+
+def _check_layers(model_class: type[Any], config: Any, shapes: Sequence[Any], states: Sequence[Any]) -> None:
+    """Raise CheckpointError if a layer keeps neither a KV cache nor a state and is not of a kind without them, or if `layer_types`
+    is too short."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(shapes)
+    if len(kinds) < len(shapes):
+        raise CheckpointError(
+            f"{model_class.__name__}: layer_types names {len(kinds)} layers, the model has {len(shapes)}; correct config.json"
+        )
+    for layer, (kind, kept, state) in enumerate(zip(kinds, shapes, states, strict=False)):
+        if not kept and not state and kind not in ("moe", "mlp"):
+            raise CheckpointError(
+                f"{model_class.__name__}: layer {layer} keeps no KV cache and no recurrent state of its own that can be "
+                "followed, so the model cannot be split; choose another model"
+            )
 
 
 def _find_stack(model: nn.Module, layer_count: int) -> str:
@@ -211,24 +232,69 @@ def _pass(model: Any, stack: Stack, recorder: _Recorder, keep_last: int = -1) ->
     if recorder.has_mask:  # families use a mask of four dimensions unchanged
         inputs["attention_mask"] = torch.ones(1, 1, 2, 2, dtype=torch.bool, device="meta")
         inputs["position_ids"] = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    suit_cache(recorder, type(model))
     with torch.inference_mode():
         stack.pass_through(lambda: model(**inputs, use_cache=True), None, keep_last=keep_last)
+
+
+def suit_cache(cache: Any, model_class: type[Any]) -> None:
+    """Let `cache` pass for the family's own class of caches, if the family accepts no other (MiniMax). Its methods stay."""
+    module = sys.modules[model_class.__module__]
+    own = next((each for name, each in vars(module).items() if name.endswith("Cache") and _is_own(each)), None)
+    if own is not None and not isinstance(cache, own):
+        cache.__class__ = type(type(cache).__name__, (type(cache), own), {})
+
+
+def _is_own(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Cache) and hasattr(kind, "get_linear_cache")
 
 
 class _Recorder(Cache):
     """A KV cache that keeps only shapes, and other findings that the probes share."""
 
     def __init__(self, has_mask: bool) -> None:
-        super().__init__(layers=[])
+        Cache.__init__(self, layers=[])
         self.has_mask = has_mask
         self.shapes: dict[int, tuple[tuple[int, int], ...]] = {}
-        self.returns_tuple = False
-        self.seen: dict[tuple[Any, ...], tuple[tuple[int, int], ...]] = {}
+        self.states: dict[int, dict[StateKey, tuple[int, ...]]] = {}
+        self.tuple_length = 0
+        self.seen: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Record the number of heads and the head size of the keys and values of a layer."""
         self.shapes[layer_idx] = tuple((states.shape[1], states.shape[3]) for states in (key_states, value_states))
         return key_states, value_states
+
+    def get_linear_cache(self, layer_idx: int) -> None:
+        """Return None: there is no earlier position. So MiniMax's own cache calls its states."""
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Record the shape of one row's state of MiniMax's linear attention."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None: there is no earlier position."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None: there is no earlier position."""
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False: only the newest state is kept."""
+        return False
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Record the shape of one row's last inputs of a convolution, and return the inputs padded to the kernel's size."""
+        size = conv_kernel_size or conv_states.shape[-1]
+        shape = (*conv_states.shape[1:-1], size)
+        self.states.setdefault(layer_idx, {})[CONV, state_idx] = shape
+        return pad(conv_states, (max(0, size - conv_states.shape[-1]), 0))
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Record the shape of one row's recurrent state."""
+        self.states.setdefault(layer_idx, {})[RECURRENT, state_idx] = (*recurrent_states.shape[1:],)
+        return recurrent_states
 
 
 class _Probe(nn.Module):
@@ -245,15 +311,15 @@ class _Probe(nn.Module):
         """Return the layer's output, or the input in its place if the layer fails or a like one was run."""
         recorder = self.recorder
         if self.signature in recorder.seen:
-            recorder.shapes[self.number] = recorder.seen[self.signature]
-            return (hidden_states,) if recorder.returns_tuple else hidden_states
+            recorder.shapes[self.number], recorder.states[self.number] = recorder.seen[self.signature]
+            return unchanged(hidden_states, recorder.tuple_length)
         try:
             output = self.layer(hidden_states, *args, **kwargs)
-            recorder.returns_tuple = isinstance(output, tuple)
+            recorder.tuple_length = len(output) if isinstance(output, tuple) else 0
         except RuntimeError:
-            output = (hidden_states,) if recorder.returns_tuple else hidden_states
-        if self.number in recorder.shapes:
-            recorder.seen[self.signature] = recorder.shapes[self.number]
+            output = unchanged(hidden_states, recorder.tuple_length)
+        if self.number in recorder.shapes or self.number in recorder.states:
+            recorder.seen[self.signature] = recorder.shapes.get(self.number, ()), recorder.states.get(self.number, {})
         return output
 
     def __getattr__(self, name: str) -> Any:

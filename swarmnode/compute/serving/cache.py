@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 
+from swarmnode.compute.model.family import STATE_COPIES
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import (
     LONGEST_SHARED,
@@ -31,6 +32,7 @@ from swarmnode.compute.serving.cohort import (
     regroup,
     sliding_layers,
 )
+from swarmnode.compute.serving.states import KEPT_INPUTS, StateHistory
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError, SwarmnodeError
 from swarmnode.ledger import Account, Full, MemoryLedger
@@ -38,6 +40,7 @@ from swarmnode.ledger import Account, Full, MemoryLedger
 GROW_COLUMNS = 64  # buffers grow by at least this and by a quarter
 SMALL_COLUMNS = 128  # below it, padding costs less than another pass
 MAX_PADDING = 0.25  # of all columns of a cohort
+ANY_LENGTH = 1 << 20  # positions of a session whose memory does not grow with them
 ROW_SIZES = 4096  # remembered results
 
 SessionId = TypeVar("SessionId", bound=Hashable)
@@ -140,6 +143,17 @@ class CachePool:
         """Bytes that the caches keep of one token of one row, over all layers of the span."""
         return self.span.kv_bytes_per_token(self.kv)
 
+    def positions_in(self, free_bytes: int) -> int:
+        """Return the most positions that a new session of one row may have in `free_bytes`. Recurrent states take the same room at
+        any length."""
+        layers = self.span.layers_of(self.span.start, self.span.end)
+        left_bytes = free_bytes - self.bytes_of(layers, 1, 0)
+        if left_bytes < 0:
+            return 0
+        if not self.bytes_per_token and left_bytes < free_bytes:
+            return ANY_LENGTH
+        return left_bytes // max(1, self.bytes_per_token)
+
     @property
     def reserved_bytes(self) -> int:
         """Bytes that the open sessions may need at most."""
@@ -156,6 +170,8 @@ class CachePool:
         """Reserve KV cache for a new session of `rows` rows and at most `max_length` positions in `layers`. Raises OutOfCache if
         the budget has no room."""
         session = CachedSession(rows, max_length, padding, layers)
+        if any(self.span.family.state_shapes[layer] for layer in layers):
+            session.history = StateHistory()
         self.budget.claim(Claim.RESERVED, self.reserved_bytes + self.bytes_of(layers, rows, max_length))
         self.sessions[session_id] = session
         return session
@@ -196,15 +212,49 @@ class CachePool:
         Raises ProtocolError if the source does not hold these positions (any more), OutOfCache.
         """
         source, session = self.sessions[source_id], self.sessions[session_id]
-        if source.cohort is None or source.lost or not max(1, source.floor) <= length <= source.length:
+        history = source.history
+        if history is not None and length == source.length:
+            self.take_snapshot(source)
+        base = length if history is None else history.base(length)
+        is_here = history is None or history.reachable(length) == length
+        if (
+            source.cohort is None
+            or source.lost
+            or not source.floor <= base <= source.length
+            or not length
+            or not is_here
+        ):
             raise ProtocolError(f"{source!r} does not hold the first {length} positions", code=ErrorCode.NO_SESSION)
-        capacity = min(session.max_length, length + max(GROW_COLUMNS, length // 4))
+        if not base:  # the latest inputs are all of them
+            session.history = None if history is None else history.fork(length)
+            return
+        capacity = min(session.max_length, base + max(GROW_COLUMNS, base // 4))
         try:
             self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))
         except OutOfCache:
             self.dissolve()
             self.budget.claim(Claim.ALLOCATED, self.allocated_bytes + self._bytes([session], capacity))
-        copy_beginning(source, session, length, capacity)
+        copied = None if history is None else history.fork(length)
+        copy_beginning(source, session, base, capacity, {} if copied is None else copied.snapshots[-1].states)
+        session.history = copied
+
+    def take_snapshot(self, session: CachedSession, *, is_guessed: bool = False) -> None:
+        """Keep a copy of a session's recurrent states as they are now, if it has any. One before a pass with guesses takes
+        the place of the one before the last such pass."""
+        cohort, history = session.cohort, session.history
+        if cohort is not None and history is not None:
+            if is_guessed:
+                history.drop_newest_if_near(session.length)
+            history.add(session.length, lambda: cohort.states.copy_rows(session.row_slice))
+
+    def reachable(self, session_id: Hashable, held: int, length: int) -> int:
+        """Return the greatest length up to `length` to which a session of at most `held` positions can surely be cut; 0 if it must
+        begin anew. May be called from another thread while the session computes nothing."""
+        session = self.sessions.get(session_id)
+        history = None if session is None else session.history
+        base = length if history is None else history.base(length)
+        reachable = length if history is None else history.reachable(length)
+        return reachable if self.retains(held, base) else 0
 
     def retains(self, held: int, length: int) -> bool:
         """Return whether a session of at most `held` positions surely has the first `length` whole, wherever its windows stand."""
@@ -219,10 +269,12 @@ class CachePool:
         Raises ProtocolError if a window has moved past positions that would be visible again, ValueError if the session has fewer.
         """
         session = self.sessions[session_id]
-        if not 0 <= length <= session.length:
-            raise ValueError(f"cannot truncate {session.length} positions to {length}")
-        if length == session.length:
+        if not 0 <= length <= session.end:
+            raise ValueError(f"cannot truncate {session.end} positions to {length}")
+        if length == session.end:
             return
+        if session.history is not None:
+            length = self._cut_states(session, session.history, length)
         if length < session.floor:
             text = f"{session.length} positions can be cut down to {session.floor}, and not to {length}: windows have moved on"
             raise ProtocolError(text, code=ErrorCode.NO_SESSION)
@@ -230,6 +282,21 @@ class CachePool:
             session.cohort.truncate(session, length)
         else:
             session.length = length
+
+    def _cut_states(self, session: CachedSession, history: StateHistory, length: int) -> int:
+        """Let the states of a session go back to `length`, or to a position before it whose successors are then owed. Returns that
+        position. Raises ProtocolError, and changes nothing, if no snapshot leads there."""
+        if not length:
+            session.history = StateHistory()
+            return 0
+        base = min(session.length, length) if length >= session.length else history.base(length)
+        if base < session.floor or (length < session.length and history.reachable(length) < length):
+            text = f"{session.length} positions cannot be cut down to {length}: no recurrent state from there is kept"
+            raise ProtocolError(text, code=ErrorCode.NO_SESSION)
+        states = history.cut(length, session.length)
+        if session.cohort is not None:
+            session.cohort.states.put_rows(session.row_slice, states)
+        return base
 
     def reorder(self, session_id: Hashable, indices: Sequence[int]) -> None:
         """Make row r of the session what row `indices[r]` was (beam search).
@@ -244,6 +311,9 @@ class CachePool:
         if cohort is None:
             return
         order = torch.tensor(indices, device=cohort.device)
+        cohort.states.reorder(session.row_slice, order)
+        if session.history is not None:
+            session.history.reorder(order)
         for layer, buffers in cohort.buffers.items():
             for buffer in buffers:
                 rows = buffer[session.row_slice, :, : cohort.end - cohort.first_kept(layer)]
@@ -325,7 +395,10 @@ class CachePool:
             own = plain = held * self.span.family.cache_bytes_per_token(layer + 1, size, self.kv)
             if self.kv != PLAIN:
                 plain = held * self.span.family.cache_bytes_per_token(layer + 1, size, PLAIN)
+            own += STATE_COPIES * self.span.family.state_bytes(layer + 1, size)
             kept, largest = kept + own, max(largest, plain)
+        if any(self.span.family.state_shapes[layer] for layer in layers):
+            kept += KEPT_INPUTS * self.span.hidden_size * self.span.dtype.itemsize
         return kept + largest
 
 

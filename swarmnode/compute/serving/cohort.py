@@ -34,25 +34,26 @@ import torch
 from torch import Tensor
 
 from swarmnode.compute.model.lean import lean
+from swarmnode.compute.serving.states import LayerState, PassStates, StateCache, StateHistory
 from swarmnode.config import INT8_KV, PLAIN
 
 MAX_LAG = 16  # most steps that a cohort goes on with a stand-in for an absent member
 LONGEST_SHARED = 8  # positions of a step that shares a pass: all steps are filled up to the longest
 ROLLBACK = 48  # positions that a session may always go back
 ROOM = 256
-SLIDING = "sliding_attention"
+SLIDING = ("sliding_attention", "hybrid_sliding")
 
 
 with lean():
     from transformers.cache_utils import Cache
 
 
-class AttentionCache(Cache):
-    """Cache that keeps keys and values itself, not in transformers' layer objects.
+class AttentionCache(StateCache, Cache):  # type: ignore[misc]  # Cache's own methods say less of their arguments
+    """Cache that keeps keys, values and recurrent states itself, not in transformers' layer objects.
 
     `windows` are those of layers that look back over some positions only; `capacity` is the number of columns of other layers'
     buffers. The code of a model family reads `is_sliding` (up to the layer after the last one with a window) to build masks, and
-    `is_linear` and `is_dummy`: no layer has a recurrent state, all have keys and values.
+    `is_linear` and `is_dummy`: masks are made for layers with keys and values, whatever the first layers are.
     """
 
     is_sliding: Any = ()  # attributes in the places of transformers' properties
@@ -60,8 +61,9 @@ class AttentionCache(Cache):
     is_dummy: Any = ()
 
     def __init__(self, windows: Windows, capacity: int) -> None:
-        super().__init__(layers=[])
+        Cache.__init__(self, layers=[])
         self.windows, self.capacity = windows, capacity
+        self.states = PassStates()
         self.is_sliding = [layer in windows for layer in range(max(windows, default=-1) + 2)]
         self.is_linear = self.is_dummy = [False] * len(self.is_sliding)
 
@@ -108,8 +110,8 @@ def sliding_layers(config: Any) -> dict[int, int]:
     if not isinstance(size, int):
         return {}
     count = int(config.num_hidden_layers)
-    kinds = getattr(config, "layer_types", None) or [SLIDING] * count
-    return {layer: size for layer, kind in enumerate(kinds[:count]) if kind == SLIDING}
+    kinds = getattr(config, "layer_types", None) or [SLIDING[0]] * count
+    return {layer: size for layer, kind in enumerate(kinds[:count]) if kind in SLIDING}
 
 
 Buffers = tuple[Tensor, ...]
@@ -237,9 +239,15 @@ class CachedSession:
         self.length = 0
         self.floor = 0
         self.lost = False
+        self.history: StateHistory | None = None  # of a session with recurrent states
         self.cohort: Cohort | None = None
         self.first_row = 0
         self.lag = 0
+
+    @property
+    def end(self) -> int:
+        """Number of the session's positions, with those whose states have to be computed again (`StateHistory.owed`)."""
+        return self.length + (self.history.owed_count if self.history is not None else 0)
 
     def __repr__(self) -> str:
         return f"CachedSession({self.rows} rows, {self.length} of {self.max_length} positions)"
@@ -291,6 +299,7 @@ class Cohort(AttentionCache):
         for told in self.when_given_up:
             told()
         self.when_given_up.clear()
+        self.states.begin(is_first=True)
 
     def columns_of(self, member: CachedSession) -> slice:
         """Return the columns of the cache that hold the positions of a member of the cohort."""
@@ -303,7 +312,9 @@ class Cohort(AttentionCache):
         return 0 if window is None else self._first_kept[window]
 
     def make_room(self, count: int) -> None:
-        """Drop the oldest columns of the layers with a limited window whose buffers have no room for `count` more columns."""
+        """Prepare a pass over `count` more columns. Drops the oldest columns of the layers with a limited window whose buffers have
+        no room for them."""
+        self.states.begin(not any(member.length for member in self.present))
         for window, first in self._first_kept.items():
             if self.end + count - first > min(self.capacity, window.columns):
                 moved = max(first, self.end - window.retained)
@@ -404,6 +415,7 @@ class Cohort(AttentionCache):
         """Record the last pass: it wrote as many columns as the longest step in `counts`, and each member's first ones count."""
         written = max(counts.values())
         self.end += written
+        self.states.commit(self.rows, [member.row_slice for member in counts])
         for member in self.members:
             count = counts.get(member, 0)
             member.length += count
@@ -464,6 +476,11 @@ def regroup(
                 _copy_layer(cohort, layer)
             for old in olds.values():
                 old.buffers.pop(layer, None)
+        for key in {key: None for old in olds.values() for key in old.states.kept}:
+            for cohort in cohorts:
+                _copy_state(cohort, key)
+            for old in olds.values():
+                old.states.kept.pop(key, None)
     except BaseException:  # no memory: the old cohorts have lost some layers, and the new ones are incomplete
         for member in (member for old in olds.values() for member in old.members):
             member.lost = True
@@ -478,8 +495,11 @@ def regroup(
     return cohorts
 
 
-def copy_beginning(source: CachedSession, session: CachedSession, length: int, capacity: int) -> None:
-    """Copy the first `length` positions of `source` into the empty `session`, in a new cohort of `capacity` columns.
+def copy_beginning(
+    source: CachedSession, session: CachedSession, length: int, capacity: int, states: Mapping[LayerState, Tensor]
+) -> None:
+    """Copy the first `length` positions of `source` into the empty `session`, in a new cohort of `capacity` columns. `states` are
+    the recurrent states of its rows there.
 
     The source does not change.
     """
@@ -492,6 +512,7 @@ def copy_beginning(source: CachedSession, session: CachedSession, length: int, c
         copy = Cohort([session], capacity, cohort.device, cohort.windows, cohort.store)
         for layer in cohort.buffers:
             _copy_layer(copy, layer)
+        copy.states.kept = {key: state.clone() for key, state in states.items()}
     except BaseException:  # no memory
         session.length, session.floor, session.cohort, session.lag = 0, 0, None, 0
         raise
@@ -502,6 +523,20 @@ def copy_beginning(source: CachedSession, session: CachedSession, length: int, c
 
 def _cohorts_of(members: Sequence[CachedSession]) -> Iterator[Cohort]:
     return (member.cohort for member in members if member.cohort is not None)
+
+
+def _copy_state(cohort: Cohort, key: LayerState) -> None:
+    """Fill one recurrent state of a new cohort with its members' rows; members without positions get zeros."""
+    olds = [
+        (None if member.cohort is None else member.cohort.states.kept.get(key), member) for member in cohort.members
+    ]
+    like = next((state for state, _ in olds if state is not None), None)
+    if like is not None:
+        rows = [
+            like.new_zeros(member.rows, *like.shape[1:]) if state is None else state[member.row_slice]
+            for state, member in olds
+        ]
+        cohort.states.kept[key] = torch.cat(rows)
 
 
 def _copy_layer(cohort: Cohort, layer: int) -> None:

@@ -27,10 +27,12 @@ from swarmnode.compute.serving.runner import RunnerConfig, StageRunner, StepInpu
 from swarmnode.config import PLAIN
 from swarmnode.errors import CheckpointError
 
-PROMPT, LENGTH, PADDING = 5, 8, (0, 2)
+FIRST, PROMPT, LENGTH, PADDING = 3, 5, 8, (0, 2)
 TOLERANCE = 1e-3  # of the logits' standard deviation; float32 differs by 1e-6
 
-_passed: set[FamilyKey] = set()
+_passed: dict[
+    FamilyKey, bool
+] = {}  # families that were tried, and whether their states go on only position by position
 
 
 @lean()
@@ -67,7 +69,7 @@ def load_span(
         LocalError: The model lacks these layers, or cannot be quantised so.
     """
     family = checkpoint.family
-    if check:
+    if check or family.keeps_states:
         check_family(family)
     device = torch.device(device)
     model = load_model(checkpoint, start, end, dtype=dtype, products=products, packed_on=device)
@@ -77,7 +79,9 @@ def load_span(
     )
     model.to(device)
     choose_products(part for weight in held_by(model) for part in weight.card_parts)
-    return ModelSpan(family, model, start, end, quantization, speed_up_linears(model))
+    span = ModelSpan(family, model, start, end, quantization, speed_up_linears(model))
+    span.steps_singly = _passed.get(family_key(family), False)
+    return span
 
 
 @lean()
@@ -106,20 +110,25 @@ def check_family(family: Family) -> None:
     if key in _passed:
         return
     with tried(family) as tiny:
-        error = _largest_difference(tiny)
+        singly = False
+        error = _largest_difference(tiny, singly)
+        if not error < TOLERANCE and family.keeps_states:
+            singly = True
+            error = _largest_difference(tiny, singly)
     if not error < TOLERANCE:
         name = family.model_class.__name__
         raise CheckpointError(
             f"{name} cannot be split: a tiny model in spans differs from the whole by {error:.1%}; choose another model"
         )
-    _passed.add(key)
+    _passed[key] = singly
 
 
 @torch.inference_mode()
-def _largest_difference(family: Family) -> float:
+def _largest_difference(family: Family, singly: bool) -> float:
     """Return the largest difference of logits between spans with cohort caches and one pass of the whole model.
 
-    It is in units of the whole model's standard deviation. The whole model's pass has no cache.
+    It is in units of the whole model's standard deviation. The whole model's pass has no cache. `singly` is
+    `ModelSpan.steps_singly` of the spans.
     """
     whole = tiny_model(family)
     ids_BT = torch.randint(2, family.config.vocab_size, (2, LENGTH))
@@ -128,13 +137,13 @@ def _largest_difference(family: Family) -> float:
     takes_positions = "position_ids" in inspect.signature(whole.forward).parameters
     positions = {"position_ids": positions_BT} if takes_positions else {}
     expected_BTV: Tensor = whole(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **positions).logits
-    logits_BTV = _split_logits(family, whole.state_dict(), ids_BT)
+    logits_BTV = _split_logits(family, whole.state_dict(), ids_BT, singly)
     difference_BT = (logits_BTV - expected_BTV).abs().amax(dim=-1) * mask_BT
     return float(difference_BT.max() / expected_BTV.std())
 
 
-def _split_logits(family: Family, tensors: dict[str, Tensor], ids_BT: Tensor) -> Tensor:
-    """Return the logits of three spans, for a prompt and then single positions.
+def _split_logits(family: Family, tensors: dict[str, Tensor], ids_BT: Tensor, singly: bool) -> Tensor:
+    """Return the logits of three spans, for a prompt in two parts and then single positions.
 
     Sliding layers keep no position beyond their window.
     """
@@ -143,11 +152,12 @@ def _split_logits(family: Family, tensors: dict[str, Tensor], ids_BT: Tensor) ->
     for start, end in pairwise(cuts):
         wanted = {n: t for n, t in tensors.items() if any(start <= u < end for u in family.units_of_tensor(n))}
         span = ModelSpan(family, assemble(family, wanted, start, end, dtype=torch.float32), start, end)
+        span.steps_singly = singly
         windows = {layer: Window(size, slack=0, room=2) for layer, size in sliding_layers(family.config).items()}
         runners.append(StageRunner(span, RunnerConfig(cache_bytes=1 << 26, windows=windows)))
         runners[-1].open(0, rows=len(ids_BT), max_length=LENGTH, padding=PADDING)
     outputs = []
-    for begin, end in [(0, PROMPT), *((t, t + 1) for t in range(PROMPT, LENGTH))]:
+    for begin, end in [(0, FIRST), (FIRST, PROMPT), *((t, t + 1) for t in range(PROMPT, LENGTH))]:
         x = ids_BT[:, begin:end]
         for runner in runners:
             (result,) = runner.run([StepInput(0, x, want=2)])

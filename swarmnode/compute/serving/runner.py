@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
 from swarmnode.compute.serving.cohort import LONGEST_SHARED, CachedSession, Cohort, Windows
 from swarmnode.compute.serving.device_transfers import CapturedWorks
+from swarmnode.compute.serving.states import KEPT_INPUTS, SNAPSHOT_DISTANCE
 from swarmnode.compute.stopwatch import Throttle
 from swarmnode.config import PLAIN
 from swarmnode.errors import ErrorCode, ProtocolError
@@ -181,7 +182,7 @@ class StageRunner:
         self._adapter_of: dict[CachedSession, str] = {}  # of the sessions that have one
         if ledger is not None:
             span.adapters.ledger = ledger
-        is_captured = config.capture and span.device.type in ("cuda", "cpu")
+        is_captured = config.capture and not span.family.keeps_states and span.device.type in ("cuda", "cpu")
         self.experts = ExpertCounts(span.stack)
         self.captured = CapturedDecode(span, ledger) if is_captured else None
         self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
@@ -264,7 +265,7 @@ class StageRunner:
 
     def length(self, session_id: Hashable) -> int:
         """Return the number of positions that a session holds. Raises ProtocolError if it is unknown."""
-        return self._opened(session_id).cached.length
+        return self._opened(session_id).cached.end
 
     def units(self, session_id: Hashable) -> int:
         """Return the number of layers in a session's range. Raises ProtocolError if it is unknown."""
@@ -308,12 +309,38 @@ class StageRunner:
                     self.pool.truncate(work.session_id, work.truncate_to)
                 if work.reorder:
                     self.pool.reorder(work.session_id, work.reorder)
-                ready.append(work)
+                ready.append(self._follow_states(work))
             except ProtocolError as error:
                 outcomes[work.session_id] = error
         for together in self._group(ready):
             outcomes.update(self._run_together(together))
-        return [outcomes[work.session_id] for work in works]
+        return [self._without_owed(work, outcomes[work.session_id]) for work in works]
+
+    def _follow_states(self, work: StepInput) -> StepInput:
+        """Take a snapshot of a session's recurrent states if it is due, and return its work with the owed inputs before it."""
+        cached = self._sessions[work.session_id].cached
+        history = cached.history
+        if history is None:
+            return work
+        is_due = cached.length - history.base(cached.length) >= SNAPSHOT_DISTANCE
+        if is_due or work.guessed or work.count > self._longest_shared:
+            self.pool.take_snapshot(cached, is_guessed=work.guessed > 0)
+        if history.owed is None:
+            return work
+        return replace(work, x=torch.cat([history.owed, work.x.to(history.owed.device)], dim=1))
+
+    def _without_owed(self, work: StepInput, outcome: StepOutput | Exception) -> StepOutput | Exception:
+        """Return the outcome of a work without the positions that came before its own."""
+        if isinstance(outcome, Exception):
+            return outcome
+        opened = self._sessions[work.session_id]
+        is_hidden = opened.end < self.span.family.units
+        more = outcome.output.shape[1] - (work.count if is_hidden else work.head_positions)
+        if more <= 0:
+            return outcome
+        left = outcome.left_BKH
+        start = opened.cached.length - work.count
+        return StepOutput(work.session_id, start, outcome.output[:, more:], None if left is None else left[:, more:])
 
     def _group(self, works: Sequence[StepInput]) -> list[list[StepInput]]:
         """Group works that go through the model together.
@@ -321,13 +348,18 @@ class StageRunner:
         A group has the same layers, and only short steps or only chunks. It has one adapter if the model cannot share a pass
         among several.
         """
-        alike: dict[tuple[int, int, str, bool, bool], list[StepInput]] = {}
+        alike: dict[tuple[Hashable, ...], list[StepInput]] = {}
         is_shared = self.span.adapters.are_shared
         for work in works:
             opened = self._sessions[work.session_id]
             is_short, is_early = work.count <= self._longest_shared, self._before_switch(opened.cached) > 0
             adapter = "" if is_shared else opened.adapter
-            alike.setdefault((opened.start, opened.end, adapter, is_short, is_early), []).append(work)
+            # Stand-ins would change recurrent states: steps of such sessions are equally long, and their prompts alone.
+            alone: Hashable = None
+            if opened.cached.history is not None:
+                is_alike = is_short and not self._goes_singly(opened.cached, work.count)
+                alone = (work.count, opened.cached.length > 0) if is_alike else work.session_id
+            alike.setdefault((opened.start, opened.end, adapter, is_short, is_early, alone), []).append(work)
         groups: list[list[StepInput]] = []
         for some in alike.values():
             # Together go those that can be filled up to the longest one, unless that is too long for one pass.
@@ -338,6 +370,11 @@ class StageRunner:
                 groups.append([work for work, is_together in zip(some, fits, strict=True) if is_together])
             groups += [[work] for work, is_together in zip(some, fits, strict=True) if not is_together]
         return groups
+
+    def _goes_singly(self, cached: CachedSession, count: int) -> bool:
+        """Return whether `count` new positions go through the layers one by one, as the family's code cannot continue a recurrent
+        state with several at once."""
+        return self.span.steps_singly and count > 1 and cached.history is not None and cached.length > 0
 
     def _room(self, work: StepInput) -> int:
         """Return the most positions that a session's step may have after padding in a shared pass.
@@ -360,7 +397,8 @@ class StageRunner:
         outcomes: dict[Hashable, StepOutput | Exception] = {}
         try:
             with self._throttle.pass_over(opened.end - opened.start, longest):
-                if len(works) == 1 and longest > min(self._longest_shared, self._room(works[0])):
+                is_long = longest > min(self._longest_shared, self._room(works[0]))
+                if len(works) == 1 and (is_long or self._goes_singly(opened.cached, longest)):
                     outcomes[works[0].session_id] = self._run_prompt(works[0])
                 else:
                     work_of = {self._sessions[work.session_id].cached: work for work in works}
@@ -438,6 +476,13 @@ class StageRunner:
             end = 0
             while end < length:
                 begin, end = end, min(length, end + min(chunk, self._before_switch(opened.cached) or chunk))
+                if self._goes_singly(opened.cached, end - begin):
+                    end = begin + 1
+                elif opened.cached.history is not None:
+                    if end == length and end - begin > KEPT_INPUTS:
+                        end -= 1  # other answers to this prompt begin before its last position, at the snapshot there
+                    if begin:
+                        self.pool.take_snapshot(opened.cached)
                 x = work.x[:, begin:end]
                 is_last = end == length
                 keep_last = -1 if work.want == WANT_ALL else int(work.want == WANT_LAST and is_last)
@@ -479,6 +524,10 @@ class StageRunner:
         captured = None if is_empty or shape.columns > self._longest_shared else self.captured
         output = ordinary() if captured is None else captured.step(cohort, x, shape, ordinary)
         cohort.advance({member: x.shape[1] for member, x in inputs.items()})
+        for member, x in inputs.items():
+            if member.history is not None:
+                member.history.paid()
+                member.history.note_inputs(x, member.length)
         return output
 
     def _adapters_of(self, cohort: Cohort) -> tuple[str, ...]:
@@ -499,10 +548,10 @@ class StageRunner:
             )
         if shape[0] != cached.rows or shape[1] < 1:
             raise ProtocolError(f"the session has {cached.rows} rows, the input is {tuple(shape)}")
-        start = cached.length if work.truncate_to is None else work.truncate_to
-        if not 0 <= start <= cached.length or work.start not in (None, start):
+        start = cached.end if work.truncate_to is None else work.truncate_to
+        if not 0 <= start <= cached.end or work.start not in (None, start):
             told = start if work.start is None else work.start
-            raise ProtocolError(f"the session has {cached.length} positions: a step at {told} does not follow them")
+            raise ProtocolError(f"the session has {cached.end} positions: a step at {told} does not follow them")
         if start + shape[1] > cached.max_length:
             raise ProtocolError(f"the session ends at position {cached.max_length}", code=ErrorCode.TOO_LARGE)
         if opened.start == 0 and not bool(((work.x >= 0) & (work.x < self.span.vocab_size)).all()):

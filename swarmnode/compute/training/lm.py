@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from swarmnode.codec.body import SHARED
 from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.family import check_trains_at_layers
 from swarmnode.compute.model.linear import release_pages, speed_up_linears
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.cohort import AttentionCache, Window, sliding_layers
@@ -289,6 +290,7 @@ def has_token(positions_BT: Tensor) -> Tensor:
 
 def load_segment(checkpoint: Checkpoint, start: int, end: int, *, device: torch.device | str = "cpu") -> SpanSegment:
     """Load layers [start, end) to train them, in float32. Raises CheckpointError, LocalError."""
+    check_trains_at_layers(checkpoint.family)
     check_family(checkpoint.family)
     model = load_model(checkpoint, start, end, dtype=torch.float32)
     model.to(device)

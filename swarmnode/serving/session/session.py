@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import InitVar, dataclass
 from functools import partial
 
@@ -137,15 +138,16 @@ class StageSession:
         branch, own = opened.branch, (self.id, self.cursor.truncations)
         return branch is not None and branch.proof == branch_proof(*own, opened.session, branch.length)
 
-    def begin_as(self, source: StageSession, length: int) -> int:
+    def begin_as(self, source: StageSession, length: int, reach: Callable[[int], int]) -> int:
         """Begin with the first `length` positions of `source`, which were computed here. Called before any input.
 
-        Returns the number of positions taken; fewer than `length` if the source only guessed the last ones, or if an
-        entry that was sent on can only be sent again whole. The transcript ends, because a text computed in two sessions
-        is not audited.
+        Returns the number of positions taken; fewer than `length` if the source only guessed the last ones, if an entry
+        that was sent on can only be sent again whole, or if `reach` returns fewer that can be copied. The transcript ends,
+        because a text computed in two sessions is not audited.
         """
         length = min(length, source.cursor.sure)
         length = length if is_last(self.opened) else self._downstream.begin_as(source._downstream, length)
+        length = reach(length)
         self.computed, _ = length, self.cursor.advance(length)
         self.transcript.end()
         if self.opened.index == 0:
@@ -191,7 +193,9 @@ class StageSession:
         if opened.drafts or former.drafts:
             self._forget_guesses(former)
         if opened.truncate is not None:
-            self._cut(opened.truncate)
+            # The hop before sends the positions again that cannot stay.
+            held, to = self.cursor.accepted, opened.truncate.to
+            self._cut(opened.truncate, self.pipeline.reachable(self.key, held, to) if to < held else to)
         accepted = self.cursor.accepted
         self.moved_s = asyncio.get_running_loop().time()
         self.transcript.rebound(accepted)
@@ -294,16 +298,18 @@ class StageSession:
             self._upstream.close(Error(code))
         self.free()
 
-    def _cut(self, truncate: Truncate) -> None:
-        if truncate.to <= self.cursor.accepted and self.cursor.truncate(truncate):
+    def _cut(self, truncate: Truncate, keep: int | None = None) -> None:
+        """Take back the positions behind a truncation, and here those from `keep` on, if that is earlier."""
+        keep = truncate.to if keep is None else keep
+        if truncate.to <= self.cursor.accepted and self.cursor.truncate(replace(truncate, to=keep)):
             self.transcript.end()
             self._codecs.schedule.truncate(truncate.to)
-            self.computed = min(self.computed, truncate.to)
+            self.computed = min(self.computed, keep)
             self._downstream.cut(truncate)
             if self.opened.drafts:
-                self._retractions.record(self.cursor.turn, truncate.to)
+                self._retractions.record(self.cursor.turn, keep)
             if self.lead is not None:
-                self.lead.cut(truncate.to)
+                self.lead.cut(keep)
 
     def _submit(
         self,

@@ -41,6 +41,16 @@ class SessionPipeline(Protocol):
                 joined or cut to other jobs, also if they fail. After `freed`, waiting positions do not come back.
         """
 
+    def reachable(self, source: int, held: int, length: int) -> int:
+        """Return to how many positions a session can be cut, `length` at most: fewer if it keeps recurrent states, which cannot go
+        back to any position. 0: it must begin anew.
+
+        Args:
+            source: Key of the session.
+            held: Positions that it holds at most.
+            length: Positions wanted.
+        """
+
     def computed(self, job: Job, run: Pass) -> None:
         """Note that a job came back, which shows that the device works.
 

@@ -97,7 +97,7 @@ class Model:
         parameters, routed, shared = _count(family)
         share = active_experts / experts if experts else 1.0
         active = (count - chosen + share * chosen for count, chosen in zip(parameters, routed, strict=True))
-        cache = (family.cache_elements_per_token(unit) * WEIGHT_BYTES for unit in range(family.units))
+        cache = (family.planned_bytes_per_token(unit, WEIGHT_BYTES) for unit in range(family.units))
         sizes = (tuple(parameters), tuple(map(int, active)), tuple(cache), int(config.hidden_size), shared)
         return cls(name, *sizes, routed=tuple(routed), experts=experts, active_experts=active_experts)
 

@@ -63,7 +63,13 @@ def test_who_comes_does_not_look_through_the_layers_of_all_who_are_kept(span, mo
         fill(pool, open_session(pool, f"kept {number}"), 1 + number, 1.0)
     looked = []
     monkeypatch.setattr(
-        span, "family", SimpleNamespace(cache_bytes_per_token=lambda unit, *_: looked.append(unit) or PER_TOKEN // 3)
+        span,
+        "family",
+        SimpleNamespace(
+            cache_bytes_per_token=lambda unit, *_: looked.append(unit) or PER_TOKEN // 3,
+            state_bytes=lambda *_: 0,
+            state_shapes=[()] * 99,
+        ),
     )
     fill(pool, open_session(pool, "new"), 1, 1.0)
     pool.close("kept 0")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from swarmnode.compute.model.checkpoint import Checkpoint
-from swarmnode.compute.model.family import Family
+from swarmnode.compute.model.family import Family, check_trains_at_layers
 from swarmnode.compute.model.span import ModelSpan, load_model
 from swarmnode.compute.serving.loading import check_family
 from swarmnode.compute.training.adapters.adapter_recipe import AdapterRecipe
@@ -54,6 +54,7 @@ class HeldEnds(nn.Module):
     @classmethod
     def load(cls, checkpoint: Checkpoint, recipe: AdapterRecipe) -> HeldEnds:
         """Load both units in float32. Raises CheckpointError if they cannot be read, or the family cannot be split."""
+        check_trains_at_layers(checkpoint.family)
         check_family(checkpoint.family)
         units = checkpoint.family.units
         front, back = (

@@ -1,0 +1,114 @@
+"""Swarms of models with recurrent states say what one process says, whatever is cut back, copied or lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarmnode.codec.body import HopSpec
+from swarmnode.metrics import table
+from tests.net.virtual import in_virtual_time
+from tests.node.conftest import Founded
+from tests.node.test_client import causal_lm
+from tests.node.test_faults import TOKENS, generate_and, two_by_two
+from tests.node.test_kept_sessions import LONG, NEW, ask, reading, swarm_of
+from tests.numerics.families import COMMON, RECURRENT
+from tests.tiny import PROMPT, TinyModel
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A Falcon-H1 of four layers, each with attention and a state-space state."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    folder = tmp_path_factory.mktemp("hybrid")
+    sizes: dict[str, Any] = {**COMMON, **RECURRENT["falcon_h1"], "vocab_size": 512, "max_position_embeddings": 1 << 17}
+    torch.manual_seed(1)
+    model = FalconH1ForCausalLM(FalconH1Config(**{**sizes, "bos_token_id": None, "pad_token_id": None}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    model.save_pretrained(folder)
+    return TinyModel(folder, units=6)
+
+
+@pytest.fixture(scope="module")
+def served(hybrid: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Founded:
+    return Founded.on(hybrid.folder, tmp_path_factory.mktemp("founded-hybrid"))
+
+
+@in_virtual_time
+async def test_a_conversation_goes_on_and_its_turns_change(served: Founded, hybrid: TinyModel, tmp_path: Path) -> None:
+    async with swarm_of(served, tmp_path, {"a": "0:3", "b": "3:6"}) as (swarm, client):
+        first = await ask(client, list(LONG))
+        assert first.ids == hybrid.alone(list(LONG), NEW)
+        going_on = [*LONG, *first.ids, 7, 1, 9]
+        before = reading(swarm, table.TOKENS)
+        second = await ask(client, going_on)
+        assert second.ids == hybrid.alone(going_on, NEW)
+        assert reading(swarm, table.TOKENS) - before == 2 * (4 + NEW - 1), "only what is new, at both hops"
+        for other in ([*LONG, 1, 5], [*LONG, 9, 9, 9, 9], LONG[:56], [*LONG, *first.ids, 8, 8]):
+            result = await ask(client, list(other))
+            assert result.ids == hybrid.alone(list(other), NEW)
+
+
+@in_virtual_time
+async def test_several_answers_to_one_prompt_and_texts_in_company(
+    served: Founded, hybrid: TinyModel, tmp_path: Path
+) -> None:
+    async with swarm_of(served, tmp_path, {"a": "0:3", "b": "3:6"}) as (_, client):
+        prompts = [LONG * 5, LONG * 5, [*LONG * 5, 3], PROMPT, LONG[:21]]
+        results = await asyncio.gather(*(ask(client, list(prompt)) for prompt in prompts))
+        for prompt, result in zip(prompts, results, strict=True):
+            assert result.ids == hybrid.alone(list(prompt), NEW)
+
+
+@in_virtual_time
+async def test_the_swarm_as_a_transformers_model(served: Founded, hybrid: TinyModel, tmp_path: Path) -> None:
+    """Beams reorder states, wrong look-ups take them back, and a crop to where nothing is kept begins the session anew."""
+    whole = AutoModelForCausalLM.from_pretrained(hybrid.folder, dtype=torch.float32).eval()
+    ids, long = torch.tensor([[*PROMPT, *PROMPT[:4]]]), torch.tensor([(PROMPT * 60)[:450]])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
+    async with causal_lm(served, tmp_path) as (turns, model):
+        for way in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+            ours = await turns.run(lambda: model.generate(ids, **options, **way))  # noqa: B023
+            beams = {name: number for name, number in way.items() if name == "num_beams"}
+            assert torch.equal(ours, whole.generate(ids, **options, **beams))
+
+        def crop_far_back() -> torch.Tensor:
+            cache = model.new_cache(1, 500)
+            model(long, cache=cache, logits_to_keep=1)
+            cache.crop(20)
+            logits: torch.Tensor = model(ids, cache=cache).logits
+            cache.close()
+            return logits
+
+        with torch.inference_mode():
+            expected = whole(torch.cat([long[:, :20], ids], 1), use_cache=False).logits[:, 20:]
+        logits = await turns.run(crop_far_back)
+        assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+        assert float((logits - expected).abs().max() / expected.std()) < 1e-4
+
+
+@pytest.mark.parametrize("drafts", ["off", "auto"])
+@in_virtual_time
+async def test_guesses_and_killed_nodes_do_not_change_the_text(
+    served: Founded, hybrid: TinyModel, tmp_path: Path, drafts: str
+) -> None:
+    async with two_by_two(served, tmp_path) as (swarm, _, client):
+
+        async def strike(route: Sequence[HopSpec]) -> None:
+            for hop in (0, 1):
+                await swarm.member(route[hop].peer).kill()
+
+        result = await generate_and(client, 17, strike, drafts=drafts)
+        assert result.ids == hybrid.alone(PROMPT, TOKENS)
+        assert result.reroutes >= 1

@@ -1,0 +1,198 @@
+"""Families with recurrent states: spans with states in cohort caches give what transformers' own model gives, family by family."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.family import check_packs, check_trains_at_layers, family_of
+from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.serving.runner import WANT_ALL, RunnerConfig, StageRunner, StepInput
+from swarmnode.errors import CheckpointError, ProtocolError
+from tests.numerics.families import RECURRENT, tiny_config
+
+TOLERANCE = 1e-4  # of the logits' standard deviation; float32, whose sums depend on the order
+LENGTH = 16
+CUTS = {"one": (0, 6), "two": (0, 2, 6), "three": (0, 2, 4, 6)}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Stages:
+    """The spans of a checkpoint, run one after another."""
+
+    def __init__(self, checkpoint: Checkpoint, cuts: tuple[int, ...]) -> None:
+        spans = [load_span(checkpoint, start, end) for start, end in pairwise(cuts)]
+        self.runners = [StageRunner(span, RunnerConfig(1 << 26)) for span in spans]
+
+    def open(self, *names: Any, rows: int = 1, padding: tuple[int, ...] = ()) -> None:
+        for runner in self.runners:
+            for name in names:
+                runner.open(name, rows=rows, max_length=64, padding=padding)
+
+    def run(self, inputs: dict[Any, Tensor], **options: Any) -> list[Tensor]:
+        values = list(inputs.values())
+        for runner in self.runners:
+            works = [StepInput(name, x, WANT_ALL, **options) for name, x in zip(inputs, values, strict=True)]
+            values = [result.output for result in runner.run(works)]
+        return values
+
+
+@pytest.fixture(scope="module", params=RECURRENT)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Checkpoint]:
+    """(whole model, its checkpoint): random in every tensor."""
+    if request.param not in CONFIG_MAPPING:
+        pytest.skip("this version of transformers does not know the family")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(request.param), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.1)
+    path = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(path)
+    return model, Checkpoint(Path(path))
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert float((found - expected).abs().max() / expected.std()) < TOLERANCE
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+
+
+@torch.inference_mode()
+def test_spans_with_states_equal_the_whole(family: tuple[Any, Checkpoint]) -> None:
+    """Chunked prompts and single steps in one, two and three stages; sessions of other lengths in the same passes; padding."""
+    model, checkpoint = family
+    ids = torch.randint(2, 97, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    expected = model(ids[:1], use_cache=False).logits
+    for cuts in CUTS.values():
+        stages = Stages(checkpoint, cuts)
+        stages.open("all")
+        ends = (0, 6, 9, 13, 14, 15, LENGTH)
+        found = [stages.run({"all": ids[:1, start:end]})[0] for start, end in pairwise(ends)]
+        assert_same(torch.cat(found, 1), expected)
+    at = {3: 3, 11: 11, 7: 7}
+    stages.open(*at)
+    for name in at:
+        stages.run({name: ids[:1, :name]})
+    for turn in range(4):
+        present = [name for name in at if not (turn == 1 and name == 7)]
+        found = stages.run({name: ids[:1, at[name] : at[name] + 1] for name in present})
+        for name, logits in zip(present, found, strict=True):
+            assert_same(logits, expected[:, at[name] : at[name] + 1])
+            at[name] += 1
+    assert len({id(stages.runners[0].pool.sessions[name].cohort) for name in at}) == 1
+    padding = (0, 4)
+    stages.open("padded", rows=2, padding=padding)
+    mask = (torch.arange(LENGTH) >= torch.tensor(padding)[:, None]).long()
+    found = [stages.run({"padded": (ids * mask)[:, start:end]})[0] for start, end in pairwise((0, 8, 9, 10))]
+    logits = torch.cat(found, 1)
+    assert_same(logits[:1], expected[:, :10])
+    assert_same(logits[1:, 4:], model(ids[1:, 4:10], use_cache=False).logits)
+
+
+@torch.inference_mode()
+def test_states_go_back_to_any_recent_position(family: tuple[Any, Checkpoint]) -> None:
+    """Wrong guesses, a text cut to an earlier position, and a copy of the beginning go on as the whole model does."""
+    model, checkpoint = family
+    ids = torch.randint(2, 97, (2, LENGTH), generator=torch.Generator().manual_seed(2))
+    expected = model(ids[:1], use_cache=False).logits
+    stages = Stages(checkpoint, CUTS["two"])
+    stages.open("cut", "copy")
+    stages.run({"cut": ids[:1, :9]})
+    stages.run({"cut": torch.cat([ids[:1, 9:10], ids[1:, 10:13]], 1)}, guessed=3)
+    (logits,) = stages.run({"cut": ids[:1, 10:12]}, truncate_to=10, guessed=1)
+    assert_same(logits, expected[:, 10:12])
+    (logits,) = stages.run({"cut": ids[:1, 11:12]}, truncate_to=11)
+    stages.run({"cut": ids[1:, 12:]})
+    for runner in stages.runners:
+        assert runner.pool.reachable("cut", LENGTH, 10) == 10
+        runner.fork("cut", "copy", 10)
+    (logits,) = stages.run({"copy": ids[:1, 10:]})
+    assert_same(logits, expected[:, 10:])
+    for to in (12, 5, 0):
+        (logits,) = stages.run({"cut": ids[:1, to:]}, truncate_to=to)
+        assert_same(logits, expected[:, to:])
+
+
+@pytest.mark.parametrize("family", ["falcon_h1"], indirect=True)
+@torch.inference_mode()
+def test_far_back_needs_a_snapshot_and_memory_is_bounded(family: tuple[Any, Checkpoint]) -> None:
+    """Snapshots are few; what lies between two of them and is too far back has to come again from the snapshot before."""
+    model, checkpoint = family
+    ids = torch.randint(2, 97, (1, 230), generator=torch.Generator().manual_seed(3))
+    (runner,) = Stages(checkpoint, CUTS["one"]).runners
+    runner.open("long", rows=1, max_length=600)
+    prompt = ids.repeat(1, 2)[:, :400]
+    runner.run([StepInput("long", prompt[:, :300])])
+    for at in range(300, 400):
+        runner.run([StepInput("long", prompt[:, at : at + 1])])
+    history = runner.pool.sessions["long"].history
+    assert history is not None and len(history.lengths) <= 4 and 299 in history.lengths
+    assert runner.pool.reachable("long", 400, 390) == 390, "its inputs are here"
+    assert runner.pool.reachable("long", 400, 299) == 299, "other answers begin before the prompt's last position"
+    assert runner.pool.reachable("long", 400, 200) == 0, "nothing is kept from there"
+    with pytest.raises(ProtocolError, match="no recurrent state"):
+        runner.pool.truncate("long", 200)
+    expected = model(prompt[:, :310], use_cache=False).logits
+    (result,) = runner.run([StepInput("long", prompt[:, 305:310], WANT_ALL, truncate_to=305)])
+    assert_same(result.output, expected[:, 305:])
+    assert runner.pool.reserved_bytes == runner.reservation_bytes(1, 600, 0, 6)
+    assert runner.reservation_bytes(1, 600, 0, 6) > 6 * sum(checkpoint.family.state_bytes(unit, 4) for unit in range(6))
+
+
+@pytest.mark.parametrize("family", ["mamba2"], indirect=True)
+@torch.inference_mode()
+def test_a_session_of_states_alone_takes_the_same_memory_at_any_length(family: tuple[Any, Checkpoint]) -> None:
+    (runner,) = Stages(family[1], CUTS["one"]).runners
+    assert runner.reservation_bytes(1, 10, 0, 6) == runner.reservation_bytes(1, 100_000, 0, 6) > 0
+    assert runner.pool.positions_in(runner.reservation_bytes(1, 10, 0, 6)) > 100_000
+    assert runner.pool.positions_in(runner.reservation_bytes(1, 10, 0, 6) - 1) == 0
+
+
+@torch.inference_mode()
+def test_a_failed_pass_leaves_the_states_as_they_were(
+    family: tuple[Any, Checkpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, checkpoint = family
+    ids = torch.randint(2, 97, (1, 8), generator=torch.Generator().manual_seed(4))
+    stages = Stages(checkpoint, CUTS["one"])
+    stages.open("one")
+    stages.run({"one": ids[:, :6]})
+    (runner,) = stages.runners
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.span.stack._modules["3"], "forward", fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            stages.run({"one": ids[:, 6:7]})
+    found = torch.cat([stages.run({"one": ids[:, at : at + 1]})[0] for at in (6, 7)], 1)
+    assert_same(found, model(ids, use_cache=False).logits[:, 6:])
+
+
+def test_what_is_not_served_of_them_is_refused_in_a_sentence() -> None:
+    hybrid = family_of(tiny_config("falcon_h1"))
+    with pytest.raises(CheckpointError, match=r"quantised weights yet; use"):
+        check_packs(hybrid)
+    with pytest.raises(CheckpointError, match=r"tuning in layers do not follow"):
+        check_trains_at_layers(hybrid)
+    short = tiny_config("qwen3_next")
+    short.layer_types = short.layer_types[:2]
+    with pytest.raises(CheckpointError):
+        family_of(short)
+
+
+def test_the_page_lists_the_families_that_are_tested_here() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = page.partition("<!-- families with recurrent states -->")[2].partition("<!-- end -->")[0]
+    assert set(re.findall(r"`(\w+)`", table)) == set(RECURRENT)
+
+
+def fail(*_args: Any, **_options: Any) -> Any:
+    raise RuntimeError("in the middle of a pass")
