@@ -360,10 +360,14 @@ class _Thread(threading.local):
 
     def compute(self, prepared: Prepared) -> None:
         """Compute a prepared graph. Raises RuntimeError if ggml cannot."""
+        self.compute_graph(prepared.graph)
+
+    def compute_graph(self, graph: int) -> None:
+        """Compute a graph of ggml. Raises RuntimeError if ggml cannot."""
         if (count := torch.get_num_threads()) != self._threads:
             self._threads = count
             self._ggml.set_threads(self._backend.address, count)
-        if self._ggml.compute(self._backend.address, prepared.graph) != 0:
+        if self._ggml.compute(self._backend.address, graph) != 0:
             raise RuntimeError("ggml could not compute a product")
 
     def prepared(self, make: Callable[..., P], *kind: Hashable) -> P:
