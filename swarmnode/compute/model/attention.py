@@ -174,7 +174,7 @@ def _attend(tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], scale: float
         ggml = library()
         assert ggml is not None
         prepared = _Attention(ggml, *kind)
-        here.recorder.note(prepared, y_NHW)
+        here.recorder.note(prepared)
     prepared.place(tensors)
     prepared()
 
@@ -209,7 +209,8 @@ class SameBits(TorchFunctionMode):
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if function not in IN_VECTORS or not args or torch.is_grad_enabled():
+        is_lowered = hasattr(threads().recorder, "attention")  # to a graph of ggml
+        if function not in IN_VECTORS or not args or torch.is_grad_enabled() or is_lowered:
             return function(*args, **given)
         original = x = args[0]
         others = args[1:]

@@ -7,7 +7,6 @@ fails, crashes or takes too long stays on torch's way, and a line in the log say
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import resource
@@ -22,17 +21,17 @@ from torch import Tensor
 from swarmnode.compute.executor import forget_traceback
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.serving.cohort import CachedSession, Cohort, Windows
-from swarmnode.compute.serving.span_graph import SpanGraph, fuse
+from swarmnode.compute.serving.span_graph import SpanGraph
 from swarmnode.compute.serving.span_trace import SpanTrace, trace_span
 from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
 
 log = logging.getLogger(__name__)
 
 GRAPHS, LARGE_GRAPHS, LARGE = 24, 1, 64  # graphs that are kept; of those with more rows than LARGE only the last one
-TRIAL_S = 120.0
+TRIAL_S, TRIAL_CPU_S = 600.0, 120  # at most, of the clock and of CPU: a busy machine may take long
 TRIED = ((1, 1), (2, 1), (1, 5), (2, 2))  # (rows, positions) of the graphs that are tried
 FAR = 0.5  # of a result's spread: fast products round activations to 8 bits, and a rounding that differs spreads
-WRONG, OTHER_BITS, RAISED = 3, 4, 5  # exit codes of a trial
+TOLD = 400  # bytes of a reason
 
 
 class SpanGraphs:
@@ -81,7 +80,6 @@ class SpanGraphs:
         if key not in known:
             try:
                 trace = trace_span(self.span, start, end, self._windows, is_empty=is_empty)
-                fuse(trace)
                 why = try_in_child(self.span, trace, start, end, self._windows)
                 known[key] = why or trace
             except Exception as error:  # a family's code may raise anything
@@ -148,26 +146,30 @@ def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, window
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
-        code = RAISED
-        with contextlib.suppress(BaseException):
+        why = "a trial failed"
+        try:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_CPU_S, TRIAL_CPU_S))
             os.environ["GGML_NO_BACKTRACE"] = "1"
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            code = _try(span, trace, x_BT, expected, start, end, windows)
-            os.write(writes, b"x")
-        os._exit(code)
+            why = _try(span, trace, x_BT, expected, start, end, windows)
+        except BaseException as error:  # nothing may run on in a second process of the node
+            why = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(writes, (why or " ").encode()[:TOLD])
+            os._exit(0)
     os.close(writes)
     try:
         if not select.select([reads], [], [], TRIAL_S)[0]:
             os.kill(child, signal.SIGKILL)
             return f"a trial took more than {TRIAL_S:g} s"
+        told = os.read(reads, TOLD).decode("utf-8", "replace")
     finally:
         os.close(reads)
         status = os.waitpid(child, 0)[1]
-    if os.WIFSIGNALED(status):
-        return f"a trial was ended by {signal.Signals(os.WTERMSIG(status)).name} in ggml"
-    why = {0: "", WRONG: "a trial gave other numbers than torch", OTHER_BITS: "a position's bits depend on its company"}
-    return why.get(os.WEXITSTATUS(status), "a trial failed")
+    if not told:
+        return f"a trial was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return told.strip()
 
 
 @torch.inference_mode()
@@ -179,8 +181,8 @@ def _try(
     start: int,
     end: int,
     windows: Windows,
-) -> int:
-    """Compute the first positions by graphs of all sizes that are tried. Returns the process's exit code."""
+) -> str:
+    """Compute the first positions by graphs of all sizes that are tried. Returns what is wrong, empty if nothing is."""
     torch.set_num_threads(1)
     total = x.shape[1]
     known: Tensor | None = None
@@ -198,12 +200,12 @@ def _try(
         got = torch.cat(results, dim=1).float()
         known = got[:1] if known is None else known
         if not torch.equal(got, known[:, : got.shape[1]].expand(rows, -1, -1)):
-            return OTHER_BITS
+            return "a position's bits depend on its company"
     if known is not None and expected is not None:
         far = (known - expected[:, : known.shape[1]]).abs().mean(-1) / expected.std()
         if not bool((far < FAR).all()):
-            return WRONG
-    return 0
+            return "a trial gave other numbers than torch"
+    return ""
 
 
 def _cohort(span: ModelSpan, start: int, end: int, rows: int, columns: int, windows: Windows) -> Cohort:

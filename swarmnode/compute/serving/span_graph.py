@@ -10,7 +10,6 @@ these buffers under a mask. So a graph serves all cohorts of its number of rows,
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import weakref
@@ -18,7 +17,6 @@ from collections.abc import Callable, Sequence
 from ctypes import c_bool, c_float, c_int, c_int64, c_size_t, c_void_p
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,21 +41,33 @@ from swarmnode.compute.serving.span_trace import (
     LATE,
     CannotBeLowered,
     Operation,
-    Size,
     SpanTrace,
+    activation,
     filled,
     reachable,
     sizes_of,
 )
 
 F32, F16, I32, I64 = FORMATS["F32"].number, FORMATS["F16"].number, 26, 27
-NUMBERS = {torch.float32: F32, torch.float16: F16, torch.bfloat16: FORMATS["BF16"].number, torch.int32: I32, torch.int64: I64}
+NUMBERS = {
+    torch.float32: F32,
+    torch.float16: F16,
+    torch.bfloat16: FORMATS["BF16"].number,
+    torch.int32: I32,
+    torch.int64: I64,
+}
 NEOX = 2  # ggml's rotary embedding of halves
-CHECKED_POSITIONS = (0, 1, 2, 3, 5, 17, 64, 251, 1023, 4095)
 COLUMN, HEAD, ROW, NOWHERE = range(4)  # strides of a cohort's buffer
 SIDE_BY_SIDE = 32  # queries: ggml computes more of them in blocks, with other bits
-ANGLES = 2e-3  # most that a rotary embedding's cosine may differ: float32 rounds the angle of position 4,095 so
-UNARY = {"silu": "silu", "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh", "neg": "neg", "exp": "exp", "sqrt": "sqrt"}
+UNARY = {
+    "silu": "silu",
+    "relu": "relu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "neg": "neg",
+    "exp": "exp",
+    "sqrt": "sqrt",
+}
 BINARY = {"add": "add", "mul": "mul", "sub": "sub", "div": "div"}
 
 
@@ -104,137 +114,6 @@ def operators() -> _Operators:
         raise CannotBeLowered(f"this build of ggml lacks a function: {error}") from None
 
 
-# -- larger operations
-
-
-class Rope(NamedTuple):
-    """Rotary embedding of the last dimension's halves: inverse frequencies, and the factor of the results."""
-
-    inverse: Tensor
-    factor: float
-
-
-def fuse(trace: SpanTrace) -> None:
-    """Replace patterns of operations by one operation each: norms of the root of mean squares, rotary embeddings of halves, and
-    gated activations."""
-    ropes: dict[tuple[Operation, Operation], Rope | None] = {}
-    for operation in trace.operations:
-        if operation.stage != LATE:
-            continue
-        if operation.name == "product":  # it takes rows, whatever other dimensions they have
-            x, matrix = operation.inputs
-            while x.name in ("view", "reshape") and x.inputs[0].value.shape[-1] == matrix.inputs and x.stage == LATE:
-                x = x.inputs[0]
-            operation.inputs = x, matrix
-        elif operation.name == "mul" and len(operation.inputs) == 2:
-            for x, other in (operation.inputs, operation.inputs[::-1]):
-                if not isinstance(x, Operation) or not isinstance(other, Operation):
-                    continue
-                epsilon = _mean_square_of(other, x)
-                if epsilon is not None:
-                    operation.name, operation.inputs = "rms_norm", (x, epsilon)
-                    break
-                name = _activation(x)
-                if name and other.stage == LATE and x.inputs[0].value.shape == other.value.shape:
-                    operation.name, operation.inputs = "gated", (x.inputs[0], other, name)
-                    break
-        elif operation.name == "add" and len(operation.inputs) == 2:
-            _fuse_rope(trace, operation, ropes)
-
-
-def _activation(operation: Operation) -> str:
-    """Return the name of an activation that ggml knows with a gate; empty for other operations."""
-    if operation.name == "gelu" and operation.stage == LATE:
-        approximate = operation.options.get("approximate", (*operation.inputs, "none")[1])
-        return "gelu" if approximate == "tanh" else "gelu_erf"
-    return operation.name if operation.name in ("silu", "relu") and operation.stage == LATE else ""
-
-
-def _mean_square_of(factor: Operation, x: Operation) -> float | None:
-    """Return the epsilon if `factor` is 1 / sqrt(mean(x^2) + epsilon) over the last dimension, else None."""
-    if factor.name == "pow" and factor.inputs[1] == -0.5 or factor.name == "rsqrt":
-        total = factor.inputs[0]
-        if total.name == "add" and isinstance(total.inputs[1], float) and total.inputs[0].name == "mean":
-            mean = total.inputs[0]
-            square, dims = mean.inputs[0], mean.inputs[1]
-            is_last = list(dims) in ([-1], [x.value.dim() - 1]) and (*mean.inputs, False)[2]
-            is_square = square.name == "pow" and square.inputs == (x, 2)
-            is_square |= square.name == "mul" and square.inputs == (x, x)
-            if is_last and is_square:
-                return float(total.inputs[1])
-    return None
-
-
-def _fuse_rope(trace: SpanTrace, operation: Operation, ropes: dict[Any, Rope | None]) -> None:
-    """Make an addition a rotary embedding if it is x cos + rotated(x) sin."""
-    for straight, turned in (operation.inputs, operation.inputs[::-1]):
-        if not all(isinstance(each, Operation) and each.name == "mul" for each in (straight, turned)):
-            continue
-        (x, cos), (rotated, sin) = _late_first(straight), _late_first(turned)
-        if rotated is None or x is None or rotated.name != "cat" or len(rotated.inputs[0]) != 2:
-            continue
-        negative, first = rotated.inputs[0]
-        half = x.value.shape[-1] // 2
-        is_half = negative.name == "neg" and _is_slice(negative.inputs[0], x, half, 2 * half)
-        if not (is_half and _is_slice(first, x, 0, half) and 2 * half == x.value.shape[-1]):
-            continue
-        tables = _table(cos), _table(sin)
-        if None in tables:
-            continue
-        if tables not in ropes:
-            ropes[tables] = _rope_of(trace, *tables)  # type: ignore[arg-type]
-        if ropes[tables] is not None:
-            operation.name, operation.inputs = "rope", (x, ropes[tables])
-            return
-
-
-def _late_first(product: Operation) -> tuple[Operation | None, Operation | None]:
-    one, other = product.inputs
-    if not (isinstance(one, Operation) and isinstance(other, Operation)):
-        return None, None
-    return (one, other) if other.stage < LATE else (other, one) if one.stage < LATE else (None, None)
-
-
-def _table(factor: Operation | None) -> Operation | None:
-    """Return what a factor (B, 1, T, D) of all heads is made of, (B, T, D); None if it has another shape."""
-    if factor is None or factor.name != "unsqueeze" or factor.inputs[1] != 1 or factor.value.dim() != 4:
-        return None
-    table: Operation = factor.inputs[0]
-    return table
-
-
-def _is_slice(part: Operation, x: Operation, first: int, end: int) -> bool:
-    """Return whether `part` is x[..., first:end]."""
-    if part.name != "slice" or part.inputs[0] is not x:
-        return False
-    _, dim, begin, stop = (*part.inputs, 0, None, None)[:4]
-    width = x.value.shape[-1]
-    return dim in (-1, x.value.dim() - 1) and (begin or 0) == first and min(stop or width, width) == end
-
-
-def _rope_of(trace: SpanTrace, cos: Operation, sin: Operation) -> Rope | None:
-    """Return the rotary embedding whose cosines and sines (B, T, D) torch computes; None if they are something else."""
-    positions_RT = torch.tensor([CHECKED_POSITIONS])
-    given = {"positions": positions_RT, "mask": torch.ones(1, positions_RT.shape[1], dtype=torch.int64)}
-    sizes = sizes_of(1, positions_RT.shape[1], 1)
-    cos_TD, sin_TD = (trace.early(each, given, sizes)[0].double() for each in (cos, sin))
-    width = cos_TD.shape[-1] // 2
-    factor = float(cos_TD[0, 0])
-    inverse_D = torch.atan2(sin_TD[1, :width], cos_TD[1, :width])
-    for each in trace.operations:  # the family's own frequencies, if they are among its constants
-        if each.stage == CONSTANT and isinstance(each.value, Tensor) and each.value.numel() == width:
-            own_D = each.value.reshape(-1).double()
-            if torch.allclose(own_D, inverse_D, rtol=1e-4, atol=1e-9):
-                inverse_D = own_D
-    angles_TD = positions_RT[0, :, None] * inverse_D.repeat(2)
-    is_it = torch.allclose(cos_TD, factor * angles_TD.cos(), rtol=0, atol=ANGLES)
-    is_it &= torch.allclose(sin_TD, factor * angles_TD.sin(), rtol=0, atol=ANGLES)
-    return Rope(inverse_D, factor) if is_it and bool((inverse_D > 0).all()) else None
-
-
-# -- the graph
-
-
 class _Value(NamedTuple):
     """Result in a graph: a contiguous tensor of ggml, and its view as torch would have it, without memory."""
 
@@ -267,20 +146,20 @@ class SpanGraph:
         self._values: dict[Operation, _Value] = {}
         self._followers: list[_Follower] = []
         self._shapes: dict[int, list[tuple[int, int]]] = {}  # heads and width of a layer's keys, and of its values
-        self._masks: dict[tuple[int | None, bool], tuple[dict[tuple[int, int, int], int], Tensor]] = {}
+        # Columns that are written, and masks of parts of the queries, by the window of attention.
+        self._masks: dict[int | None, tuple[dict[tuple[int, int, int], int], Tensor]] = {}
         self._early: list[tuple[Operation, Tensor]] = []
-        self._columns: dict[bool, tuple[int, Tensor]] = {}
+        self._columns: dict[int | None, tuple[int, Tensor]] = {}
         self._positions: tuple[int, Tensor] | None = None
         self._bound: Callable[[], Cohort | None] = lambda: None
         self._views: dict[Any, int] = {}
         self._allocator: int | None = None
-        needed = trace.needed(lambda each: each.stage != LATE)
-        nodes = 8 * len(needed) + 64
+        nodes = (8 + 2 * rows) * len(trace.operations) + 64
         size = nodes * self._ggml.tensor_overhead() + self._make.overhead(nodes, False)
         self._context = ggml.init(_InitParams(size, None, True))
         self._graph = ggml.new_graph(self._context, nodes, False)
         for operation in trace.operations:
-            if operation in needed and operation.stage == LATE:
+            if operation.stage == LATE:
                 self._lower(operation)
         self._result: _Value | None = None
         if trace.result is not None:
@@ -410,7 +289,7 @@ class SpanGraph:
     def _lower_view(self, operation: Operation) -> _Value:
         inputs = operation.inputs[1:]
         value = self._value(operation.inputs[0])
-        for value in (value, self._contiguous(value)):  # noqa: B020, PLR1704
+        for value in (value, self._contiguous(value)):  # noqa: B020
             try:
                 rest = filled(inputs, lambda size: self._sizes[size.name])
                 options = filled(operation.options, lambda size: self._sizes[size.name])
@@ -428,14 +307,15 @@ class SpanGraph:
         return self._node(self._make.by_name[name](self._context, tensor), view)
 
     def _lower_gelu(self, operation: Operation) -> _Value:
-        return self._unary(_activation(operation), operation.inputs[0])
+        return self._unary(activation(operation), operation.inputs[0])
 
     def _lower_rms_norm(self, operation: Operation) -> _Value:
         tensor, view = self._in_rows(self._value(operation.inputs[0]))
         return self._node(self._make.rms_norm(self._context, tensor, operation.inputs[1]), view)
 
     def _lower_layer_norm(self, operation: Operation) -> _Value:
-        x, shape, weight, bias, epsilon = (*operation.inputs, None, None, 1e-5)[:5]
+        given = operation.inputs
+        x, shape, weight, bias, epsilon = (*given, *(None, None, None, None, 1e-5)[len(given) :])[:5]
         if len(shape) != 1:
             raise CannotBeLowered("a norm goes over several dimensions")
         tensor, view = self._in_rows(self._value(x))
@@ -458,7 +338,7 @@ class SpanGraph:
         x, y = operation.inputs[:2]
         if operation.options.get("alpha", (*operation.inputs, 1)[2] if len(operation.inputs) > 2 else 1) != 1:
             raise CannotBeLowered("it adds a multiple")
-        if not isinstance(x, Operation) or x.stage == CONSTANT and x.value.numel() == 1:
+        if not isinstance(x, Operation) or (x.stage == CONSTANT and x.value.numel() == 1):
             if name in ("sub", "div"):
                 raise CannotBeLowered("it subtracts from a number, or divides one")
             x, y = y, x
@@ -469,7 +349,11 @@ class SpanGraph:
             tensor, view = self._in_rows(self._value(x))
             return self._node(self._make.scale_bias(self._context, tensor, factor, bias), view)
         one, other = self._value(x), self._value(y)
-        shape = one.view.shape if one.view.shape == other.view.shape else torch.broadcast_shapes(one.view.shape, other.view.shape)
+        shape = (
+            one.view.shape
+            if one.view.shape == other.view.shape
+            else torch.broadcast_shapes(one.view.shape, other.view.shape)
+        )
         if shape != one.view.shape:
             if name in ("sub", "div") or shape != other.view.shape:
                 raise CannotBeLowered("both sides of an operation are repeated")
@@ -538,19 +422,31 @@ class SpanGraph:
         tensor = self._ggml.multiply(self._context, weight, self._tensor(value, value.view.view(shape)))
         return self._node(tensor, torch.empty(rows, matrix.outputs, device="meta"))
 
+    def _lower_linear(self, operation: Operation) -> _Value:
+        x, weight, bias = (*operation.inputs, None)[:3]
+        if weight.stage != CONSTANT or weight.value.dtype not in NUMBERS:
+            raise CannotBeLowered("it multiplies with a matrix that is no weight")
+        value, matrix_OI = self._contiguous(self._value(x)), weight.value.contiguous()
+        outputs, inputs = matrix_OI.shape
+        rows_R1I = value.view.view(-1, 1, inputs)  # each for itself: ggml adds in another order beside others
+        tensor = self._ggml.multiply(self._context, self._leaf(matrix_OI), self._tensor(value, rows_R1I))
+        if bias is not None:
+            tensor = self._make.by_name["add"](self._context, tensor, self._tensor(self._value(bias)))
+        return self._node(tensor, torch.empty(*value.view.shape[:-1], outputs, device="meta"))
+
     def _lower_write(self, operation: Operation) -> _Value:
         keys, values, layer = operation.inputs
-        has_window = self._trace.windows.get(layer) is not None
-        if has_window not in self._columns:
+        window = self._trace.windows.get(layer)
+        if window not in self._columns:
             columns_T = torch.zeros(self.count, dtype=torch.int64)
-            self._columns[has_window] = self._leaf(columns_T), columns_T
+            self._columns[window] = self._leaf(columns_T), columns_T
         for which, part in enumerate((keys, values)):
             value = self._value(part)
             rows, heads, count, width = value.view.shape
             self._shapes.setdefault(layer, []).append((heads, width))
             buffer = self._ggml.new_tensor_4d(self._context, NUMBERS[self._dtype], width, count, heads, rows)
             address_at(buffer + DATA_AT).value = self._placeholder()
-            columns = self._columns[has_window][0]
+            columns = self._columns[window][0]
             tensor = self._make.set_rows(self._context, buffer, self._tensor(value), columns)
             self._ggml.expand(self._graph, tensor)
             self._followers += [_Follower(each, layer, which, (COLUMN, HEAD, ROW), 0) for each in (buffer, tensor)]
@@ -571,7 +467,6 @@ class SpanGraph:
         rows, heads, count, width = value.view.shape
         keys, values = (self._value(each).view for each in write.inputs[:2])
         groups, value_width = keys.shape[1], values.shape[3]
-        kind = self._trace.windows[layer], self._trace.windows.get(layer) is not None
         q_BTHD = value.view.transpose(1, 2)
         parts: list[tuple[Tensor, tuple[int, ...], tuple[int, int, int], int, tuple[int, int, int]]] = []
         if rows > 1 and 1 < count < SIDE_BY_SIDE:  # few queries of each row, side by side
@@ -586,7 +481,15 @@ class SpanGraph:
                 # A lone query's columns would be shared out among threads: so its heads are rows.
                 apart, each = (groups, heads // groups) if groups > 1 else (max(heads, 2), 1)
                 q = q.view(-1, each, 1, width).expand(apart, -1, -1, -1)
-                parts.append((q, (apart, 1), (COLUMN, HEAD if groups > 1 else NOWHERE, HEAD if groups > 1 else NOWHERE), 0, (1, 1, 0)))
+                parts.append(
+                    (
+                        q,
+                        (apart, 1),
+                        (COLUMN, HEAD if groups > 1 else NOWHERE, HEAD if groups > 1 else NOWHERE),
+                        0,
+                        (1, 1, 0),
+                    )
+                )
             elif count == 1:
                 parts.append((q.transpose(1, 2), (rows, groups), (COLUMN, HEAD, ROW), 0, (rows, 1, 0)))
             else:
@@ -606,7 +509,7 @@ class SpanGraph:
             tensor = self._ggml.attend(
                 self._context,
                 self._tensor(value, q),
-                *(k, v, self._mask(kind, of_mask)),
+                *(k, v, self._mask(self._trace.windows[layer], of_mask)),
                 *(operation.options["scale"], 0.0, operation.options.get("softcap") or 0.0),
             )
             if sinks is not None:
@@ -614,9 +517,9 @@ class SpanGraph:
             result = self._make.concat(self._context, result, tensor, 3) if result else tensor
         return self._node(result, torch.empty(rows, count, heads, value_width, device="meta"))
 
-    def _mask(self, kind: tuple[int | None, bool], part: tuple[int, int, int]) -> int:
-        """Return the mask of a kind of attention for a part of the queries: (rows apart, queries side by side, first query)."""
-        masks = self._masks.setdefault(kind, ({}, torch.empty(0)))[0]
+    def _mask(self, window: int | None, part: tuple[int, int, int]) -> int:
+        """Return the mask of attention with this window for a part of the queries: (rows, queries side by side, first one)."""
+        masks = self._masks.setdefault(window, ({}, torch.empty(0)))[0]
         if part not in masks:
             masks[part] = self._ggml.new_tensor_4d(self._context, F16, 1, part[1], 1, part[0])
             address_at(masks[part] + DATA_AT).value = self._placeholder()
@@ -642,10 +545,10 @@ class SpanGraph:
         for operation, memory in self._early:
             memory.copy_(self._trace.early(operation, given, self._sizes))
         queries_T1 = torch.arange(cohort.end, cohort.end + self.count)[:, None]
-        for has_window, (_, columns_T) in self._columns.items():
-            columns_T.copy_(queries_T1[:, 0] - (self._first(cohort, has_window)))
-        for (window, has_window), (_, mask_NC) in self._masks.items():
-            first = self._first(cohort, has_window)
+        for window, (_, columns_T) in self._columns.items():
+            columns_T.copy_(queries_T1[:, 0] - cohort.first_kept(self._layer_of(window)))
+        for window, (_, mask_NC) in self._masks.items():
+            first = cohort.first_kept(self._layer_of(window))
             columns_C = torch.arange(first, first + mask_NC.shape[1])
             seen_TC = columns_C <= queries_T1
             if window is not None:
@@ -664,11 +567,9 @@ class SpanGraph:
         threads().compute_graph(self._graph)
         return result if result is None else result.to(self._dtype)
 
-    def _first(self, cohort: Cohort, has_window: bool) -> int:
-        if not has_window:
-            return 0
-        layers = (each.layer for each in self._followers if self._trace.windows.get(each.layer) is not None)
-        return cohort.first_kept(next(layers))
+    def _layer_of(self, window: int | None) -> int:
+        """Return a layer whose attention has this window."""
+        return next(layer for layer in self._shapes if self._trace.windows.get(layer) == window)
 
     def _bind(self, cohort: Cohort) -> None:
         """Let the graph use the buffers of a cohort, which are made if its layers have none yet."""
@@ -683,11 +584,10 @@ class SpanGraph:
             address_at(tensor + DATA_AT).value = buffer.data_ptr() + row * strides[ROW]
             numbers_at(tensor + SIZES_AT)[1] = buffer.shape[2]
             numbers_at(tensor + STRIDES_AT)[1:4] = [strides[step] for step in steps]
-        for kind, (masks, _) in self._masks.items():
-            layer = next(layer for layer, window in self._trace.windows.items() if (window, window is not None) == kind)
-            columns = cohort.columns_in(layer)
+        for window, (masks, _) in self._masks.items():
+            columns = cohort.columns_in(self._layer_of(window))
             mask_NC = torch.empty(self.rows * self.count, columns, dtype=torch.float16)
-            self._masks[kind] = masks, mask_NC
+            self._masks[window] = masks, mask_NC
             for (_, beside, first), tensor in masks.items():
                 address_at(tensor + DATA_AT).value = mask_NC[first].data_ptr()
                 numbers_at(tensor + SIZES_AT)[0] = columns

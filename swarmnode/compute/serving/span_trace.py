@@ -3,13 +3,15 @@
 torch tells of each operator, and packed products, look-ups, caches and attention tell of themselves. The pass is recorded with two
 sets of sizes. An integer that is the same in both is a constant; another one must be one of `SIZES` in both, and gets its name.
 
+Patterns of operations that ggml has as one node (norms, rotary embeddings, gated activations) become one operation.
+
 Operations that need products or attention are `LATE`: a graph of ggml computes them (`span_graph.py`). Those that need positions or
 sizes only are `EARLY`, such as rotary angles: torch computes them if the graph needs them. All others are constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -30,6 +32,8 @@ COPIES = frozenset(
 )
 """Operators that give their first argument's values: the graph computes in float32, and writes over nothing"""
 INPLACE = frozenset({"add_", "mul_", "sub_", "div_", "clamp_", "triu_", "tril_", "fill_", "neg_", "masked_fill_"})
+CHECKED_POSITIONS = (0, 1, 2, 3, 5, 17, 64, 251, 1023, 4095)
+ANGLES = 2e-3  # most that a rotary embedding's cosine may differ: float32 rounds the angle of position 4,095 so
 LONG_PAST = 8200  # columns before the second recorded pass: more than the chunks of attention in chunks
 
 
@@ -188,9 +192,9 @@ class _Recording(TorchDispatchMode):
         if self._is_paused:
             return function(*args, **given)
         name = function._schema.name.split("::")[1]
-        if any(tag in function.tags for tag in REFUSED) and name not in ("index", "embedding"):
-            if not ("dropout" in name and not (len(args) > 2 and args[1] and args[2])):
-                raise CannotBeLowered(f"{name} depends on values, or on random numbers")
+        is_dropout = "dropout" in name and not (len(args) > 2 and args[1] and args[2])
+        if any(tag in function.tags for tag in REFUSED) and name not in ("index", "embedding") and not is_dropout:
+            raise CannotBeLowered(f"{name} depends on values, or on random numbers")
         result = function(*args, **given)
         if function._schema.is_mutable:
             if name not in INPLACE:
@@ -378,6 +382,10 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
     for operation in trace.needed(lambda _: False):
         if UNKNOWN in _parts((operation.inputs, operation.options), Size):
             raise CannotBeLowered(f"{operation.name} depends on more than the numbers of rows and positions")
+    for operation in first:
+        if operation.stage != CONSTANT and isinstance(operation.value, Tensor):
+            operation.value = torch.empty_like(operation.value, device="meta")
+    _fuse(trace)
     return trace
 
 
@@ -427,3 +435,133 @@ def _record(
         else:
             raise CannotBeLowered("its attention has a mask of another kind")
     return recording.operations, result, inputs, seen
+
+
+# -- larger operations
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of the last dimension's halves: inverse frequencies, and the factor of the results."""
+
+    inverse: Tensor
+    factor: float
+
+
+def _fuse(trace: SpanTrace) -> None:
+    """Replace patterns of operations by one operation each: norms of the root of mean squares, rotary embeddings of halves, and
+    gated activations. What nothing needs is left out."""
+    ropes: dict[tuple[Operation, Operation], Rope | None] = {}
+    for operation in trace.operations:
+        if operation.stage != LATE:
+            continue
+        if operation.name == "product":  # it takes rows, whatever other dimensions they have
+            x, matrix = operation.inputs
+            while x.name in ("view", "reshape") and x.inputs[0].value.shape[-1] == matrix.inputs and x.stage == LATE:
+                x = x.inputs[0]
+            operation.inputs = x, matrix
+        elif operation.name == "mul" and len(operation.inputs) == 2:
+            for x, other in (operation.inputs, operation.inputs[::-1]):
+                if not isinstance(x, Operation) or not isinstance(other, Operation):
+                    continue
+                epsilon = _mean_square_of(other, x)
+                if epsilon is not None:
+                    operation.name, operation.inputs = "rms_norm", (x, epsilon)
+                    break
+                name = activation(x)
+                if name and other.stage == LATE and x.inputs[0].value.shape == other.value.shape:
+                    operation.name, operation.inputs = "gated", (x.inputs[0], other, name)
+                    break
+        elif operation.name == "add" and len(operation.inputs) == 2:
+            _fuse_rope(trace, operation, ropes)
+    needed = trace.needed(lambda each: each.stage != LATE)
+    trace.operations = [operation for operation in trace.operations if operation in needed]
+
+
+def activation(operation: Operation) -> str:
+    """Return the name of an activation that ggml knows with a gate; empty for other operations."""
+    if operation.name == "gelu" and operation.stage == LATE:
+        approximate = operation.options.get("approximate", (*operation.inputs, "none")[1])
+        return "gelu" if approximate == "tanh" else "gelu_erf"
+    return operation.name if operation.name in ("silu", "relu") and operation.stage == LATE else ""
+
+
+def _mean_square_of(factor: Operation, x: Operation) -> float | None:
+    """Return the epsilon if `factor` is 1 / sqrt(mean(x^2) + epsilon) over the last dimension, else None."""
+    if (factor.name == "pow" and factor.inputs[1] == -0.5) or factor.name == "rsqrt":
+        total = factor.inputs[0]
+        if total.name == "add" and isinstance(total.inputs[1], float) and total.inputs[0].name == "mean":
+            mean = total.inputs[0]
+            square, dims = mean.inputs[0], mean.inputs[1]
+            is_last = list(dims) in ([-1], [x.value.dim() - 1]) and (*mean.inputs, False)[2]
+            is_square = square.name == "pow" and square.inputs == (x, 2)
+            is_square |= square.name == "mul" and square.inputs == (x, x)
+            if is_last and is_square:
+                return float(total.inputs[1])
+    return None
+
+
+def _fuse_rope(trace: SpanTrace, operation: Operation, ropes: dict[Any, Rope | None]) -> None:
+    """Make an addition a rotary embedding if it is x cos + rotated(x) sin."""
+    for straight, turned in (operation.inputs, operation.inputs[::-1]):
+        if not all(isinstance(each, Operation) and each.name == "mul" for each in (straight, turned)):
+            continue
+        (x, cos), (rotated, sin) = _late_first(straight), _late_first(turned)
+        if rotated is None or x is None or rotated.name != "cat" or len(rotated.inputs[0]) != 2:
+            continue
+        negative, first = rotated.inputs[0]
+        half = x.value.shape[-1] // 2
+        is_half = negative.name == "neg" and _is_slice(negative.inputs[0], x, half, 2 * half)
+        if not (is_half and _is_slice(first, x, 0, half) and 2 * half == x.value.shape[-1]):
+            continue
+        tables = _table(cos), _table(sin)
+        if None in tables:
+            continue
+        if tables not in ropes:
+            ropes[tables] = _rope_of(trace, *tables)  # type: ignore[arg-type]
+        if ropes[tables] is not None:
+            operation.name, operation.inputs = "rope", (x, ropes[tables])
+            return
+
+
+def _late_first(product: Operation) -> tuple[Operation | None, Operation | None]:
+    one, other = product.inputs
+    if not (isinstance(one, Operation) and isinstance(other, Operation)):
+        return None, None
+    return (one, other) if other.stage < LATE else (other, one) if one.stage < LATE else (None, None)
+
+
+def _table(factor: Operation | None) -> Operation | None:
+    """Return what a factor (B, 1, T, D) of all heads is made of, (B, T, D); None if it has another shape."""
+    if factor is None or factor.name != "unsqueeze" or factor.inputs[1] != 1 or factor.value.dim() != 4:
+        return None
+    table: Operation = factor.inputs[0]
+    return table
+
+
+def _is_slice(part: Operation, x: Operation, first: int, end: int) -> bool:
+    """Return whether `part` is x[..., first:end]."""
+    if part.name != "slice" or part.inputs[0] is not x:
+        return False
+    _, dim, begin, stop = (*part.inputs, 0, None, None)[:4]
+    width = x.value.shape[-1]
+    return dim in (-1, x.value.dim() - 1) and (begin or 0) == first and min(stop or width, width) == end
+
+
+def _rope_of(trace: SpanTrace, cos: Operation, sin: Operation) -> Rope | None:
+    """Return the rotary embedding whose cosines and sines (B, T, D) torch computes; None if they are something else."""
+    positions_RT = torch.tensor([CHECKED_POSITIONS])
+    given = {"positions": positions_RT, "mask": torch.ones(1, positions_RT.shape[1], dtype=torch.int64)}
+    sizes = sizes_of(1, positions_RT.shape[1], 1)
+    cos_TD, sin_TD = (trace.early(each, given, sizes)[0].double() for each in (cos, sin))
+    width = cos_TD.shape[-1] // 2
+    factor = float(cos_TD[0, 0])
+    inverse_D = torch.atan2(sin_TD[1, :width], cos_TD[1, :width])
+    for each in trace.operations:  # the family's own frequencies, if they are among its constants
+        if each.stage == CONSTANT and isinstance(each.value, Tensor) and each.value.numel() == width:
+            own_D = each.value.reshape(-1).double()
+            if torch.allclose(own_D, inverse_D, rtol=1e-4, atol=1e-9):
+                inverse_D = own_D
+    angles_TD = positions_RT[0, :, None] * inverse_D.repeat(2)
+    is_it = torch.allclose(cos_TD, factor * angles_TD.cos(), rtol=0, atol=ANGLES)
+    is_it &= torch.allclose(sin_TD, factor * angles_TD.sin(), rtol=0, atol=ANGLES)
+    return Rope(inverse_D, factor) if is_it and bool((inverse_D > 0).all()) else None
