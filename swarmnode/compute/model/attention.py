@@ -174,7 +174,7 @@ def _attend(tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], scale: float
         ggml = library()
         assert ggml is not None
         prepared = _Attention(ggml, *kind)
-        here.recorder.note(prepared)
+        here.recorder.record_call(prepared)
     prepared.place(tensors)
     prepared()
 

@@ -92,15 +92,15 @@ class Recorder(TorchDispatchMode):
             raise CannotBeRecorded(f"{function} depends on values, or on random numbers")
         name = function._schema.name.split("::")[1]
         if function._schema.is_mutable:
-            self.note(partial(SHORT.get(name, function._op), *args, **kwargs))
+            self.record_call(partial(SHORT.get(name, function._op), *args, **kwargs))
             return
         known = {_storage(each) for each in inputs}
         fresh = [tensor for tensor in results if _storage(tensor) not in known]
         self._kept += fresh
         if fresh and not name.startswith("empty") and not name.startswith("new_empty"):
-            self.note(_again(function, name, args, kwargs, results))
+            self.record_call(_again(function, name, args, kwargs, results))
 
-    def note(self, call: Call) -> None:
+    def record_call(self, call: Call) -> None:
         """Take a call, made in the recorded pass, into the program."""
         self._calls.append(call)
 
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
         finally:
             self._is_paused, threads().recorder = False, self
         self._kept += [x, y]
-        self.note(lambda: y.copy_(function(x)))
+        self.record_call(lambda: y.copy_(function(x)))
         return y
 
     def product(self, matrix: GgmlMatrix, x_RI: Tensor) -> Tensor:

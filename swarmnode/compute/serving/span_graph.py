@@ -411,7 +411,7 @@ class SpanGraph:
         assert isinstance(matrix, GgmlMatrix)
         value = self._contiguous(self._value(x))
         rows = value.view.numel() // matrix.inputs
-        apart = matrix.takes_rows_apart(rows)
+        apart = matrix.multiplies_rows_apart(rows)
         shape = (rows, 1, matrix.inputs) if apart else (rows, matrix.inputs)
         weight = self._ggml.new_tensor(self._context, matrix.form.number, matrix.inputs, matrix.outputs)
         address_at(weight + DATA_AT).value = matrix.address

@@ -121,7 +121,7 @@ class TracedPast(AttentionCache):
     def first_kept(self, layer: int) -> int:
         """Return the column at which the layer's buffers begin."""
         window = self.windows.get(layer)
-        return 0 if window is None else max(0, self.past - window.kept)
+        return 0 if window is None else max(0, self.past - window.retained)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
