@@ -80,6 +80,7 @@ class _Operators:
         self.view = make("ggml_view_4d", p, p, p, n, n, n, n, size, size, size, size)
         self.reshape = make("ggml_reshape_4d", p, p, p, n, n, n, n)
         self.cont = make("ggml_cont", p, p, p)
+        self.cast = make("ggml_cast", p, p, p, c_int)
         self.rms_norm = make("ggml_rms_norm", p, p, p, c_float)
         self.norm = make("ggml_norm", p, p, p, c_float)
         self.scale_bias = make("ggml_scale_bias", p, p, p, c_float, c_float)
@@ -161,6 +162,8 @@ class SpanGraph:
         for operation in trace.operations:
             if operation.stage == LATE:
                 self._lower(operation)
+                if operation in trace.between and dtype != torch.float32:
+                    self._values[operation] = self._rounded(self._values[operation])
         self._result: _Value | None = None
         if trace.result is not None:
             self._result = self._contiguous(self._values[trace.result])
@@ -286,6 +289,11 @@ class SpanGraph:
             # What no other operation reads after fusing was left out; the rest fails where it is read.
             return
 
+    def _rounded(self, value: _Value) -> _Value:
+        """Return a value in float32 that is rounded to the model's number format."""
+        tensor = self._make.cast(self._context, self._contiguous(value).base, NUMBERS[self._dtype])
+        return self._node(self._make.cast(self._context, tensor, F32), torch.empty(value.view.shape, device="meta"))
+
     def _lower_view(self, operation: Operation) -> _Value:
         inputs = operation.inputs[1:]
         value = self._value(operation.inputs[0])
@@ -305,6 +313,16 @@ class SpanGraph:
     def _unary(self, name: str, item: Operation) -> _Value:
         tensor, view = self._in_rows(self._value(item))
         return self._node(self._make.by_name[name](self._context, tensor), view)
+
+    def _lower_pow(self, operation: Operation) -> _Value:
+        x, exponent = operation.inputs
+        if exponent not in (2, 3):
+            raise CannotBeLowered(f"ggml does not compute a power of {exponent}")
+        tensor, view = self._in_rows(self._value(x))
+        power = tensor
+        for _ in range(int(exponent) - 1):
+            power = self._make.by_name["mul"](self._context, power, tensor)
+        return self._node(power, view)
 
     def _lower_gelu(self, operation: Operation) -> _Value:
         return self._unary(activation(operation), operation.inputs[0])

@@ -11,6 +11,7 @@ sizes only are `EARLY`, such as rotary angles: torch computes them if the graph 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -291,13 +292,15 @@ def reachable(left: list[Operation], stop: Callable[[Operation], bool] = lambda 
 class SpanTrace:
     """Recorded operations of units [start, end) of a span, and what they give: None if only caches are written.
 
-    `windows` has the window of each layer's attention, None if it sees everything.
+    `windows` has the window of each layer's attention, None if it sees everything. `between` are the hidden states that go from
+    layer to layer: they are rounded to the model's number format, as on their way to another machine.
     """
 
     operations: list[Operation]
     result: Operation | None
     inputs: dict[str, Operation]
     windows: dict[int, int | None]
+    between: set[Operation]
 
     def __repr__(self) -> str:
         return f"SpanTrace({len(self.operations)} operations, {len(self.windows)} layers)"
@@ -338,9 +341,10 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
     for rows, count, kept, past in ((2, 5, 3, longest + 90), (3, 11, 4, max(longest, LONG_PAST) + 203)):
         sizes = sizes_of(rows, count, kept, past)
         passes.append((_record(span, start, end, windows, sizes, is_empty=is_empty), sizes))
-    (first, result, inputs, seen), first_sizes = passes[0]
-    (second, _, _, second_seen), second_sizes = passes[1]
-    if len(first) != len(second) or seen != second_seen:
+    first_trace, first_sizes = passes[0]
+    second_trace, second_sizes = passes[1]
+    first, second = first_trace.operations, second_trace.operations
+    if len(first) != len(second) or first_trace.windows != second_trace.windows:
         raise CannotBeLowered("it computes something else for other numbers of positions")
     places = {operation: place for place, operation in enumerate(second)}
     own = {operation: place for place, operation in enumerate(first)}
@@ -378,21 +382,20 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
                 operation.stage = EARLY if is_open else max(before, default=operation.stage)
         if operation.name == "embedding" and operation.stage < INPUT:
             operation.stage = INPUT
-    trace = SpanTrace(first, result, inputs, seen)
-    for operation in trace.needed(lambda _: False):
+    for operation in first_trace.needed(lambda _: False):
         if UNKNOWN in _parts((operation.inputs, operation.options), Size):
             raise CannotBeLowered(f"{operation.name} depends on more than the numbers of rows and positions")
     for operation in first:
         if operation.stage != CONSTANT and isinstance(operation.value, Tensor):
             operation.value = torch.empty_like(operation.value, device="meta")
-    _fuse(trace)
-    return trace
+    _fuse(first_trace)
+    return first_trace
 
 
 def _record(
     span: ModelSpan, start: int, end: int, windows: Windows, sizes: Mapping[str, int], *, is_empty: bool
-) -> tuple[list[Operation], Operation | None, dict[str, Operation], dict[int, int | None]]:
-    """Record one pass. Returns its operations, result, inputs, and the window of each layer's attention."""
+) -> SpanTrace:
+    """Record one pass, whose sizes are numbers."""
     rows, count, past = sizes["B"], sizes["T"], sizes["P"]
     recording = _Recording()
     cache = TracedPast(recording, windows, past)
@@ -400,7 +403,16 @@ def _record(
     positions_RT = past + torch.arange(count) - padding_R1
     mask_RC = (torch.arange(past + count) >= padding_R1).to(torch.int64)
     x = torch.zeros(rows, count, dtype=torch.int64) if start == 0 else torch.zeros(rows, count, span.hidden_size)
-    with recording:
+    between: list[Tensor] = []
+
+    def leave(_module: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        between.extend((inputs[0], output[0] if isinstance(output, tuple) else output))
+
+    hooks = [layer.register_forward_hook(leave) for layer in span.stack.children()]
+    with contextlib.ExitStack() as stack:
+        for hook in hooks:
+            stack.callback(hook.remove)
+        stack.enter_context(recording)
         given = {"positions": (positions_RT, EARLY), "mask": (mask_RC, EARLY)}
         given["x"] = (x.to(span.dtype) if start else x, INPUT if start else EARLY)
         inputs = {name: recording.of(recording.take_in(name, *each)) for name, each in given.items()}
@@ -434,7 +446,7 @@ def _record(
                 break
         else:
             raise CannotBeLowered("its attention has a mask of another kind")
-    return recording.operations, result, inputs, seen
+    return SpanTrace(recording.operations, result, inputs, seen, {recording.of(hidden) for hidden in between})
 
 
 # -- larger operations

@@ -87,9 +87,7 @@ def logits(runner: StageRunner, ids_BT: Tensor, cuts: list[int], name: str = "a"
 
 
 # Rotary halves; windows that move; biases; norms of heads; part of the width rotated; other norms and activations.
-@pytest.mark.parametrize(
-    "model_type", ["llama", "gemma3_text", "qwen2", "qwen3", "phi", "olmo2", "starcoder2"]
-)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen2", "qwen3", "phi", "olmo2", "starcoder2"])
 def test_a_familys_graph_is_torchs_way_with_equal_bits_at_any_cut(model_type: str, tmp_path: Path) -> None:
     span = family_span(model_type, tmp_path)
     ids_BT = some_ids(span)
