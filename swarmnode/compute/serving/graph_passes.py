@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import select
 import signal
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable
 
@@ -127,6 +127,10 @@ class SpanGraphs:
 
 def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, windows: Windows) -> str:
     """Compute graphs of some sizes in a child process. Returns why the span cannot be computed so; empty if it can."""
+    if sys.platform == "win32":
+        return "it cannot be tried in a child process on Windows"
+    import resource
+
     count = max(rows * count for rows, count in TRIED)
     random = torch.Generator().manual_seed(0)
     if start == 0:

@@ -42,13 +42,13 @@ class CannotBeLowered(Exception):
     """The graph has no counterpart for something that the model computes: the span stays on torch's way."""
 
 
-class Size(NamedTuple):
+class OpenSize(NamedTuple):
     """Integer that depends on a pass: a name of `sizes_of`."""
 
     name: str
 
 
-UNKNOWN = Size("")
+UNKNOWN = OpenSize("")
 
 
 def sizes_of(rows: int, count: int, kept: int, past: int = 0) -> dict[str, int]:
@@ -68,7 +68,7 @@ def sizes_of(rows: int, count: int, kept: int, past: int = 0) -> dict[str, int]:
 
 @dataclass(eq=False)
 class Operation:
-    """Recorded operation. `inputs` are the arguments, in which operations stand for tensors and `Size` for open integers.
+    """Recorded operation. `inputs` are the arguments, in which operations stand for tensors and `OpenSize` for open integers.
 
     `pick` chooses among several results. `value` is the result of the first recorded pass: for constants it is the value itself.
     """
@@ -103,7 +103,7 @@ def _parts(value: Any, kind: type[T]) -> Iterator[T]:
 
 def filled(value: Any, fill: Callable[[Any], Any]) -> Any:
     """Return arguments in which `fill` replaces operations and open integers."""
-    if isinstance(value, Operation | Size):
+    if isinstance(value, Operation | OpenSize):
         return fill(value)
     if isinstance(value, list | tuple):
         return type(value)(filled(each, fill) for each in value)
@@ -316,7 +316,7 @@ class SpanTrace:
         known: dict[Operation, Any] = {self.inputs[name]: value for name, value in given.items() if name in self.inputs}
 
         def value_of(item: Any) -> Any:
-            if isinstance(item, Size):
+            if isinstance(item, OpenSize):
                 return sizes[item.name]
             if item not in known:
                 if item.function is None or item.stage == CONSTANT:
@@ -362,7 +362,7 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
         if isinstance(one, int) and not isinstance(one, bool) and one != other:
             for name, size in first_sizes.items():
                 if (size, second_sizes[name]) == (one, other):
-                    return Size(name)
+                    return OpenSize(name)
             return UNKNOWN
         return one
 
@@ -378,12 +378,12 @@ def trace_span(span: ModelSpan, start: int, end: int, windows: Windows, *, is_em
             if any(stage >= INPUT for stage in before):
                 operation.stage = LATE
             elif operation.stage != INPUT:
-                is_open = any(_parts((operation.inputs, operation.options), Size))
+                is_open = any(_parts((operation.inputs, operation.options), OpenSize))
                 operation.stage = EARLY if is_open else max(before, default=operation.stage)
         if operation.name == "embedding" and operation.stage < INPUT:
             operation.stage = INPUT
     for operation in first_trace.needed(lambda _: False):
-        if UNKNOWN in _parts((operation.inputs, operation.options), Size):
+        if UNKNOWN in _parts((operation.inputs, operation.options), OpenSize):
             raise CannotBeLowered(f"{operation.name} depends on more than the numbers of rows and positions")
     for operation in first:
         if operation.stage != CONSTANT and isinstance(operation.value, Tensor):
