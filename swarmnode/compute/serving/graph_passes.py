@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 
 GRAPHS, LARGE_GRAPHS, LARGE = 24, 1, 64  # graphs that are kept; of those with more rows than LARGE only the last one
 TRIAL_S, TRIAL_CPU_S = 600.0, 120  # at most, of the clock and of CPU: a busy machine may take long
-TRIED = ((1, 1), (2, 1), (1, 5), (2, 2))  # (rows, positions) of the graphs that are tried
+TRIED = ((1, 4), (1, 1), (2, 1), (2, 2))  # (rows, positions) of the graphs that are tried
+TRIED_PASSES = 2  # at most, of each
 FAR = 0.5  # of a result's spread: fast products round activations to 8 bits, and a rounding that differs spreads
 TOLD = 400  # bytes of a reason
 
@@ -47,6 +48,10 @@ class SpanGraphs:
 
     def __repr__(self) -> str:
         return f"SpanGraphs({len(self._graphs)} graphs, {self.passes} passes)"
+
+    def prepare(self) -> None:
+        """Find out whether passes of the whole span are graphs, which takes as long as some passes."""
+        self._trace(self.span.start, self.span.end, is_empty=False)
 
     def run(self, cohort: Cohort, x: Tensor, start: int, end: int, keep_last: int) -> Tensor | None:
         """Return the output of a pass over units [start, end), as `ModelSpan.forward`; None if no graph computes it.
@@ -75,7 +80,7 @@ class SpanGraphs:
 
     def _trace(self, start: int, end: int, *, is_empty: bool) -> SpanTrace | None:
         """Return what units [start, end) compute; None if no graph does."""
-        key = start, end, is_empty, tuple(sorted(self._windows.items()))
+        key = start, end, is_empty, self.span.reader is None, tuple(self._windows.items())
         known = self.span.lowered
         if key not in known:
             try:
@@ -125,6 +130,7 @@ class SpanGraphs:
             self._graphs.pop(key)[1].release()
 
 
+@torch.inference_mode()
 def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, windows: Windows) -> str:
     """Compute graphs of some sizes in a child process. Returns why the span cannot be computed so; empty if it can."""
     if sys.platform == "win32":
@@ -193,7 +199,7 @@ def _try(
     for rows, count in TRIED:
         cohort = _cohort(span, start, end, rows, total, windows)
         graph, results = SpanGraph(trace, rows, count, count, span.dtype), []
-        for first in range(0, total - count + 1, count):
+        for first in range(0, total - count + 1, count)[:TRIED_PASSES]:
             part = x[:, first : first + count].expand(rows, *x[:, first : first + count].shape[1:])
             y = graph.run(cohort, part.contiguous())
             cohort.advance(dict.fromkeys(cohort.members, count))

@@ -1,4 +1,4 @@
-"""What a family's own forward computes for a span, as a list of operations whose numbers of rows and positions are left open.
+"""Operations of a family's own forward for a span, as a list whose numbers of rows and positions are left open.
 
 torch tells of each operator, and packed products, look-ups, caches and attention tell of themselves. The pass is recorded with two
 sets of sizes. An integer that is the same in both is a constant; another one must be one of `SIZES` in both, and gets its name.
