@@ -139,6 +139,7 @@ class _Library:
         self.set_threads = self._function("ggml_backend_cpu_set_n_threads", None, pointer, c_int)
         self.compute = self._function("ggml_backend_graph_compute", c_int, pointer, pointer)
         self.tensor_overhead = self._function("ggml_tensor_overhead", size)
+        self.used_bytes = self._function("ggml_used_mem", size, pointer)
         self.over_memory = self._function("ggml_backend_cpu_buffer_from_ptr", pointer, pointer, size)
         self.place = self._function("ggml_backend_tensor_alloc", c_int, pointer, pointer, pointer)
         self.data_of = self._function("ggml_get_data", pointer, pointer)

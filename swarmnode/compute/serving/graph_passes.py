@@ -92,7 +92,7 @@ class SpanGraphs:
                 forget_traceback(error)
             if isinstance(known[key], str):
                 log.info("%r computes layer by layer, not as one graph: %s", self.span, known[key])
-        found = known[key]
+        found: SpanTrace | str = known[key]
         if isinstance(found, str):
             self.refusals[start, end, is_empty] = found
             return None

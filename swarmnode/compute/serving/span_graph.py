@@ -115,12 +115,15 @@ class SpanGraph:
         self._bound: Callable[[], Cohort | None] = lambda: None
         self._views: dict[Any, int] = {}
         self._allocator: int | None = None
-        nodes = (8 + 2 * rows) * len(trace.operations) + 64
+        parts = rows if count >= SIDE_BY_SIDE else 1  # of attention
+        nodes = 5 * len(trace.operations) + 8 * parts * len(trace.windows) + 128
         size = nodes * self._ggml.tensor_overhead() + self._make.overhead(nodes, False)
         self._context = ggml.init(_InitParams(size, None, True))
         self._graph = ggml.new_graph(self._context, nodes, False)
         for operation in trace.operations:
             if operation.stage == LATE:
+                if ggml.used_bytes(self._context) > size - (32 + 6 * parts) * ggml.tensor_overhead():
+                    raise CannotBeLowered("it needs more nodes than were expected")  # ggml would end the process
                 self._lower(operation)
                 if operation in trace.between and dtype != torch.float32:
                     self._values[operation] = self._rounded(self._values[operation])
@@ -226,7 +229,8 @@ class SpanGraph:
         """Return a value as it lies in memory, (rows, last dimension) if it lies there densely, and the view of a result of the
         same layout."""
         view = value.view
-        order = sorted(range(view.dim()), key=lambda dim: (-view.stride(dim), dim))
+        strides = view.stride()
+        order = sorted(range(view.dim()), key=lambda dim: (-strides[dim], dim))
         lying = view.permute(order)
         if view.dim() and order[-1] == view.dim() - 1 and lying.is_contiguous():
             flat = lying.view(-1, lying.shape[-1])
@@ -257,11 +261,12 @@ class SpanGraph:
     def _lower_view(self, operation: Operation) -> _Value:
         inputs = operation.inputs[1:]
         value = self._value(operation.inputs[0])
-        for value in (value, self._contiguous(value)):  # noqa: B020
+        rest = filled(inputs, lambda size: self._sizes[size.name])
+        options = filled(operation.options, lambda size: self._sizes[size.name])
+        assert operation.function is not None
+        for is_contiguous in (False, True):
+            value = self._contiguous(value) if is_contiguous else value
             try:
-                rest = filled(inputs, lambda size: self._sizes[size.name])
-                options = filled(operation.options, lambda size: self._sizes[size.name])
-                assert operation.function is not None
                 found = operation.function(value.view, *rest, **options)
             except RuntimeError:
                 continue
@@ -553,8 +558,8 @@ class SpanGraph:
         """Let the graph use the buffers of a cohort, which are made if its layers have none yet."""
         for layer, shapes in self._shapes.items():
             if layer not in cohort.buffers:
-                like = (torch.empty(1, heads, 1, width, dtype=self._dtype) for heads, width in shapes)
-                cohort.buffers[layer] = cohort.store.allocate(*like, self.rows, cohort.columns_in(layer))
+                keys, values = (torch.empty(1, heads, 1, width, dtype=self._dtype) for heads, width in shapes)
+                cohort.buffers[layer] = cohort.store.allocate(keys, values, self.rows, cohort.columns_in(layer))
         for tensor, layer, which, steps, row in self._followers:
             buffer = cohort.buffers[layer][which]
             size, (by_row, by_head, by_column, _) = buffer.element_size(), buffer.stride()

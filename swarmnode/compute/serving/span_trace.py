@@ -1,7 +1,7 @@
 """Operations of a family's own forward for a span, as a list whose numbers of rows and positions are left open.
 
 torch tells of each operator, and packed products, look-ups, caches and attention tell of themselves. The pass is recorded with two
-sets of sizes. An integer that is the same in both is a constant; another one must be one of `SIZES` in both, and gets its name.
+sets of sizes. An integer that is the same in both is a constant; another one must be one of `sizes_of` in both, and gets its name.
 
 Patterns of operations that ggml has as one node (norms, rotary embeddings, gated activations) become one operation.
 
@@ -254,13 +254,13 @@ class _Recording(TorchDispatchMode):
         """Record that a layer's cache takes keys and values. Returns tensors that stand for all of its columns."""
         write = Operation("write", None, (self.of(keys), self.of(values), layer), value=(keys, values), stage=LATE)
         self.operations.append(write)
-        return tuple(  # type: ignore[return-value]
-            self._result(
-                Operation(name, None, (write,), stage=LATE),
-                self._paused(lambda like=like: like.new_zeros(()).expand(*like.shape[:2], columns, like.shape[3])),
-            )
-            for name, like in (("keys", keys), ("values", values))
-        )
+
+        def all_of(name: str, like: Tensor) -> Tensor:
+            shape = *like.shape[:2], columns, like.shape[3]
+            value: Tensor = self._paused(lambda: like.new_zeros(()).expand(shape))
+            return self._result(Operation(name, None, (write,), stage=LATE), value)
+
+        return all_of("keys", keys), all_of("values", values)
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
         """Record the attention (B, T, H, W) of queries (B, H, T, D) to a layer's cache."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from swarmnode.compute.model.adapters.span_adapters import Lora
+from swarmnode.compute.model.attention import attend_by_position
 from swarmnode.compute.model.checkpoint import Checkpoint
 from swarmnode.compute.model.span import ModelSpan
 from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix, library
@@ -57,8 +60,6 @@ def family_span(model_type: str, folder: Path) -> ModelSpan:
             matrix = GgmlMatrix(torch.from_numpy(rows), FORMATS["Q8_0"], weight.shape[1])
             packed[f"{name}.weight"] = PackedWeight([matrix], torch.float32)
     hold(plain.model, packed)
-    from swarmnode.compute.model.attention import attend_by_position
-
     attend_by_position(plain.model)
     return ModelSpan(checkpoint.family, plain.model, 0, checkpoint.units)
 
@@ -139,6 +140,24 @@ def test_company_padding_guesses_and_ranges_change_no_bits(form: str, dtype: tor
     assert torch.equal(x, alone[0]), "two parts are the whole"
 
 
+def test_a_session_beside_one_with_an_adapter_has_the_same_bits(tmp_path: Path) -> None:
+    span = llama_span(tmp_path)
+    ids_BT = some_ids(span)
+    alone = logits(open_runner(span), ids_BT, [LENGTH // 2])
+    random = torch.Generator().manual_seed(2)
+    a_RI, b_OR = (torch.randn(shape, generator=random) for shape in ((4, span.hidden_size), (span.hidden_size, 4)))
+    span.adapters.add("verse", {"model.layers.0.self_attn.q_proj": Lora(a_RI, b_OR)})
+    runner = open_runner(span)
+    for adapter in ("", "verse"):
+        runner.open(adapter, rows=1, max_length=100, adapter=adapter)
+    got: dict[Any, list[Tensor]] = {"": [], "verse": []}
+    for first, end in ((0, 15), *((at, at + 1) for at in range(15, LENGTH))):
+        for result in runner.run([StepInput(name, ids_BT[:, first:end], WANT_ALL) for name in got]):
+            got[result.session_id].append(result.output)
+    assert torch.equal(torch.cat(got[""], 1), alone)
+    assert not torch.allclose(torch.cat(got["verse"], 1), alone, atol=0.1), "the adapter changes its own session"
+
+
 def test_a_pass_without_logits_only_fills_the_caches(tmp_path: Path) -> None:
     span = llama_span(tmp_path)
     ids_BT = some_ids(span)
@@ -161,7 +180,8 @@ def test_graphs_are_few_in_the_ledger_and_hold_no_buffers(tmp_path: Path) -> Non
         runner.close("a")
     gc.collect()
     assert not any(buffer() is not None for buffer in held)
-    assert 0 < len(graphs_of(runner)._graphs) <= GRAPHS and ledger.accounts()[Account.ACTIVATIONS] > 0
+    assert 0 < len(graphs_of(runner)._graphs) <= GRAPHS
+    assert ledger.accounts()[Account.ACTIVATIONS] > 0
     runner.close_all()
     assert ledger.used_bytes == 0
 
@@ -196,8 +216,6 @@ def spin(*_: Any) -> Any:
 def test_what_crashes_hangs_or_is_wrong_is_seen_in_a_trial(
     harm: Callable[..., Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import re
-
     span = llama_span(tmp_path)
     monkeypatch.setattr(SpanGraph, "run", harm)
     monkeypatch.setattr(graph_passes, "TRIAL_CPU_S", 1)
