@@ -116,6 +116,8 @@ class SpanPart:
             await worker.start()
             if lent.device.kind != "cpu":
                 await worker.call("try the span", lambda: try_span(runner))
+            if runner.graphs is not None:
+                await worker.call("try its graph", runner.graphs.prepare)
             measure = partial(measure_serving, runner, clock=place.host.clock.compute)
             lasting = not span.packings.at_once  # else a few units will do: all are measured again once packed
             at_first = partial(measure, few=not lasting)

@@ -109,6 +109,12 @@ def attention_by_position(
 
     Raises ValueError if ggml cannot take these shapes.
     """
+    if (recorder := threads().recorder) is not None and hasattr(recorder, "attention"):
+        others = [name for name in ("position_bias",) if kwargs.get(name) is not None]
+        if dropout or others or kwargs.get("is_causal") is False:
+            raise ValueError(f"attention with {others or 'dropout or a view ahead'} has no counterpart")
+        scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+        return recorder.attention(query, key, value, attention_mask, scale=scale), None
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     has_other_mask = attention_mask is not None and attention_mask.dtype != torch.float16
     if (
@@ -168,7 +174,7 @@ def _attend(tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], scale: float
         ggml = library()
         assert ggml is not None
         prepared = _Attention(ggml, *kind)
-        here.recorder.record_call(prepared, y_NHW)
+        here.recorder.record_call(prepared)
     prepared.place(tensors)
     prepared()
 
@@ -203,7 +209,8 @@ class SameBits(TorchFunctionMode):
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = kwargs or {}
-        if function not in IN_VECTORS or not args or torch.is_grad_enabled():
+        is_lowered = hasattr(threads().recorder, "attention")  # to a graph of ggml
+        if function not in IN_VECTORS or not args or torch.is_grad_enabled() or is_lowered:
             return function(*args, **given)
         original = x = args[0]
         others = args[1:]

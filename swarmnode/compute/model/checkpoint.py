@@ -14,8 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-
 from swarmnode.compute.model.family import Family, check_packs, family_of, plain_config, settings_of
 from swarmnode.compute.model.lean import lean
 from swarmnode.compute.model.quantised_weights import QuantisedTensors

@@ -82,6 +82,7 @@ class ModelSpan:
         # Sizes H of the hidden states and V of the vocabulary, kept here as reading them from the config takes 40 us a pass.
         self.hidden_size = int(model.config.hidden_size)
         self.vocab_size = int(model.config.vocab_size)
+        self.lowered: dict[Any, Any] = {}  # what ranges of units compute as one graph, or why they do not
         self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
         self.steps_singly = False
         """Whether the family's code can continue recurrent states only by one position at a time"""
@@ -240,8 +241,7 @@ class ModelSpan:
                 _, hidden_BTH = self.stack.pass_through(lambda: self.model.base_model(**inputs), entering_BTH, none)
                 if end < self.family.units:
                     return hidden_BTH
-                width = self.vocab_size + (0 if self.reader is None else self.hidden_size)
-                return hidden_BTH.new_empty(len(x), 0, width)
+                return self.empty_logits(len(x))
             # The family's own final norm, head, scale and caps compute the logits.
             if not self.family.narrows and keep_last > 0:
                 inputs["logits_to_keep"], keep_last = keep_last, -1
@@ -251,6 +251,11 @@ class ModelSpan:
             return logits_BKV
         hidden_BKH = hidden_BTH[:, hidden_BTH.shape[1] - logits_BKV.shape[1] :]
         return torch.cat([logits_BKV, hidden_BKH.to(logits_BKV.dtype)], dim=-1)
+
+    def empty_logits(self, rows: int) -> Tensor:
+        """Return the result of a pass without logits, (B, 0, V or V + H)."""
+        width = self.vocab_size + (0 if self.reader is None else self.hidden_size)
+        return torch.empty(rows, 0, width, dtype=self.dtype, device=self.device)
 
     def normed(self, hidden_BTH: Tensor, *, cache: Any) -> Tensor:
         """Return the states that enter the head's matrix, from those that left the last layer: behind the family's final norm."""

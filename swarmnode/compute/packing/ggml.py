@@ -144,6 +144,7 @@ class _Library:
         self.set_threads = self._function("ggml_backend_cpu_set_n_threads", None, pointer, c_int)
         self.compute = self._function("ggml_backend_graph_compute", c_int, pointer, pointer)
         self.tensor_overhead = self._function("ggml_tensor_overhead", size)
+        self.used_bytes = self._function("ggml_used_mem", size, pointer)
         self.over_memory = self._function("ggml_backend_cpu_buffer_from_ptr", pointer, pointer, size)
         self.place = self._function("ggml_backend_tensor_alloc", c_int, pointer, pointer, pointer)
         self.data_of = self._function("ggml_get_data", pointer, pointer)
@@ -397,10 +398,14 @@ class _Thread(threading.local):
 
     def compute(self, prepared: Prepared) -> None:
         """Compute a prepared graph. Raises RuntimeError if ggml cannot."""
+        self.compute_graph(prepared.graph)
+
+    def compute_graph(self, graph: int) -> None:
+        """Compute a graph of ggml. Raises RuntimeError if ggml cannot."""
         if (count := torch.get_num_threads()) != self._threads:
             self._threads = count
             self._ggml.set_threads(self._backend.address, count)
-        if self._ggml.compute(self._backend.address, prepared.graph) != 0:
+        if self._ggml.compute(self._backend.address, graph) != 0:
             raise RuntimeError("ggml could not compute a product")
 
     def prepared(self, make: Callable[..., P], *kind: Hashable) -> P:
@@ -568,3 +573,48 @@ class GgmlMatrix:
             product.buffer.value, product.extra.value = self.order.buffer, self.order.extra
         here.compute(product)
         return y_RO
+
+
+UNARY = {
+    "silu": "silu",
+    "relu": "relu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "neg": "neg",
+    "exp": "exp",
+    "sqrt": "sqrt",
+}
+BINARY = {"add": "add", "mul": "mul", "sub": "sub", "div": "div"}
+"""ggml's functions of one or two tensors, by the names of torch's operators"""
+
+
+class Operators:
+    """ggml's functions that make nodes. Raises AttributeError if the library lacks one."""
+
+    def __init__(self, ggml: _Library) -> None:
+        p, size, n = c_void_p, c_size_t, c_int64
+        make = ggml._function
+        self.view = make("ggml_view_4d", p, p, p, n, n, n, n, size, size, size, size)
+        self.reshape = make("ggml_reshape_4d", p, p, p, n, n, n, n)
+        self.cont = make("ggml_cont", p, p, p)
+        self.cast = make("ggml_cast", p, p, p, c_int)
+        self.rms_norm = make("ggml_rms_norm", p, p, p, c_float)
+        self.norm = make("ggml_norm", p, p, p, c_float)
+        self.scale_bias = make("ggml_scale_bias", p, p, p, c_float, c_float)
+        self.rope = make("ggml_rope_ext", p, p, p, p, p, c_int, c_int, c_int, *(6 * [c_float]))
+        self.set_rows = make("ggml_set_rows", p, p, p, p, p)
+        self.concat = make("ggml_concat", p, p, p, p, c_int)
+        self.sinks = make("ggml_flash_attn_ext_add_sinks", None, p, p)
+        self.overhead = make("ggml_graph_overhead_custom", size, size, c_bool)
+        self.cpu_memory = make("ggml_backend_cpu_buffer_type", p)
+        self.new_allocator = make("ggml_gallocr_new", p, p)
+        self.free_allocator = make("ggml_gallocr_free", None, p)
+        self.allocate = make("ggml_gallocr_alloc_graph", c_bool, p, p)
+        self.allocated_bytes = make("ggml_gallocr_get_buffer_size", size, p, c_int)
+        names = (*UNARY.values(), *BINARY.values(), "gelu", "gelu_erf", "gelu_quick")
+        one, two = (p, p, p), (p, p, p, p)
+        self.by_name = {name: make(f"ggml_{name}", *(two if name in BINARY else one)) for name in names}
+        self.gated = {
+            name: make(f"ggml_{glu}_split", *two)
+            for name, glu in (("silu", "swiglu"), ("relu", "reglu"), ("gelu", "geglu"), ("gelu_erf", "geglu_erf"))
+        }

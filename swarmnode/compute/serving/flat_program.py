@@ -2,13 +2,12 @@
 
 A pass is recorded once, at fixed places in memory. torch tells of each operator, and ggml's products and attention of themselves.
 Views cost nothing afterwards, as their memory stays where it is. All other operators write into the results of the recorded pass.
-Products of packed matrices with the same activations (queries, keys and values; gate and up) become one computation of ggml.
+Packed models with fast products are computed by graphs of ggml instead (`graph_passes.py`), unless something keeps them from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarmnode.compute.packing.ggml import GgmlMatrix, library, threads
-from swarmnode.compute.packing.packed_weight import MOST_JOINED, FixedProduct, JoinedProducts
 
 Call = Callable[[], object]
 REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded)
@@ -34,14 +32,6 @@ COPIES = ("contiguous", "clone", "_to_copy", "to")  # operators that give their 
 
 class CannotBeRecorded(Exception):
     """The pass needs values of tensors on the host, or random numbers: another pass may go another way."""
-
-
-@dataclass
-class _Entry:
-    """A call of the program, or a product that is not joined with others yet, and the storages that it writes."""
-
-    call: Call | FixedProduct
-    written: set[int]
 
 
 class FlatProgram:
@@ -67,7 +57,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._entries: list[_Entry] = []
+        self._calls: list[Call] = []
         self._kept: list[Tensor] = []
         self._is_paused = False
 
@@ -102,21 +92,17 @@ class Recorder(TorchDispatchMode):
             raise CannotBeRecorded(f"{function} depends on values, or on random numbers")
         name = function._schema.name.split("::")[1]
         if function._schema.is_mutable:
-            values = _by_name(function, args, kwargs)
-            written = _tensors(
-                values.get(argument.name) for argument in function._schema.arguments if argument.is_write
-            )
-            self.record_call(partial(SHORT.get(name, function._op), *args, **kwargs), *written)
+            self.record_call(partial(SHORT.get(name, function._op), *args, **kwargs))
             return
         known = {_storage(each) for each in inputs}
         fresh = [tensor for tensor in results if _storage(tensor) not in known]
         self._kept += fresh
         if fresh and not name.startswith("empty") and not name.startswith("new_empty"):
-            self.record_call(_again(function, name, args, kwargs, results), *fresh)
+            self.record_call(_again(function, name, args, kwargs, results))
 
-    def record_call(self, call: Call, *writes: Tensor) -> None:
-        """Take a call, made in the recorded pass, into the program. `writes` are the tensors that it writes."""
-        self._entries.append(_Entry(call, {_storage(tensor) for tensor in writes}))
+    def record_call(self, call: Call) -> None:
+        """Take a call, made in the recorded pass, into the program."""
+        self._calls.append(call)
 
     def calling(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """Return function(x), and take its call as a whole into the program."""
@@ -126,41 +112,16 @@ class Recorder(TorchDispatchMode):
         finally:
             self._is_paused, threads().recorder = False, self
         self._kept += [x, y]
-        self.record_call(lambda: y.copy_(function(x)), y)
+        self.record_call(lambda: y.copy_(function(x)))
         return y
 
     def product(self, matrix: GgmlMatrix, x_RI: Tensor) -> Tensor:
         """Return the fast product (R, O) of a matrix, and take it into the program."""
-        self._is_paused = True
-        try:
-            y_RO = torch.empty(len(x_RI), matrix.outputs)
-            product = FixedProduct(matrix, x_RI, y_RO)
-            JoinedProducts([product])()
-        finally:
-            self._is_paused = False
-        self._kept += [x_RI, y_RO]
-        self._entries.append(_Entry(product, {_storage(y_RO)}))
-        return y_RO
+        return self.calling(matrix.multiply, x_RI)
 
     def program(self) -> FlatProgram:
-        """Return the program of the recorded calls. A product moves up to an earlier one with the same, unchanged activations."""
-        calls: list[Call | list[FixedProduct]] = []
-        groups: dict[int, list[FixedProduct]] = {}  # by the storage of their activations
-        for entry in self._entries:
-            if not isinstance(entry.call, FixedProduct):
-                calls.append(entry.call)
-                for storage in entry.written:
-                    groups.pop(storage, None)
-                continue
-            storage = _storage(entry.call.x_RI)
-            group = groups.get(storage)
-            x_RI = entry.call.x_RI  # contiguous, as all of the group's
-            is_same = group and (group[0].x_RI.data_ptr(), group[0].x_RI.shape) == (x_RI.data_ptr(), x_RI.shape)
-            if group is None or len(group) == MOST_JOINED or not is_same:
-                group = groups[storage] = []
-                calls.append(group)
-            group.append(entry.call)
-        return FlatProgram([JoinedProducts(call) if isinstance(call, list) else call for call in calls], self._kept)
+        """Return the program of the recorded calls."""
+        return FlatProgram(self._calls, self._kept)
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

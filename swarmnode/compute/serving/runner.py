@@ -26,6 +26,7 @@ from swarmnode.compute.serving.cache import CachePool
 from swarmnode.compute.serving.captured_decode import CapturedDecode, StepShape
 from swarmnode.compute.serving.cohort import LONGEST_SHARED, CachedSession, Cohort, Windows
 from swarmnode.compute.serving.device_transfers import CapturedWorks
+from swarmnode.compute.serving.graph_passes import SpanGraphs
 from swarmnode.compute.serving.states import KEPT_INPUTS, SNAPSHOT_DISTANCE
 from swarmnode.compute.stopwatch import Throttle
 from swarmnode.config import PLAIN
@@ -185,6 +186,8 @@ class StageRunner:
         is_captured = config.capture and not span.family.keeps_states and span.device.type in ("cuda", "cpu")
         self.experts = ExpertCounts(span.stack)
         self.captured = CapturedDecode(span, ledger) if is_captured else None
+        takes_graphs = span.has_same_bits and config.kv == PLAIN and not span.family.keeps_states
+        self.graphs = SpanGraphs(span, self.pool.windows, ledger) if takes_graphs else None
         self.captured_works = CapturedWorks(ledger) if is_captured and span.device.type == "cuda" else None
 
     def __repr__(self) -> str:
@@ -255,6 +258,8 @@ class StageRunner:
             self.captured.close()
         if self.captured_works is not None:
             self.captured_works.clear()
+        if self.graphs is not None:
+            self.graphs.close()
         self.span.adapters.clear()
         if not keep_span:
             self.span.close()
@@ -353,7 +358,8 @@ class StageRunner:
         for work in works:
             opened = self._sessions[work.session_id]
             is_short, is_early = work.count <= self._longest_shared, self._before_switch(opened.cached) > 0
-            adapter = "" if is_shared else opened.adapter
+            # A graph computes the model alone, with other bits than torch's way.
+            adapter = opened.adapter if not is_shared else "any" if opened.adapter and self.graphs is not None else ""
             # Stand-ins would change recurrent states: steps of such sessions are equally long, and their prompts alone.
             alone: Hashable = None
             if opened.cached.history is not None:
@@ -520,9 +526,13 @@ class StageRunner:
                 adapters=shape.adapters,
             )
 
-        is_empty = shape.end == self.span.family.units and not shape.keep_last
-        captured = None if is_empty or shape.columns > self._longest_shared else self.captured
-        output = ordinary() if captured is None else captured.step(cohort, x, shape, ordinary)
+        output: Tensor | None = None
+        if self.graphs is not None and not any(self._adapter_of.get(member) for member in inputs):
+            output = self.graphs.run(cohort, x, shape.start, shape.end, shape.keep_last)
+        if output is None:
+            is_empty = shape.end == self.span.family.units and not shape.keep_last
+            captured = None if is_empty or shape.columns > self._longest_shared else self.captured
+            output = ordinary() if captured is None else captured.step(cohort, x, shape, ordinary)
         cohort.advance({member: x.shape[1] for member, x in inputs.items()})
         for member, x in inputs.items():
             if member.history is not None:

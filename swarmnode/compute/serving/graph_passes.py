@@ -1,0 +1,227 @@
+"""Passes of a span by graphs of ggml: which passes they take, the graphs that are kept, and a trial of each new kind.
+
+ggml ends the process at a failed assertion. So what a span computes is tried in a child process first: graphs of a few sizes, whose
+results must be those of torch's way up to the rounding of activations, with the same bits for a position in each. A span that
+fails, crashes or takes too long stays on torch's way, and a line in the log says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import sys
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.executor import forget_traceback
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.serving.cohort import CachedSession, Cohort, Windows
+from swarmnode.compute.serving.span_graph import SpanGraph
+from swarmnode.compute.serving.span_trace import SpanTrace, trace_span
+from swarmnode.ledger import Account, Full, MemoryLedger, Reservation
+
+log = logging.getLogger(__name__)
+
+GRAPHS, LARGE_GRAPHS, LARGE = 24, 1, 64  # graphs that are kept; of those with more rows than LARGE only the last one
+TRIAL_S, TRIAL_CPU_S = 600.0, 120  # at most, of the clock and of CPU: a busy machine may take long
+TRIED = ((1, 4), (1, 1), (2, 1), (2, 2))  # (rows, positions) of the graphs that are tried
+TRIED_PASSES = 2  # at most, of each
+FAR = 0.5  # of a result's spread: fast products round activations to 8 bits, and a rounding that differs spreads
+TOLD = 400  # bytes of a reason
+
+
+class SpanGraphs:
+    """Graphs of one span's passes. Used from the compute thread only."""
+
+    def __init__(self, span: ModelSpan, windows: Windows, ledger: MemoryLedger | None = None) -> None:
+        self.span = span
+        self.refusals: dict[Hashable, str] = {}
+        self.passes = 0
+        self._windows = windows
+        self._ledger = ledger or MemoryLedger()
+        self._graphs: OrderedDict[Hashable, tuple[SpanGraph, Reservation]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"SpanGraphs({len(self._graphs)} graphs, {self.passes} passes)"
+
+    def prepare(self) -> None:
+        """Find out whether passes of the whole span are graphs, which takes as long as some passes."""
+        self._trace(self.span.start, self.span.end, is_empty=False)
+
+    def run(self, cohort: Cohort, x: Tensor, start: int, end: int, keep_last: int) -> Tensor | None:
+        """Return the output of a pass over units [start, end), as `ModelSpan.forward`; None if no graph computes it.
+
+        Raises RuntimeError if ggml fails.
+        """
+        has_head = end == self.span.family.units
+        is_empty = has_head and keep_last == 0
+        trace = self._trace(start, end, is_empty=is_empty)
+        if trace is None:
+            return None
+        rows, count = x.shape[:2]
+        kept = (count if keep_last < 0 else keep_last) if has_head and not is_empty else 1
+        graph = self._graph(trace, (start, end, is_empty, rows, count, kept))
+        if graph is None:
+            return None
+        self.passes += 1
+        output = graph.run(cohort, x)
+        return self.span.empty_logits(rows) if output is None else output
+
+    def close(self) -> None:
+        """Forget all graphs."""
+        for _, memory in self._graphs.values():
+            memory.release()
+        self._graphs.clear()
+
+    def _trace(self, start: int, end: int, *, is_empty: bool) -> SpanTrace | None:
+        """Return what units [start, end) compute; None if no graph does."""
+        key = start, end, is_empty, self.span.reader is None, tuple(self._windows.items())
+        known = self.span.lowered
+        if key not in known:
+            try:
+                trace = trace_span(self.span, start, end, self._windows, is_empty=is_empty)
+                why = try_in_child(self.span, trace, start, end, self._windows)
+                known[key] = why or trace
+            except Exception as error:  # a family's code may raise anything
+                known[key] = f"{error}" or type(error).__name__
+                forget_traceback(error)
+            if isinstance(known[key], str):
+                log.info("%r computes layer by layer, not as one graph: %s", self.span, known[key])
+        found: SpanTrace | str = known[key]
+        if isinstance(found, str):
+            self.refusals[start, end, is_empty] = found
+            return None
+        return found
+
+    def _graph(self, trace: SpanTrace, key: tuple[int, int, bool, int, int, int]) -> SpanGraph | None:
+        """Return the graph of a kind of passes, made if it is new; None if memory has no room for it."""
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key][0]
+        rows, count, kept = key[3:]
+        large = [other for other in self._graphs if other[3] * other[4] > LARGE]  # type: ignore[index]
+        self._drop(large[: len(large) - LARGE_GRAPHS + (rows * count > LARGE)])
+        self._drop(list(self._graphs)[: max(0, len(self._graphs) - GRAPHS + 1)])
+        memory = None
+        try:
+            size_bytes = self.span.pass_bytes(rows * count, rows * kept)
+            memory = self._ledger.reserve(Account.ACTIVATIONS, size_bytes)
+            graph = SpanGraph(trace, rows, count, kept, self.span.dtype)
+            memory.resize(graph.nbytes)
+        except (Full, MemoryError) as error:
+            log.warning("a pass of %d x %d positions is computed layer by layer: %s", rows, count, error)
+            if memory is not None:
+                memory.release()
+            return None
+        except BaseException:
+            if memory is not None:
+                memory.release()
+            raise
+        self._graphs[key] = graph, memory
+        return graph
+
+    def _drop(self, keys: list[Hashable]) -> None:
+        for key in keys:
+            self._graphs.pop(key)[1].release()
+
+
+@torch.inference_mode()
+def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, windows: Windows) -> str:
+    """Compute graphs of some sizes in a child process. Returns why the span cannot be computed so; empty if it can."""
+    if sys.platform == "win32":
+        return "it cannot be tried in a child process on Windows"
+    import resource
+
+    count = max(rows * count for rows, count in TRIED)
+    random = torch.Generator().manual_seed(0)
+    if start == 0:
+        x_BT = torch.randint(0, span.vocab_size, (1, count), generator=random)
+    else:
+        x_BT = torch.randn(1, count, span.hidden_size, generator=random).to(span.dtype)
+    expected = None
+    if trace.result is not None:
+        expected = span.forward(
+            x_BT,
+            cache=_cohort(span, start, end, 1, count, windows),
+            position_ids=torch.arange(count)[None],
+            keep_last=count,
+            start=start,
+            end=end,
+        ).float()
+    reads, writes = os.pipe()
+    child = os.fork()
+    if child == 0:
+        why = "a trial failed"
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_CPU, (TRIAL_CPU_S, TRIAL_CPU_S))
+            os.environ["GGML_NO_BACKTRACE"] = "1"
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            why = _try(span, trace, x_BT, expected, start, end, windows)
+        except BaseException as error:  # nothing may run on in a second process of the node
+            why = f"{type(error).__name__}: {error}"
+        finally:
+            os.write(writes, (why or " ").encode()[:TOLD])
+            os._exit(0)
+    os.close(writes)
+    try:
+        if not select.select([reads], [], [], TRIAL_S)[0]:
+            os.kill(child, signal.SIGKILL)
+            return f"a trial took more than {TRIAL_S:g} s"
+        told = os.read(reads, TOLD).decode("utf-8", "replace")
+    finally:
+        os.close(reads)
+        status = os.waitpid(child, 0)[1]
+    if not told:
+        return f"a trial was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return told.strip()
+
+
+@torch.inference_mode()
+def _try(
+    span: ModelSpan,
+    trace: SpanTrace,
+    x: Tensor,
+    expected: Tensor | None,
+    start: int,
+    end: int,
+    windows: Windows,
+) -> str:
+    """Compute the first positions by graphs of all sizes that are tried. Returns what is wrong, empty if nothing is."""
+    torch.set_num_threads(1)
+    total = x.shape[1]
+    known: Tensor | None = None
+    for rows, count in TRIED:
+        cohort = _cohort(span, start, end, rows, total, windows)
+        graph, results = SpanGraph(trace, rows, count, count, span.dtype), []
+        for first in range(0, total - count + 1, count)[:TRIED_PASSES]:
+            part = x[:, first : first + count].expand(rows, *x[:, first : first + count].shape[1:])
+            y = graph.run(cohort, part.contiguous())
+            cohort.advance(dict.fromkeys(cohort.members, count))
+            if y is not None:
+                results.append(y)
+        if not results:
+            continue
+        got = torch.cat(results, dim=1).float()
+        known = got[:1] if known is None else known
+        if not torch.equal(got, known[:, : got.shape[1]].expand(rows, -1, -1)):
+            return "a position's bits depend on its company"
+    if known is not None and expected is not None:
+        far = (known - expected[:, : known.shape[1]]).abs().mean(-1) / expected.std()
+        if not bool((far < FAR).all()):
+            return "a trial gave other numbers than torch"
+    return ""
+
+
+def _cohort(span: ModelSpan, start: int, end: int, rows: int, columns: int, windows: Windows) -> Cohort:
+    """Return an empty cohort of one session."""
+    session = CachedSession(rows, columns, [0] * rows, span.layers_of(start, end))
+    cohort = Cohort([session], columns, span.device, windows)
+    session.cohort = cohort
+    cohort.refresh_rows()
+    return cohort

@@ -1,0 +1,587 @@
+"""Passes of packed models on the CPU as one graph of ggml for a span: one call for all layers.
+
+The graph is made of what the family's own forward computes (`span_trace.py`), for a number of rows and of positions. Norms, rotary
+embeddings and gated activations become one node each. Queries of all rows and positions are computed alike, each by itself: so a
+position has the same bits alone, in any company, in a prompt and in a replay, with any number of threads.
+
+Keys and values are written into the buffers of the pass's cohort, at columns that are inputs of the graph, and attention reads
+these buffers under a mask. So a graph serves all cohorts of its number of rows, and all of their steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swarmnode.compute.packing.ggml import (
+    BINARY,
+    BUFFER_AT,
+    DATA_AT,
+    EXTRA_AT,
+    FORMATS,
+    SIZES_AT,
+    STRIDES_AT,
+    UNARY,
+    GgmlMatrix,
+    Operators,
+    _InitParams,
+    address_at,
+    aligned,
+    library,
+    numbers_at,
+    threads,
+)
+from swarmnode.compute.serving.cohort import Cohort
+from swarmnode.compute.serving.span_trace import (
+    CONSTANT,
+    LATE,
+    CannotBeLowered,
+    Operation,
+    SpanTrace,
+    activation,
+    filled,
+    reachable,
+    sizes_of,
+)
+
+F32, F16, I32, I64 = FORMATS["F32"].number, FORMATS["F16"].number, 26, 27
+NUMBERS = {
+    torch.float32: F32,
+    torch.float16: F16,
+    torch.bfloat16: FORMATS["BF16"].number,
+    torch.int32: I32,
+    torch.int64: I64,
+}
+NEOX = 2  # ggml's rotary embedding of halves
+COLUMN, HEAD, ROW, NOWHERE = range(4)  # strides of a cohort's buffer
+SIDE_BY_SIDE = 32  # queries: ggml computes more of them in blocks, with other bits
+
+
+@functools.cache
+def _operators() -> Operators:
+    """Return ggml's functions that make nodes. Raises CannotBeLowered if the library lacks one."""
+    ggml = library()
+    if ggml is None:
+        raise CannotBeLowered("ggml is missing")
+    try:
+        return Operators(ggml)
+    except AttributeError as error:
+        raise CannotBeLowered(f"this build of ggml lacks a function: {error}") from None
+
+
+class _Value(NamedTuple):
+    """Result in a graph: a contiguous tensor of ggml, and its view as torch would have it, without memory."""
+
+    base: int
+    view: Tensor
+
+
+class _Follower(NamedTuple):
+    """Tensor of ggml in the buffers of a cohort: the keys (`which` 0) or values of a layer, from a row on. `steps` are the strides
+    of its dimensions besides the first."""
+
+    tensor: int
+    layer: int
+    which: int
+    steps: tuple[int, int, int]
+    row: int
+
+
+class SpanGraph:
+    """Graph of a span for `rows` rows and `count` positions, of which the last `kept` have logits."""
+
+    def __init__(self, trace: SpanTrace, rows: int, count: int, kept: int, dtype: torch.dtype) -> None:
+        ggml = library()
+        assert ggml is not None
+        self._ggml, self._make = ggml, _operators()
+        self._trace, self._dtype = trace, dtype
+        self.rows, self.count = rows, count
+        self._sizes = sizes_of(rows, count, kept)
+        self._alive: list[Any] = []
+        self._values: dict[Operation, _Value] = {}
+        self._followers: list[_Follower] = []
+        self._shapes: dict[int, list[tuple[int, int]]] = {}  # heads and width of a layer's keys, and of its values
+        # Columns that are written, and masks of parts of the queries, by the window of attention.
+        self._masks: dict[int | None, tuple[dict[tuple[int, int, int], int], Tensor]] = {}
+        self._early: list[tuple[Operation, Tensor]] = []
+        self._columns: dict[int | None, tuple[int, Tensor]] = {}
+        self._positions: tuple[int, Tensor] | None = None
+        self._bound: Callable[[], Cohort | None] = lambda: None
+        self._views: dict[Any, int] = {}
+        self._allocator: int | None = None
+        parts = rows if count >= SIDE_BY_SIDE else 1  # of attention
+        nodes = 5 * len(trace.operations) + 8 * parts * len(trace.windows) + 128
+        size = nodes * self._ggml.tensor_overhead() + self._make.overhead(nodes, False)
+        self._context = ggml.init(_InitParams(size, None, True))
+        self._graph = ggml.new_graph(self._context, nodes, False)
+        for operation in trace.operations:
+            if operation.stage == LATE:
+                if ggml.used_bytes(self._context) > size - (32 + 6 * parts) * ggml.tensor_overhead():
+                    raise CannotBeLowered("it needs more nodes than were expected")  # ggml would end the process
+                self._lower(operation)
+                if operation in trace.between and dtype != torch.float32:
+                    self._values[operation] = self._rounded(self._values[operation])
+        self._result: _Value | None = None
+        if trace.result is not None:
+            self._result = self._contiguous(self._values[trace.result])
+            self._out = self._result.base
+            if self._views.get(("made", self._out)) is None:
+                raise CannotBeLowered("its result is an input")
+            self._out_at = address_at(self._out + DATA_AT)
+            self._out_memory = aligned(4 * self._result.view.numel())
+            self._out_at.value = self._out_memory.data_ptr()
+            ggml.expand(self._graph, self._out)
+        self._allocator = self._make.new_allocator(self._make.cpu_memory())
+        if not self._make.allocate(self._allocator, self._graph):
+            raise CannotBeLowered("there is no memory for its values")
+        self.nbytes = size + self._make.allocated_bytes(self._allocator, 0)
+        read = reachable([operation for operation, _ in self._early])
+        self._reads_mask = trace.inputs["mask"] in read
+        self._views.clear()
+        self._values.clear()
+
+    def __del__(self) -> None:
+        if getattr(self, "_allocator", None):
+            self._make.free_allocator(self._allocator)
+        if getattr(self, "_context", None):
+            self._ggml.free(self._context)
+
+    # -- building
+
+    def _leaf(self, memory: Tensor, shape: Sequence[int] | None = None, number: int | None = None) -> int:
+        """Return a tensor of ggml at a torch tensor's memory, which stays alive."""
+        shape = tuple(memory.shape) if shape is None else shape
+        sizes = (*reversed(shape), 1, 1, 1, 1)[:4]
+        number = NUMBERS[memory.dtype] if number is None else number
+        tensor: int = self._ggml.new_tensor_4d(self._context, number, *sizes)
+        address_at(tensor + DATA_AT).value = memory.data_ptr()
+        self._alive.append(memory)
+        return tensor
+
+    def _node(self, tensor: int, view: Tensor) -> _Value:
+        self._views["made", tensor] = tensor
+        return _Value(tensor, view)
+
+    def _value(self, item: Operation) -> _Value:
+        """Return an operation's result in the graph: an input or a constant that is needed for the first time is added to it."""
+        if item not in self._values:
+            if item.stage == LATE:
+                raise CannotBeLowered(f"ggml does not compute {item.name}")
+            if item.stage == CONSTANT:
+                value = item.value.float().contiguous()
+                tensor = self._leaf(value, (value.numel(),) if value.dim() > 4 else None)
+            else:
+                shape = filled(self._shape_of(item), lambda size: self._sizes[size.name])
+                value = aligned(4 * math.prod(shape)).view(torch.float32).view(shape)
+                tensor = self._leaf(value)
+                self._early.append((item, value))
+            self._values[item] = _Value(tensor, torch.empty(value.shape, device="meta"))
+        return self._values[item]
+
+    def _shape_of(self, item: Operation) -> tuple[int, ...]:
+        """Return the shape of an early operation's result: computed once with zeros."""
+        rows, count = self.rows, self.count
+        given = self._given(torch.zeros(rows, count, dtype=torch.int64), torch.zeros(rows, count, dtype=torch.int64))
+        return tuple(self._trace.early(item, given, self._sizes).shape)
+
+    def _given(self, x: Tensor, positions_RT: Tensor) -> dict[str, Tensor]:
+        x_of = self._trace.inputs["x"].value
+        if x_of.is_floating_point() and not x.is_floating_point():
+            x = torch.zeros(self.rows, self.count, x_of.shape[-1])
+        mask = torch.ones(self.rows, int(positions_RT.max()) + 1, dtype=torch.int64)
+        return {"x": x, "positions": positions_RT, "mask": mask}
+
+    def _tensor(self, value: _Value, view: Tensor | None = None) -> int:
+        """Return a tensor of ggml with the sizes and strides of a view of a value (default: its own)."""
+        view = value.view if view is None else view
+        key = value.base, tuple(view.shape), tuple(view.stride()), view.storage_offset()
+        if key not in self._views:
+            if view.dim() > 4:
+                view = _merged(view)
+            if view.dim() and view.shape[-1] > 1 and view.stride(-1) != 1:
+                raise CannotBeLowered("a view of it goes through memory in steps")
+            sizes = (*reversed(view.shape), 1, 1, 1, 1)[:4]
+            strides = [4 * stride for stride in reversed(view.stride())][1:]
+            while len(strides) < 3:
+                strides.append(strides[-1] * sizes[len(strides)] if strides else 4 * sizes[0])
+            own = list(numbers_at(value.base + SIZES_AT)), list(numbers_at(value.base + STRIDES_AT))[1:]
+            if own == (list(sizes), strides) and not view.storage_offset():
+                self._views[key] = value.base
+            else:
+                offset = 4 * view.storage_offset()
+                self._views[key] = self._make.view(self._context, value.base, *sizes, *strides, offset)
+        return self._views[key]
+
+    def _contiguous(self, value: _Value) -> _Value:
+        """Return the value with its elements one after the other."""
+        if value.view.is_contiguous() and not value.view.storage_offset():
+            return value
+        tensor = self._make.cont(self._context, self._tensor(value))
+        return self._node(tensor, torch.empty(value.view.shape, device="meta"))
+
+    def _in_rows(self, value: _Value) -> tuple[int, Tensor]:
+        """Return a value as it lies in memory, (rows, last dimension) if it lies there densely, and the view of a result of the
+        same layout."""
+        view = value.view
+        strides = view.stride()
+        order = sorted(range(view.dim()), key=lambda dim: (-strides[dim], dim))
+        lying = view.permute(order)
+        if view.dim() and order[-1] == view.dim() - 1 and lying.is_contiguous():
+            flat = lying.view(-1, lying.shape[-1])
+            like = torch.empty(lying.shape, device="meta").permute([order.index(dim) for dim in range(view.dim())])
+            return self._tensor(value, flat), like
+        return self._tensor(value), torch.empty(view.shape, device="meta")
+
+    def _lower(self, operation: Operation) -> None:
+        """Add an operation to the graph. Raises CannotBeLowered if ggml has no counterpart."""
+        special = getattr(self, f"_lower_{operation.name}", None)
+        if special is not None:
+            self._values[operation] = special(operation)
+        elif operation.is_view or operation.name in ("view", "reshape", "_unsafe_view", "flatten", "unflatten"):
+            self._values[operation] = self._lower_view(operation)
+        elif operation.name in UNARY and operation.function is not None:
+            self._values[operation] = self._unary(UNARY[operation.name], operation.inputs[0])
+        elif operation.name in BINARY:
+            self._values[operation] = self._binary(operation)
+        elif operation.name not in ("keys", "values"):
+            # What no other operation reads after fusing was left out; the rest fails where it is read.
+            return
+
+    def _rounded(self, value: _Value) -> _Value:
+        """Return a value in float32 that is rounded to the model's number format."""
+        tensor = self._make.cast(self._context, self._contiguous(value).base, NUMBERS[self._dtype])
+        return self._node(self._make.cast(self._context, tensor, F32), torch.empty(value.view.shape, device="meta"))
+
+    def _lower_view(self, operation: Operation) -> _Value:
+        inputs = operation.inputs[1:]
+        value = self._value(operation.inputs[0])
+        rest = filled(inputs, lambda size: self._sizes[size.name])
+        options = filled(operation.options, lambda size: self._sizes[size.name])
+        assert operation.function is not None
+        for is_contiguous in (False, True):
+            value = self._contiguous(value) if is_contiguous else value
+            try:
+                found = operation.function(value.view, *rest, **options)
+            except RuntimeError:
+                continue
+            view = found if operation.pick is None else found[operation.pick]
+            if view.untyped_storage()._cdata == value.view.untyped_storage()._cdata:
+                return _Value(value.base, view)
+        raise CannotBeLowered(f"ggml does not compute {operation.name}")
+
+    def _unary(self, name: str, item: Operation) -> _Value:
+        tensor, view = self._in_rows(self._value(item))
+        return self._node(self._make.by_name[name](self._context, tensor), view)
+
+    def _lower_pow(self, operation: Operation) -> _Value:
+        x, exponent = operation.inputs
+        if exponent not in (2, 3):
+            raise CannotBeLowered(f"ggml does not compute a power of {exponent}")
+        tensor, view = self._in_rows(self._value(x))
+        power = tensor
+        for _ in range(int(exponent) - 1):
+            power = self._make.by_name["mul"](self._context, power, tensor)
+        return self._node(power, view)
+
+    def _lower_gelu(self, operation: Operation) -> _Value:
+        return self._unary(activation(operation), operation.inputs[0])
+
+    def _lower_rms_norm(self, operation: Operation) -> _Value:
+        tensor, view = self._in_rows(self._value(operation.inputs[0]))
+        return self._node(self._make.rms_norm(self._context, tensor, operation.inputs[1]), view)
+
+    def _lower_layer_norm(self, operation: Operation) -> _Value:
+        given = operation.inputs
+        x, shape, weight, bias, epsilon = (*given, *(None, None, None, None, 1e-5)[len(given) :])[:5]
+        if len(shape) != 1:
+            raise CannotBeLowered("a norm goes over several dimensions")
+        tensor, view = self._in_rows(self._value(x))
+        tensor = self._make.norm(self._context, tensor, epsilon)
+        for name, part in (("mul", weight), ("add", bias)):
+            if part is not None:
+                tensor = self._make.by_name[name](self._context, tensor, self._tensor(self._value(part)))
+        return self._node(tensor, view)
+
+    def _lower_gated(self, operation: Operation) -> _Value:
+        gate, up, name = operation.inputs
+        one, other = self._value(gate), self._value(up)
+        if one.view.stride() != other.view.stride():
+            one, other = self._contiguous(one), self._contiguous(other)
+        (tensor, view), (up_tensor, _) = self._in_rows(one), self._in_rows(other)
+        return self._node(self._make.gated[name](self._context, tensor, up_tensor), view)
+
+    def _binary(self, operation: Operation) -> _Value:
+        name = BINARY[operation.name]
+        x, y = operation.inputs[:2]
+        if operation.options.get("alpha", (*operation.inputs, 1)[2] if len(operation.inputs) > 2 else 1) != 1:
+            raise CannotBeLowered("it adds a multiple")
+        if not isinstance(x, Operation) or (x.stage == CONSTANT and x.value.numel() == 1):
+            if name in ("sub", "div"):
+                raise CannotBeLowered("it subtracts from a number, or divides one")
+            x, y = y, x
+        if isinstance(y, Operation) and y.stage == CONSTANT and y.value.numel() == 1:
+            y = float(y.value)
+        if not isinstance(y, Operation):
+            factor, bias = {"add": (1.0, y), "sub": (1.0, -y), "mul": (y, 0.0), "div": (1 / y, 0.0)}[name]
+            tensor, view = self._in_rows(self._value(x))
+            return self._node(self._make.scale_bias(self._context, tensor, factor, bias), view)
+        one, other = self._value(x), self._value(y)
+        shape = (
+            one.view.shape
+            if one.view.shape == other.view.shape
+            else torch.broadcast_shapes(one.view.shape, other.view.shape)
+        )
+        if shape != one.view.shape:
+            if name in ("sub", "div") or shape != other.view.shape:
+                raise CannotBeLowered("both sides of an operation are repeated")
+            one, other = other, one
+        function = self._make.by_name[name]
+        (tensor, view), dims = self._in_rows(one), one.view.dim()
+        if one.view.shape == other.view.shape and one.view.stride() == other.view.stride():
+            return self._node(function(self._context, tensor, self._in_rows(other)[0]), view)
+        if other.view.numel() == other.view.shape[-1]:  # one row for all
+            return self._node(function(self._context, tensor, self._tensor(other, other.view.reshape(-1))), view)
+        wide = other.view[(None,) * (dims - other.view.dim())]
+        tensor = function(self._context, self._tensor(one), self._tensor(other, wide))
+        return self._node(tensor, torch.empty(shape, device="meta"))
+
+    def _lower_cat(self, operation: Operation) -> _Value:
+        parts, dim = (*operation.inputs, 0)[:2]
+        values = [self._value(part) for part in parts]
+        dims = values[0].view.dim()
+        dim %= dims
+        tensor = self._tensor(values[0])
+        for value in values[1:]:
+            tensor = self._make.concat(self._context, tensor, self._tensor(value), dims - 1 - dim)
+        shape = [*values[0].view.shape]
+        shape[dim] = sum(value.view.shape[dim] for value in values)
+        return self._node(tensor, torch.empty(shape, device="meta"))
+
+    def _lower_rope(self, operation: Operation) -> _Value:
+        x, rope = operation.inputs
+        value = self._value(x)
+        rows, heads, count, width = value.view.shape
+        x_BTHD = value.view.transpose(1, 2)
+        try:
+            flat = x_BTHD.view(rows * count, heads, width)
+        except RuntimeError:
+            value = self._contiguous(_Value(value.base, x_BTHD))
+            flat = value.view.view(rows * count, heads, width)
+        if self._positions is None:
+            positions_N = torch.zeros(rows * count, dtype=torch.int32)
+            self._positions = self._leaf(positions_N), positions_N
+        key = "rope", id(rope)
+        if key not in self._views:
+            self._views[key] = self._leaf((1 / rope.inverse).float().contiguous())
+        tensor = self._make.rope(
+            self._context,
+            self._tensor(value, flat),
+            self._positions[0],
+            self._views[key],
+            *(width, NEOX, 0),
+            *(1.0, 1.0, 0.0, rope.factor, 32.0, 1.0),
+        )
+        return self._node(tensor, torch.empty(rows, count, heads, width, device="meta").transpose(1, 2))
+
+    def _lower_product(self, operation: Operation) -> _Value:
+        x, matrix = operation.inputs
+        assert isinstance(matrix, GgmlMatrix)
+        value = self._contiguous(self._value(x))
+        rows = value.view.numel() // matrix.inputs
+        apart = matrix.multiplies_rows_apart(rows)
+        shape = (rows, 1, matrix.inputs) if apart else (rows, matrix.inputs)
+        weight = self._ggml.new_tensor(self._context, matrix.form.number, matrix.inputs, matrix.outputs)
+        address_at(weight + DATA_AT).value = matrix.address
+        if matrix.order is not None:
+            address_at(weight + BUFFER_AT).value = matrix.order.buffer
+            address_at(weight + EXTRA_AT).value = matrix.order.extra
+        self._alive.append(matrix)
+        tensor = self._ggml.multiply(self._context, weight, self._tensor(value, value.view.view(shape)))
+        return self._node(tensor, torch.empty(rows, matrix.outputs, device="meta"))
+
+    def _lower_linear(self, operation: Operation) -> _Value:
+        x, weight, bias = (*operation.inputs, None)[:3]
+        if weight.stage != CONSTANT or weight.value.dtype not in NUMBERS:
+            raise CannotBeLowered("it multiplies with a matrix that is no weight")
+        value, matrix_OI = self._contiguous(self._value(x)), weight.value.contiguous()
+        outputs, inputs = matrix_OI.shape
+        rows_R1I = value.view.view(-1, 1, inputs)  # each for itself: ggml adds in another order beside others
+        tensor = self._ggml.multiply(self._context, self._leaf(matrix_OI), self._tensor(value, rows_R1I))
+        if bias is not None:
+            tensor = self._make.by_name["add"](self._context, tensor, self._tensor(self._value(bias)))
+        return self._node(tensor, torch.empty(*value.view.shape[:-1], outputs, device="meta"))
+
+    def _lower_write(self, operation: Operation) -> _Value:
+        keys, values, layer = operation.inputs
+        window = self._trace.windows.get(layer)
+        if window not in self._columns:
+            columns_T = torch.zeros(self.count, dtype=torch.int64)
+            self._columns[window] = self._leaf(columns_T), columns_T
+        for which, part in enumerate((keys, values)):
+            value = self._value(part)
+            rows, heads, count, width = value.view.shape
+            self._shapes.setdefault(layer, []).append((heads, width))
+            buffer = self._ggml.new_tensor_4d(self._context, NUMBERS[self._dtype], width, count, heads, rows)
+            address_at(buffer + DATA_AT).value = self._placeholder()
+            columns = self._columns[window][0]
+            tensor = self._make.set_rows(self._context, buffer, self._tensor(value), columns)
+            self._ggml.expand(self._graph, tensor)
+            self._followers += [_Follower(each, layer, which, (COLUMN, HEAD, ROW), 0) for each in (buffer, tensor)]
+        return _Value(0, torch.empty(0, device="meta"))
+
+    def _placeholder(self) -> int:
+        """Return an address for tensors that have none yet, so that ggml gives them no memory."""
+        if ("placeholder",) not in self._views:
+            memory = aligned(64)
+            self._alive.append(memory)
+            self._views["placeholder",] = memory.data_ptr()
+        return self._views["placeholder",]
+
+    def _lower_attention(self, operation: Operation) -> _Value:
+        query, write, sinks = operation.inputs
+        layer = write.inputs[2]
+        value = self._value(query)
+        rows, heads, count, width = value.view.shape
+        keys, values = (self._value(each).view for each in write.inputs[:2])
+        groups, value_width = keys.shape[1], values.shape[3]
+        q_BTHD = value.view.transpose(1, 2)
+        parts: list[tuple[Tensor, tuple[int, ...], tuple[int, int, int], int, tuple[int, int, int]]] = []
+        if rows > 1 and 1 < count < SIDE_BY_SIDE:  # few queries of each row, side by side
+            parts.append((value.view, (rows, groups), (COLUMN, HEAD, ROW), 0, (rows, count, 0)))
+        else:
+            try:
+                q = q_BTHD.view(rows, count, heads, width)
+            except RuntimeError:
+                value = self._contiguous(_Value(value.base, q_BTHD))
+                q = value.view.view(rows, count, heads, width)
+            if rows * count == 1:
+                # A lone query's columns would be shared out among threads: so its heads are rows.
+                apart, each = (groups, heads // groups) if groups > 1 else (max(heads, 2), 1)
+                q = q.view(-1, each, 1, width).expand(apart, -1, -1, -1)
+                parts.append(
+                    (
+                        q,
+                        (apart, 1),
+                        (COLUMN, HEAD if groups > 1 else NOWHERE, HEAD if groups > 1 else NOWHERE),
+                        0,
+                        (1, 1, 0),
+                    )
+                )
+            elif count == 1:
+                parts.append((q.transpose(1, 2), (rows, groups), (COLUMN, HEAD, ROW), 0, (rows, 1, 0)))
+            else:
+                parts += [
+                    (q[row][:, :, None], (count, groups), (COLUMN, HEAD, NOWHERE), row, (count, 1, row * count))
+                    for row in range(rows)
+                ]
+        result = 0
+        for q, (batch, among), steps, row, of_mask in parts:
+            k, v = (
+                self._ggml.new_tensor_4d(self._context, NUMBERS[self._dtype], each, 1, among, batch)
+                for each in (width, value_width)
+            )
+            for which, tensor in enumerate((k, v)):
+                address_at(tensor + DATA_AT).value = self._placeholder()
+                self._followers.append(_Follower(tensor, layer, which, steps, row))
+            tensor = self._ggml.attend(
+                self._context,
+                self._tensor(value, q),
+                *(k, v, self._mask(self._trace.windows[layer], of_mask)),
+                *(operation.options["scale"], 0.0, operation.options.get("softcap") or 0.0),
+            )
+            if sinks is not None:
+                self._make.sinks(tensor, self._tensor(self._value(sinks)))
+            result = self._make.concat(self._context, result, tensor, 3) if result else tensor
+        return self._node(result, torch.empty(rows, count, heads, value_width, device="meta"))
+
+    def _mask(self, window: int | None, part: tuple[int, int, int]) -> int:
+        """Return the mask of attention with this window for a part of the queries: (rows, queries side by side, first one)."""
+        masks = self._masks.setdefault(window, ({}, torch.empty(0)))[0]
+        if part not in masks:
+            masks[part] = self._ggml.new_tensor_4d(self._context, F16, 1, part[1], 1, part[0])
+            address_at(masks[part] + DATA_AT).value = self._placeholder()
+        return masks[part]
+
+    # -- running
+
+    def run(self, cohort: Cohort, x: Tensor) -> Tensor | None:
+        """Compute a pass of the cohort, which writes behind its end. Returns the result, None if there is none.
+
+        Raises RuntimeError if ggml fails.
+        """
+        if self._bound() is not cohort:
+            self._bind(cohort)
+        positions_RT = cohort.position_ids(self.count)
+        if self._positions is not None:
+            self._positions[1].copy_(positions_RT.reshape(-1))
+        given = {"x": x, "positions": positions_RT}
+        if self._reads_mask:
+            mask_RC = cohort.attention_mask(self.count)
+            ones = torch.ones(self.rows, cohort.end + self.count, dtype=torch.int64) if mask_RC is None else mask_RC
+            given["mask"] = ones
+        for operation, memory in self._early:
+            memory.copy_(self._trace.early(operation, given, self._sizes))
+        queries_T1 = torch.arange(cohort.end, cohort.end + self.count)[:, None]
+        for window, (_, columns_T) in self._columns.items():
+            columns_T.copy_(queries_T1[:, 0] - cohort.first_kept(self._layer_of(window)))
+        for window, (_, mask_NC) in self._masks.items():
+            first = cohort.first_kept(self._layer_of(window))
+            columns_C = torch.arange(first, first + mask_NC.shape[1])
+            seen_TC = columns_C <= queries_T1
+            if window is not None:
+                seen_TC &= columns_C > queries_T1 - window
+            mask_RTC = mask_NC.view(self.rows, self.count, -1)
+            if any(cohort.first_columns):
+                seen_RTC = seen_TC & (columns_C >= torch.tensor(cohort.first_columns)[:, None, None])
+            else:
+                seen_RTC = seen_TC[None]
+            mask_RTC.copy_(torch.where(seen_RTC, 0.0, -math.inf))
+        result = None
+        if self._result is not None:
+            result = torch.empty(self._result.view.shape)
+            self._out_at.value = result.data_ptr()
+        cohort.dirty_end = max(cohort.dirty_end, cohort.end + self.count)
+        threads().compute_graph(self._graph)
+        return result if result is None else result.to(self._dtype)
+
+    def _layer_of(self, window: int | None) -> int:
+        """Return a layer whose attention has this window."""
+        return next(layer for layer in self._shapes if self._trace.windows.get(layer) == window)
+
+    def _bind(self, cohort: Cohort) -> None:
+        """Let the graph use the buffers of a cohort, which are made if its layers have none yet."""
+        for layer, shapes in self._shapes.items():
+            if layer not in cohort.buffers:
+                keys, values = (torch.empty(1, heads, 1, width, dtype=self._dtype) for heads, width in shapes)
+                cohort.buffers[layer] = cohort.store.allocate(keys, values, self.rows, cohort.columns_in(layer))
+        for tensor, layer, which, steps, row in self._followers:
+            buffer = cohort.buffers[layer][which]
+            size, (by_row, by_head, by_column, _) = buffer.element_size(), buffer.stride()
+            strides = size * by_column, size * by_head, size * by_row, 0
+            address_at(tensor + DATA_AT).value = buffer.data_ptr() + row * strides[ROW]
+            numbers_at(tensor + SIZES_AT)[1] = buffer.shape[2]
+            numbers_at(tensor + STRIDES_AT)[1:4] = [strides[step] for step in steps]
+        for window, (masks, _) in self._masks.items():
+            columns = cohort.columns_in(self._layer_of(window))
+            mask_NC = torch.empty(self.rows * self.count, columns, dtype=torch.float16)
+            self._masks[window] = masks, mask_NC
+            for (_, beside, first), tensor in masks.items():
+                address_at(tensor + DATA_AT).value = mask_NC[first].data_ptr()
+                numbers_at(tensor + SIZES_AT)[0] = columns
+                by_query = 2 * columns
+                numbers_at(tensor + STRIDES_AT)[1:4] = [by_query, by_query * beside, by_query * beside]
+        self._bound = weakref.ref(cohort)
+
+
+def _merged(view: Tensor) -> Tensor:
+    """Return a view with at most four dimensions. Raises CannotBeLowered if none has the same elements."""
+    try:
+        return view.flatten(0, view.dim() - 4) if view.is_contiguous() else view.view(-1, *view.shape[-3:])
+    except RuntimeError:
+        raise CannotBeLowered("a view of it has more than four dimensions") from None

@@ -1,0 +1,236 @@
+"""Passes of packed models as one graph of ggml: torch's numbers, equal bits in any company, and never a dead node."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from swarmnode.compute.model.adapters.span_adapters import Lora
+from swarmnode.compute.model.attention import attend_by_position
+from swarmnode.compute.model.checkpoint import Checkpoint
+from swarmnode.compute.model.span import ModelSpan
+from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix, library
+from swarmnode.compute.packing.packed_weight import PackedWeight, hold
+from swarmnode.compute.serving import graph_passes
+from swarmnode.compute.serving.cohort import Window, sliding_layers
+from swarmnode.compute.serving.graph_passes import GRAPHS, SpanGraphs
+from swarmnode.compute.serving.loading import load_span
+from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
+from swarmnode.compute.serving.span_graph import SpanGraph
+from swarmnode.ledger import Account, MemoryLedger
+from tests.compute.model.llama_gguf import save_llama_gguf, save_moe_gguf
+from tests.compute.packing.test_packed_weight import pack
+from tests.numerics.families import tiny_config
+
+pytestmark = pytest.mark.skipif(
+    library() is None, reason="the package xllamacpp is not installed, or not for this machine"
+)
+ROUNDED = 0.1  # of the logits' spread: activations have 8 bits
+LENGTH = 40
+
+
+def llama_span(folder: Path, form: str = "Q4_0", dtype: torch.dtype = torch.float32) -> ModelSpan:
+    save_llama_gguf(folder / "tiny.gguf", form=form)
+    checkpoint = pack(folder / "tiny.gguf", folder / "packed")
+    return load_span(checkpoint, 0, checkpoint.units, dtype=dtype, products="fast", check=False)
+
+
+def family_span(model_type: str, folder: Path) -> ModelSpan:
+    """Return a tiny model of a family whose matrices are packed in Q8_0 where their rows have whole blocks."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=torch.float32).save_pretrained(folder)
+    checkpoint = Checkpoint(folder)
+    plain = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, check=False)
+    packed: dict[str, Any] = {}
+    for name, module in plain.model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.ndim == 2 and weight.shape[1] % 32 == 0 and "embed" not in name:
+            rows = gguf.quantize(weight.detach().numpy(), gguf.GGMLQuantizationType.Q8_0)
+            matrix = GgmlMatrix(torch.from_numpy(rows), FORMATS["Q8_0"], weight.shape[1])
+            packed[f"{name}.weight"] = PackedWeight([matrix], torch.float32)
+    hold(plain.model, packed)
+    attend_by_position(plain.model)
+    return ModelSpan(checkpoint.family, plain.model, 0, checkpoint.units)
+
+
+def open_runner(span: ModelSpan, ledger: MemoryLedger | None = None) -> StageRunner:
+    windows = {layer: Window(size, slack=8, room=16) for layer, size in sliding_layers(span.config).items()}
+    return StageRunner(span, RunnerConfig(1 << 26, windows=windows, prefill_positions=16), ledger=ledger)
+
+
+def graphs_of(runner: StageRunner) -> SpanGraphs:
+    assert runner.graphs is not None
+    return runner.graphs
+
+
+def some_ids(span: ModelSpan, length: int = LENGTH, seed: int = 1) -> Tensor:
+    return torch.randint(3, span.vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def logits(runner: StageRunner, ids_BT: Tensor, cuts: list[int], name: str = "a") -> Tensor:
+    """Return all logits of a session whose text comes in parts that end at these places."""
+    runner.open(name, rows=len(ids_BT), max_length=ids_BT.shape[1] + 8)
+    parts = [ids_BT[:, first:end] for first, end in zip([0, *cuts], [*cuts, ids_BT.shape[1]], strict=True)]
+    results = [runner.run([StepInput(name, part, WANT_ALL)])[0].output for part in parts]
+    runner.close(name)
+    return torch.cat(results, dim=1)
+
+
+# Rotary halves; windows that move; biases; norms of heads; part of the width rotated; other norms and activations.
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "qwen2", "qwen3", "phi", "olmo2", "starcoder2"])
+def test_a_familys_graph_is_torchs_way_with_equal_bits_at_any_cut(model_type: str, tmp_path: Path) -> None:
+    span = family_span(model_type, tmp_path)
+    ids_BT = some_ids(span)
+    runner = open_runner(span)
+    whole = logits(runner, ids_BT, [])
+    assert graphs_of(runner).passes > 0, graphs_of(runner).refusals
+    for cuts in (list(range(20, LENGTH)), [3, 9, 10, 31]):
+        assert torch.equal(logits(runner, ids_BT, cuts), whole)
+    by_torch = open_runner(span)
+    by_torch.graphs = None
+    wanted = logits(by_torch, ids_BT, [])
+    assert float((whole - wanted).abs().mean() / wanted.std()) < ROUNDED
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("Q4_0", torch.float32), ("Q4_1", torch.bfloat16), ("BF16", torch.float32)]
+)
+def test_company_padding_guesses_and_ranges_change_no_bits(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    span = llama_span(tmp_path, form, dtype)
+    texts = [some_ids(span, LENGTH + 7 * at, seed=at) for at in range(3)]
+    alone = [logits(open_runner(span), ids_BT, [LENGTH // 2]) for ids_BT in texts]
+    runner = open_runner(span)
+    for at in range(len(texts)):
+        runner.open(at, rows=1, max_length=100)
+    got: list[list[Tensor]] = [[], [], []]
+    done = [0, 0, 0]
+    turn = 0
+    while any(done[at] < ids_BT.shape[1] for at, ids_BT in enumerate(texts)):
+        works = []
+        for at, ids_BT in enumerate(texts):
+            count = 5 + at if not done[at] else 1 + (turn + at) % 4
+            if done[at] < ids_BT.shape[1] and (turn + at) % 5:
+                works.append(StepInput(at, ids_BT[:, done[at] : done[at] + count], WANT_ALL))
+        for result in runner.run(works):
+            at = int(str(result.session_id))
+            got[at].append(result.output)
+            done[at] += result.output.shape[1]
+        turn += 1
+    assert all(torch.equal(torch.cat(parts, 1), wanted) for parts, wanted in zip(got, alone, strict=True))
+    padded = torch.cat([torch.zeros(1, 7, dtype=torch.int64), texts[0]], dim=1)
+    runner.open("padded", rows=2, max_length=100, padding=(7, 0))
+    (result,) = runner.run([StepInput("padded", torch.cat([padded, texts[1]]), WANT_ALL)])
+    assert torch.equal(result.output[:1, 7:], alone[0]) and torch.equal(result.output[1:], alone[1])
+    assert graphs_of(runner).passes and not graphs_of(runner).refusals
+    x = texts[0]
+    for start, end in ((0, 2), (2, span.end)):  # a session that uses a part of the span
+        runner.open(f"from {start}", rows=1, max_length=100, start=start, end=end)
+        x = runner.run([StepInput(f"from {start}", x, WANT_ALL)])[0].output
+    assert torch.equal(x, alone[0]), "two parts are the whole"
+
+
+def test_a_session_beside_one_with_an_adapter_has_the_same_bits(tmp_path: Path) -> None:
+    span = llama_span(tmp_path)
+    ids_BT = some_ids(span)
+    alone = logits(open_runner(span), ids_BT, [LENGTH // 2])
+    random = torch.Generator().manual_seed(2)
+    a_RI, b_OR = (torch.randn(shape, generator=random) for shape in ((4, span.hidden_size), (span.hidden_size, 4)))
+    span.adapters.add("verse", {"model.layers.0.self_attn.q_proj": Lora(a_RI, b_OR)})
+    runner = open_runner(span)
+    for adapter in ("", "verse"):
+        runner.open(adapter, rows=1, max_length=100, adapter=adapter)
+    got: dict[Any, list[Tensor]] = {"": [], "verse": []}
+    for first, end in ((0, 15), *((at, at + 1) for at in range(15, LENGTH))):
+        for result in runner.run([StepInput(name, ids_BT[:, first:end], WANT_ALL) for name in got]):
+            got[result.session_id].append(result.output)
+    assert torch.equal(torch.cat(got[""], 1), alone)
+    assert not torch.allclose(torch.cat(got["verse"], 1), alone, atol=0.1), "the adapter changes its own session"
+
+
+def test_a_pass_without_logits_only_fills_the_caches(tmp_path: Path) -> None:
+    span = llama_span(tmp_path)
+    ids_BT = some_ids(span)
+    runner = open_runner(span)
+    runner.open("a", rows=1, max_length=100)
+    (result,) = runner.run([StepInput("a", ids_BT[:, :12], WANT_NOTHING)])
+    assert result.output.shape == (1, 0, span.vocab_size)
+    (result,) = runner.run([StepInput("a", ids_BT[:, 12:], WANT_ALL)])
+    assert torch.equal(result.output, logits(runner, ids_BT, [], "b")[:, 12:])
+    assert not graphs_of(runner).refusals
+
+
+def test_graphs_are_few_in_the_ledger_and_hold_no_buffers(tmp_path: Path) -> None:
+    ledger = MemoryLedger()
+    runner = open_runner(llama_span(tmp_path), ledger)
+    for count in range(1, GRAPHS + 5):
+        runner.open("a", rows=1, max_length=100)
+        runner.run([StepInput("a", torch.ones(1, 1 + count % 16, dtype=torch.int64))])
+        held = [weakref.ref(buffer) for buffers in runner.pool.cohorts[0].buffers.values() for buffer in buffers]
+        runner.close("a")
+    gc.collect()
+    assert not any(buffer() is not None for buffer in held)
+    assert 0 < len(graphs_of(runner)._graphs) <= GRAPHS
+    assert ledger.accounts()[Account.ACTIVATIONS] > 0
+    runner.close_all()
+    assert ledger.used_bytes == 0
+
+
+def test_no_memory_for_a_graph_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    span = llama_span(tmp_path)
+    runner = open_runner(span, MemoryLedger(1 << 22))
+    runner.open("a", rows=1, max_length=8)
+    graphs_of(runner)._ledger = MemoryLedger(1)
+    (result,) = runner.run([StepInput("a", some_ids(span, 3))])
+    assert bool(result.output.isfinite().all()) and graphs_of(runner).passes == 0
+    assert "is computed layer by layer" in caplog.text
+
+
+def crash(*_: Any) -> Any:
+    os.abort()
+
+
+def spin(*_: Any) -> Any:
+    while True:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (crash, "SIGABRT"),
+        (spin, "SIGXCPU|SIGKILL"),
+        (lambda graph, _cohort, x: torch.full((len(x), x.shape[1], 7), torch.nan), "bits|numbers|failed"),
+    ],
+)
+def test_what_crashes_hangs_or_is_wrong_is_seen_in_a_trial(
+    harm: Callable[..., Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = llama_span(tmp_path)
+    monkeypatch.setattr(SpanGraph, "run", harm)
+    monkeypatch.setattr(graph_passes, "TRIAL_CPU_S", 1)
+    runner = open_runner(span)
+    runner.open("a", rows=1, max_length=8)
+    (result,) = runner.run([StepInput("a", some_ids(span, 3))])
+    assert bool(result.output.isfinite().all()) and graphs_of(runner).passes == 0
+    (reason,) = graphs_of(runner).refusals.values()
+    assert re.search(why, reason)
+
+
+def test_what_has_no_counterpart_stays_on_torchs_way(tmp_path: Path) -> None:
+    save_moe_gguf(tmp_path / "tiny.gguf", form="Q4_0")
+    checkpoint = pack(tmp_path / "tiny.gguf", tmp_path / "packed")
+    span = load_span(checkpoint, 0, checkpoint.units, dtype=torch.float32, products="fast", check=False)
+    runner = open_runner(span)
+    assert bool(logits(runner, some_ids(span), [5]).isfinite().all())
+    assert graphs_of(runner).passes == 0 and "depends on values" in str(graphs_of(runner).refusals)
