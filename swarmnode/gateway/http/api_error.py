@@ -51,7 +51,8 @@ class ApiError(HTTPException):
     def __init__(
         self, failure: str | int, message: str, *, parameter: str | None = None, retry_s: float | None = None
     ) -> None:
-        self.code, status = (failure, STATUS[failure]) if isinstance(failure, str) else (None, failure)
+        self.code = failure if isinstance(failure, str) else None
+        status = STATUS[failure] if isinstance(failure, str) else failure
         super().__init__(status, message.encode(errors="replace").decode())  # it may quote a lone surrogate
         self.kind = "server_error" if status >= 500 else "requests" if status == 429 else "invalid_request_error"
         self.parameter = parameter
