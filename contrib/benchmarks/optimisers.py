@@ -4,7 +4,7 @@ Prints JSON with ratios. All numbers are of this machine and of the sizes that a
 
     python contrib/benchmarks/optimisers.py packages
 
-`packages` prints the differences to schedulefree and lion-pytorch.
+`packages` needs schedulefree and lion-pytorch, and prints the differences to them.
 
     python contrib/benchmarks/optimisers.py eva [--steps 120] [--norm batch|group] [--seeds 3]
 
@@ -334,8 +334,11 @@ def muloco(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def packages(_arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Compare updates with those of the packages schedulefree and lion-pytorch."""
-    from lion_pytorch import Lion
-    from schedulefree import AdamWScheduleFree
+    try:
+        from lion_pytorch import Lion
+        from schedulefree import AdamWScheduleFree
+    except ImportError as error:
+        raise SystemExit(f"{error}: pip install schedulefree lion-pytorch") from None
 
     settings: dict[str, Any] = {"weight_decay": 0.1, "warmup_steps": 3, "schedule": "constant"}
     free = run_of(20, optimizer="schedule-free", betas=(0.9, 0.999), learning_rate=1e-2, **settings)

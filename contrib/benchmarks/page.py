@@ -254,10 +254,10 @@ async def measure(program: str, folder: Path, options: argparse.Namespace) -> di
 
 
 def main(options: argparse.Namespace) -> None:
-    """Measure the page and print the results. Raises RuntimeError if Chromium is not installed."""
+    """Measure the page and print the results. Raises SystemExit if Chromium is not installed."""
     program = find_chromium()
     if program is None:
-        raise RuntimeError("there is no chromium here: apt-get install chromium")
+        raise SystemExit("there is no Chromium here: apt-get install chromium")
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(asyncio.run(measure(program, Path(folder), options)), indent=1))
 

@@ -298,9 +298,10 @@ def count_passes(segment: SpanSegment) -> Counter[str]:
 def cost_of_evaluation(steps: int, seed: int) -> Iterator[Mapping[str, Any]]:
     """Yield the passes and the CPU seconds of a training with evaluation over those without, the latter in pairs that alternate."""
     rows = steps * BATCH
-    corpus_N = read_corpus()[: (rows + rows // 100) * SEQUENCE].numpy().astype(np.uint32)
+    held = max(MICROBATCH, rows // 100)
+    corpus_N = read_corpus()[: (rows + held) * SEQUENCE].numpy().astype(np.uint32)
     trained, held_out = (TokenBatches(part, VOCABULARY) for part in np.split(corpus_N, [rows * SEQUENCE]))
-    count = max(1, rows // 100 // MICROBATCH)
+    count = held // MICROBATCH
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         save_model(path / "model", "llama", seed)
