@@ -166,7 +166,7 @@ class GroupNetwork:
         """Number of members of the group."""
         return self.machines * self.cards
 
-    def exchange(self, members: int, tokens: float, token_bytes: float = 1.0) -> Phase:
+    def exchange(self, members: int, tokens: float, token_bytes: float = 1.0) -> ExpertPhase:
         """Return the phase of an exchange: each of `members` neighbours sends `tokens` to each other one, all at once.
 
         It is an all-to-all with different data for each receiver, an all-gather with the same, and a reduce-scatter of parts. The
@@ -175,7 +175,7 @@ class GroupNetwork:
         near = min(members, self.cards) - 1
         far = members - 1 - near
         sent, size_bytes = min(1.0, tokens), tokens * token_bytes
-        return Phase(
+        return ExpertPhase(
             inner_s=self.inner.busy_s(near * sent, near * size_bytes),
             line_s=self.link.busy_s(far * sent, far * size_bytes, self.cards),
             delay_s=self.link.delay_s if far else self.inner.delay_s if near else 0.0,
@@ -183,8 +183,8 @@ class GroupNetwork:
 
 
 @dataclass(frozen=True)
-class Phase:
-    """Phase of a schedule: busy seconds of computing, of the line between machines and of the links within one, and a
+class ExpertPhase:
+    """ExpertPhase of a schedule: busy seconds of computing, of the line between machines and of the links within one, and a
     delay."""
 
     compute_s: float = 0.0
@@ -198,7 +198,7 @@ class Phase:
         return max(self.compute_s, self.line_s, self.inner_s) + self.delay_s
 
 
-def chunked_s(phases: Sequence[Phase], chunks: int) -> float:
+def chunked_s(phases: Sequence[ExpertPhase], chunks: int) -> float:
     """Return the seconds of `chunks` chunks that each pass `phases` in turn, while other chunks use the other resources.
 
     Either the slowest phase of one chunk after another decides, or the resource that all phases together use longest.
@@ -287,10 +287,10 @@ class LayerOnGroup:
         pieces = needed * divided if schedule.name == "s2" else 1.0  # partial results of a token that are gathered
         gather = network.exchange(self.same, pieces * own, token_bytes)
         passed = repeats * part, self.resident, divided, schedule.shards
-        compute = Phase(compute_s=backward * experts_part_s(mixture, self.machine, *passed))
+        compute = ExpertPhase(compute_s=backward * experts_part_s(mixture, self.machine, *passed))
         ways = {"s2": (swap, compute, swap, gather), "sum": (compute, swap, gather)}
         seconds = chunked_s(ways.get(schedule.name, (swap, compute, swap)), chunks)
-        last = network.exchange(self.same, chunks * own, token_bytes) if schedule.name == "s1" else Phase()
+        last = network.exchange(self.same, chunks * own, token_bytes) if schedule.name == "s1" else ExpertPhase()
         return seconds + last.seconds
 
     def dense_s(self, backward: float = 1.0) -> float:
@@ -409,7 +409,7 @@ def compare(mixture: ExpertMixture, machine: GroupMachine, network: GroupNetwork
     """Compare the three ways to do `work` on equal machines. Caches, activations, embedding and head count nowhere."""
     members, trains = network.members, work.kind is WorkKind.TRAINING
     machine = replace(machine, spill_bytes_per_s=0.0) if trains else machine  # optimisers change all that they hold
-    gradients = Phase()
+    gradients = ExpertPhase()
 
     # The group: every layer on all members. Members without a sequence of their own hold the same tokens as others.
     together = min(work.sequences, members) if trains else work.sequences

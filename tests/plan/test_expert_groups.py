@@ -19,7 +19,7 @@ from swarmnode.plan.expert_groups import (
     GroupWork,
     LayerOnGroup,
     LinkCost,
-    Phase,
+    ExpertPhase,
     WorkKind,
     chunked_s,
     compare,
@@ -51,10 +51,10 @@ def test_the_sentence_is_right_by_hand() -> None:
 
 def test_a_chunk_is_sent_while_the_next_one_is_computed() -> None:
     """A second of computing and one of sending, in two chunks: the first half is computed before any is sent."""
-    halves = (Phase(compute_s=0.5), Phase(line_s=0.25, delay_s=0.1), Phase(line_s=0.25, delay_s=0.1))
+    halves = (ExpertPhase(compute_s=0.5), ExpertPhase(line_s=0.25, delay_s=0.1), ExpertPhase(line_s=0.25, delay_s=0.1))
     assert chunked_s(halves, 1) == pytest.approx(1.2)
     assert chunked_s(halves, 2) == pytest.approx(1.2 + 0.5)
-    assert chunked_s((*halves[:2], Phase(line_s=0.75, delay_s=0.1)), 4) == pytest.approx(4 * 1.0 + 0.1), (
+    assert chunked_s((*halves[:2], ExpertPhase(line_s=0.75, delay_s=0.1)), 4) == pytest.approx(4 * 1.0 + 0.1), (
         "the line decides"
     )
 
