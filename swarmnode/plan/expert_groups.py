@@ -184,7 +184,7 @@ class GroupNetwork:
 
 @dataclass(frozen=True)
 class ExpertPhase:
-    """ExpertPhase of a schedule: busy seconds of computing, of the line between machines and of the links within one, and a
+    """Phase of a schedule: busy seconds of computing, of the line between machines and of the links within one, and a
     delay."""
 
     compute_s: float = 0.0
