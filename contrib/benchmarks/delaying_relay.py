@@ -59,7 +59,7 @@ class DelayingRelay:
 async def hand_over(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay_s: float, rate_bps: float
 ) -> None:
-    """Write what comes from `reader` to `writer`, `delay_s` seconds after `rate_bps` lets it through, until the end."""
+    """Copy bytes from `reader` to `writer` at `rate_bps`, each `delay_s` seconds later, until the connection ends."""
     loop = asyncio.get_running_loop()
     free_s = 0.0  # when the line has let everything through
 

@@ -206,7 +206,7 @@ def chunked_s(phases: Sequence[ExpertPhase], chunks: int) -> float:
     if chunks == 1:
         return sum(phase.seconds for phase in phases)
     busy_s = [max(phase.compute_s, phase.line_s, phase.inner_s) for phase in phases]
-    used_s = (sum(getattr(phase, name) for phase in phases) for name in ("compute_s", "line_s", "inner_s"))
+    used_s = (sum(float(getattr(phase, name)) for phase in phases) for name in ("compute_s", "line_s", "inner_s"))
     one_by_one_s = sum(phase.seconds for phase in phases) + (chunks - 1) * max(busy_s)
     return float(max(one_by_one_s, chunks * max(used_s) + phases[-1].delay_s))
 
