@@ -363,9 +363,10 @@ class _Thread(threading.local):
         """Compute a prepared graph. Raises RuntimeError if ggml cannot."""
         self.compute_graph(prepared.graph)
 
-    def compute_graph(self, graph: int) -> None:
-        """Compute a graph of ggml. Raises RuntimeError if ggml cannot."""
-        if (count := torch.get_num_threads()) != self._threads:
+    def compute_graph(self, graph: int, most: int | None = None) -> None:
+        """Compute a graph of ggml with torch's number of threads, `most` at most. Raises RuntimeError if ggml cannot."""
+        count = torch.get_num_threads()
+        if (count := count if most is None else min(count, most)) != self._threads:
             self._threads = count
             self._ggml.set_threads(self._backend.address, count)
         if self._ggml.compute(self._backend.address, graph) != 0:

@@ -510,7 +510,7 @@ class SpanGraph:
 
     # -- running
 
-    def run(self, cohort: Cohort, x: Tensor) -> Tensor | None:
+    def run(self, cohort: Cohort, x: Tensor, most_threads: int | None = None) -> Tensor | None:
         """Compute a pass of the cohort, which writes behind its end. Returns the result, None if there is none.
 
         Raises RuntimeError if ggml fails.
@@ -547,7 +547,7 @@ class SpanGraph:
             result = torch.empty(self._result.view.shape)
             self._out_at.value = result.data_ptr()
         cohort.dirty_end = max(cohort.dirty_end, cohort.end + self.count)
-        threads().compute_graph(self._graph)
+        threads().compute_graph(self._graph, most_threads)
         return result if result is None else result.to(self._dtype)
 
     def _layer_of(self, window: int | None) -> int:
