@@ -229,7 +229,7 @@ def _try(
     end: int,
     windows: Windows,
 ) -> str:
-    """Compute the first positions by graphs of all sizes that are tried. Returns what is wrong, empty if nothing is."""
+    """Compute the first positions by graphs of all sizes that are tried. Returns the fault, empty if there is none."""
     torch.set_num_threads(1)
     total = x.shape[1]
     known: Tensor | None = None

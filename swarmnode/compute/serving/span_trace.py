@@ -68,7 +68,7 @@ def sizes_of(rows: int, count: int, kept: int, past: int = 0) -> dict[str, int]:
 
 @dataclass(eq=False)
 class Operation:
-    """Recorded operation. `inputs` are the arguments, in which operations stand for tensors and `OpenSize` for open integers.
+    """Recorded operation. `inputs` are its arguments: operations stand for tensors there, and `OpenSize` for open integers.
 
     `pick` chooses among several results. `value` is the result of the first recorded pass: for constants it is the value itself.
     """
@@ -91,7 +91,7 @@ class Operation:
 
 
 def _parts(value: Any, kind: type[T]) -> Iterator[T]:
-    """Yield what is of this kind among arguments."""
+    """Yield the arguments of this kind, also those in lists."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, dict):
@@ -102,7 +102,7 @@ def _parts(value: Any, kind: type[T]) -> Iterator[T]:
 
 
 def filled(value: Any, fill: Callable[[Any], Any]) -> Any:
-    """Return arguments in which `fill` replaces operations and open integers."""
+    """Return arguments whose operations and open integers are replaced by `fill`."""
     if isinstance(value, Operation | OpenSize):
         return fill(value)
     if isinstance(value, list | tuple):
