@@ -568,7 +568,6 @@ class Operators:
         self.rope = make("ggml_rope_ext", p, p, p, p, p, c_int, c_int, c_int, *(6 * [c_float]))
         self.set_rows = make("ggml_set_rows", p, p, p, p, p)
         self.concat = make("ggml_concat", p, p, p, p, c_int)
-        self.sinks = make("ggml_flash_attn_ext_add_sinks", None, p, p)
         self.overhead = make("ggml_graph_overhead_custom", size, size, c_bool)
         self.cpu_memory = make("ggml_backend_cpu_buffer_type", p)
         self.new_allocator = make("ggml_gallocr_new", p, p)

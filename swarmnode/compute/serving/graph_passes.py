@@ -13,6 +13,7 @@ import select
 import signal
 import sys
 import time
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
@@ -191,7 +192,9 @@ def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, window
             end=end,
         ).float()
     reads, writes = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():  # of threads: the child calls nothing that takes their locks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         why = "a trial failed"
         try:
