@@ -206,8 +206,10 @@ def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, window
         except BaseException as error:  # nothing may run on in a second process of the node
             why = f"{type(error).__name__}: {error}"
         finally:
-            os.write(writes, (why or " ").encode()[:TOLD])
-            os._exit(0)
+            try:
+                os.write(writes, (why or " ").encode()[:TOLD])
+            finally:
+                os._exit(0)
     os.close(writes)
     try:
         if not select.select([reads], [], [], TRIAL_S)[0]:
