@@ -107,14 +107,17 @@ def attention_by_position(
     all columns up to the position's own count. torch computes the attention instead, whose bits depend on the company, if it takes
     gradients, has a dropout or a position bias or is not causal, or if the mask has another dtype, as in training.
 
+    A pass that is recorded for a graph of ggml (`span_graph.py`) takes the attention as a whole.
+
     Raises ValueError if ggml cannot take these shapes.
     """
     if (recorder := threads().recorder) is not None and hasattr(recorder, "attention"):
         others = [name for name in ("position_bias",) if kwargs.get(name) is not None]
         if dropout or others or kwargs.get("is_causal") is False:
             raise ValueError(f"attention with {others or 'dropout or a view ahead'} has no counterpart")
+        check_attention(query.shape, key.shape, value.shape)
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-        return recorder.attention(query, key, value, attention_mask, scale=scale), None
+        return recorder.attention(query, key, value, attention_mask, scale), None
     trains = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     has_other_mask = attention_mask is not None and attention_mask.dtype != torch.float16
     if (

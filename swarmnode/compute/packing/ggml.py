@@ -400,9 +400,10 @@ class _Thread(threading.local):
         """Compute a prepared graph. Raises RuntimeError if ggml cannot."""
         self.compute_graph(prepared.graph)
 
-    def compute_graph(self, graph: int) -> None:
-        """Compute a graph of ggml. Raises RuntimeError if ggml cannot."""
-        if (count := torch.get_num_threads()) != self._threads:
+    def compute_graph(self, graph: int, most: int | None = None) -> None:
+        """Compute a graph of ggml with torch's number of threads, `most` at most. Raises RuntimeError if ggml cannot."""
+        count = torch.get_num_threads()
+        if (count := count if most is None else min(count, most)) != self._threads:
             self._threads = count
             self._ggml.set_threads(self._backend.address, count)
         if self._ggml.compute(self._backend.address, graph) != 0:
@@ -604,7 +605,6 @@ class Operators:
         self.rope = make("ggml_rope_ext", p, p, p, p, p, c_int, c_int, c_int, *(6 * [c_float]))
         self.set_rows = make("ggml_set_rows", p, p, p, p, p)
         self.concat = make("ggml_concat", p, p, p, p, c_int)
-        self.sinks = make("ggml_flash_attn_ext_add_sinks", None, p, p)
         self.overhead = make("ggml_graph_overhead_custom", size, size, c_bool)
         self.cpu_memory = make("ggml_backend_cpu_buffer_type", p)
         self.new_allocator = make("ggml_gallocr_new", p, p)

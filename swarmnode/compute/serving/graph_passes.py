@@ -12,9 +12,12 @@ import os
 import select
 import signal
 import sys
+import time
+import warnings
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -32,7 +35,41 @@ TRIAL_S, TRIAL_CPU_S = 600.0, 120  # at most, of the clock and of CPU: a busy ma
 TRIED = ((1, 4), (1, 1), (2, 1), (2, 2))  # (rows, positions) of the graphs that are tried
 TRIED_PASSES = 2  # at most, of each
 FAR = 0.5  # of a result's spread: fast products round activations to 8 bits, and a rounding that differs spreads
+ASKED_EVERY_S = 1.0
+CPU_FIELDS = 8  # of psutil's times: later ones, of guests, are counted among the first
 TOLD = 400  # bytes of a reason
+
+
+class SpareCores:
+    """Number of cores that other programs leave to this one, asked every `ASKED_EVERY_S` at most.
+
+    Each operation of a graph waits for all threads. So two threads beside a busy core are slower than one.
+    """
+
+    def __init__(self, used_s: Callable[[], tuple[float, float, float]] | None = None) -> None:
+        self._used_s = used_s or used_seconds
+        self._last = self._used_s()
+        self._count = self.cores = os.cpu_count() or 1
+
+    def __repr__(self) -> str:
+        return f"SpareCores({self._count} of {self.cores})"
+
+    def count(self) -> int:
+        """Return the number of cores, 1 at least."""
+        now_s, busy_s, own_s = self._used_s()
+        last_s, last_busy_s, last_own_s = self._last
+        if now_s - last_s >= ASKED_EVERY_S:
+            others = ((busy_s - last_busy_s) - (own_s - last_own_s)) / (now_s - last_s)
+            self._count = max(1, min(self.cores, round(self.cores - others)))
+            self._last = now_s, busy_s, own_s
+        return self._count
+
+
+def used_seconds() -> tuple[float, float, float]:
+    """Return the clock, and the CPU seconds that the machine and this process have used."""
+    times = psutil.cpu_times()
+    idle_s = times.idle + getattr(times, "iowait", 0.0)
+    return time.monotonic(), sum(times[:CPU_FIELDS]) - idle_s, time.process_time()
 
 
 class SpanGraphs:
@@ -44,6 +81,7 @@ class SpanGraphs:
         self.passes = 0
         self._windows = windows
         self._ledger = ledger or MemoryLedger()
+        self._spare_cores = SpareCores()
         self._graphs: OrderedDict[Hashable, tuple[SpanGraph, Reservation]] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -69,7 +107,7 @@ class SpanGraphs:
         if graph is None:
             return None
         self.passes += 1
-        output = graph.run(cohort, x)
+        output = graph.run(cohort, x, self._spare_cores.count() if torch.get_num_threads() > 1 else None)
         return self.span.empty_logits(rows) if output is None else output
 
     def close(self) -> None:
@@ -154,7 +192,9 @@ def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, window
             end=end,
         ).float()
     reads, writes = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():  # of threads: the child calls nothing that takes their locks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
     if child == 0:
         why = "a trial failed"
         try:
@@ -166,8 +206,10 @@ def try_in_child(span: ModelSpan, trace: SpanTrace, start: int, end: int, window
         except BaseException as error:  # nothing may run on in a second process of the node
             why = f"{type(error).__name__}: {error}"
         finally:
-            os.write(writes, (why or " ").encode()[:TOLD])
-            os._exit(0)
+            try:
+                os.write(writes, (why or " ").encode()[:TOLD])
+            finally:
+                os._exit(0)
     os.close(writes)
     try:
         if not select.select([reads], [], [], TRIAL_S)[0]:
@@ -192,7 +234,7 @@ def _try(
     end: int,
     windows: Windows,
 ) -> str:
-    """Compute the first positions by graphs of all sizes that are tried. Returns what is wrong, empty if nothing is."""
+    """Compute the first positions by graphs of all sizes that are tried. Returns the fault, empty if there is none."""
     torch.set_num_threads(1)
     total = x.shape[1]
     known: Tensor | None = None

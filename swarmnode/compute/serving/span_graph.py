@@ -94,7 +94,10 @@ class _Follower(NamedTuple):
 
 
 class SpanGraph:
-    """Graph of a span for `rows` rows and `count` positions, of which the last `kept` have logits."""
+    """Graph of a span for `rows` rows and `count` positions; the last `kept` ones of each row have logits.
+
+    Raises CannotBeLowered if ggml has no counterpart for an operation.
+    """
 
     def __init__(self, trace: SpanTrace, rows: int, count: int, kept: int, dtype: torch.dtype) -> None:
         ggml = library()
@@ -129,6 +132,8 @@ class SpanGraph:
                     self._values[operation] = self._rounded(self._values[operation])
         self._result: _Value | None = None
         if trace.result is not None:
+            if trace.result not in self._values:
+                raise CannotBeLowered("it computes nothing but a look-up")
             self._result = self._contiguous(self._values[trace.result])
             self._out = self._result.base
             if self._views.get(("made", self._out)) is None:
@@ -226,7 +231,7 @@ class SpanGraph:
         return self._node(tensor, torch.empty(value.view.shape, device="meta"))
 
     def _in_rows(self, value: _Value) -> tuple[int, Tensor]:
-        """Return a value as it lies in memory, (rows, last dimension) if it lies there densely, and the view of a result of the
+        """Return a value in the order of its memory, as (rows, last dimension) if it is dense, and the view of a result of the
         same layout."""
         view = value.view
         strides = view.stride()
@@ -249,9 +254,7 @@ class SpanGraph:
             self._values[operation] = self._unary(UNARY[operation.name], operation.inputs[0])
         elif operation.name in BINARY:
             self._values[operation] = self._binary(operation)
-        elif operation.name not in ("keys", "values"):
-            # What no other operation reads after fusing was left out; the rest fails where it is read.
-            return
+        # Another operation without counterpart is refused by the one that reads it.
 
     def _rounded(self, value: _Value) -> _Value:
         """Return a value in float32 that is rounded to the model's number format."""
@@ -444,7 +447,7 @@ class SpanGraph:
         return self._views["placeholder",]
 
     def _lower_attention(self, operation: Operation) -> _Value:
-        query, write, sinks = operation.inputs
+        query, write = operation.inputs
         layer = write.inputs[2]
         value = self._value(query)
         rows, heads, count, width = value.view.shape
@@ -493,10 +496,8 @@ class SpanGraph:
                 self._context,
                 self._tensor(value, q),
                 *(k, v, self._mask(self._trace.windows[layer], of_mask)),
-                *(operation.options["scale"], 0.0, operation.options.get("softcap") or 0.0),
+                *(operation.options["scale"], 0.0, 0.0),
             )
-            if sinks is not None:
-                self._make.sinks(tensor, self._tensor(self._value(sinks)))
             result = self._make.concat(self._context, result, tensor, 3) if result else tensor
         return self._node(result, torch.empty(rows, count, heads, value_width, device="meta"))
 
@@ -510,7 +511,7 @@ class SpanGraph:
 
     # -- running
 
-    def run(self, cohort: Cohort, x: Tensor) -> Tensor | None:
+    def run(self, cohort: Cohort, x: Tensor, most_threads: int | None = None) -> Tensor | None:
         """Compute a pass of the cohort, which writes behind its end. Returns the result, None if there is none.
 
         Raises RuntimeError if ggml fails.
@@ -547,7 +548,7 @@ class SpanGraph:
             result = torch.empty(self._result.view.shape)
             self._out_at.value = result.data_ptr()
         cohort.dirty_end = max(cohort.dirty_end, cohort.end + self.count)
-        threads().compute_graph(self._graph)
+        threads().compute_graph(self._graph, most_threads)
         return result if result is None else result.to(self._dtype)
 
     def _layer_of(self, window: int | None) -> int:

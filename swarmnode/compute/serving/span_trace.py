@@ -68,7 +68,7 @@ def sizes_of(rows: int, count: int, kept: int, past: int = 0) -> dict[str, int]:
 
 @dataclass(eq=False)
 class Operation:
-    """Recorded operation. `inputs` are the arguments, in which operations stand for tensors and `OpenSize` for open integers.
+    """Recorded operation. `inputs` are its arguments: operations stand for tensors there, and `OpenSize` for open integers.
 
     `pick` chooses among several results. `value` is the result of the first recorded pass: for constants it is the value itself.
     """
@@ -91,7 +91,7 @@ class Operation:
 
 
 def _parts(value: Any, kind: type[T]) -> Iterator[T]:
-    """Yield what is of this kind among arguments."""
+    """Yield the arguments of this kind, also those in lists."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, dict):
@@ -102,7 +102,7 @@ def _parts(value: Any, kind: type[T]) -> Iterator[T]:
 
 
 def filled(value: Any, fill: Callable[[Any], Any]) -> Any:
-    """Return arguments in which `fill` replaces operations and open integers."""
+    """Return arguments whose operations and open integers are replaced by `fill`."""
     if isinstance(value, Operation | OpenSize):
         return fill(value)
     if isinstance(value, list | tuple):
@@ -262,17 +262,14 @@ class _Recording(TorchDispatchMode):
 
         return all_of("keys", keys), all_of("values", values)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """Record the attention (B, T, H, W) of queries (B, H, T, D) to a layer's cache."""
         keys, values = self.of(key), self.of(value)
         if (keys.name, values.name) != ("keys", "values") or keys.inputs[0] is not values.inputs[0]:
             raise CannotBeLowered("its attention reads something else than a layer's cache")
         y: Tensor = self._paused(lambda: torch.zeros(*query.transpose(1, 2).shape[:3], value.shape[3]))
-        write = keys.inputs[0]
-        sinks = options.pop("sinks", None)
-        inputs = (self.of(query), write, None if sinks is None else self.of(sinks))
-        operation = Operation("attention", None, inputs, options, y, stage=LATE)
-        operation.options["mask"] = mask
+        inputs = (self.of(query), keys.inputs[0])
+        operation = Operation("attention", None, inputs, {"scale": scale, "mask": mask}, y, stage=LATE)
         return self._result(operation, y)
 
 

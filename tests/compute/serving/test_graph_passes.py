@@ -24,7 +24,7 @@ from swarmnode.compute.packing.ggml import FORMATS, GgmlMatrix, library
 from swarmnode.compute.packing.packed_weight import PackedWeight, hold
 from swarmnode.compute.serving import graph_passes
 from swarmnode.compute.serving.cohort import Window, sliding_layers
-from swarmnode.compute.serving.graph_passes import GRAPHS, SpanGraphs
+from swarmnode.compute.serving.graph_passes import GRAPHS, SpanGraphs, SpareCores
 from swarmnode.compute.serving.loading import load_span
 from swarmnode.compute.serving.runner import WANT_ALL, WANT_NOTHING, RunnerConfig, StageRunner, StepInput
 from swarmnode.compute.serving.span_graph import SpanGraph
@@ -196,6 +196,21 @@ def test_no_memory_for_a_graph_is_no_error(tmp_path: Path, caplog: pytest.LogCap
     assert "is computed layer by layer" in caplog.text
 
 
+def test_threads_are_as_many_as_other_programs_leave_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    now = [0.0, 0.0, 0.0]
+    cores = SpareCores(lambda: (now[0], now[1], now[2]))
+    found = []
+    for others, own in ((0.0, 4.0), (1.1, 2.0), (0.2, 3.0), (3.9, 0.1), (9.0, 0.0)):
+        now[0] += 2
+        now[1] += 2 * (others + own)
+        now[2] += 2 * own
+        found.append(cores.count())
+    assert found == [4, 3, 4, 1, 1]
+    now[0] += 0.5
+    assert cores.count() == 1, "it is not asked at each pass"
+
+
 def crash(*_: Any) -> Any:
     os.abort()
 
@@ -210,7 +225,7 @@ def spin(*_: Any) -> Any:
     [
         (crash, "SIGABRT"),
         (spin, "SIGXCPU|SIGKILL"),
-        (lambda graph, _cohort, x: torch.full((len(x), x.shape[1], 7), torch.nan), "bits|numbers|failed"),
+        (lambda graph, _cohort, x, *_: torch.full((len(x), x.shape[1], 7), torch.nan), "bits|numbers|failed"),
     ],
 )
 def test_what_crashes_hangs_or_is_wrong_is_seen_in_a_trial(
